@@ -277,15 +277,6 @@ def dissect(value: object) -> tuple[bytes, list[Leaf]]:
     return structure, leaves
 
 
-def tensor_specs(structure: bytes) -> list[TensorSpec]:
-    """Return the descriptions of the tensors that belong to the structure of a message, in their order.
-
-    Raises:
-        PlainDataError: the bytes are no structure.
-    """
-    return list(Structure(structure, MESSAGES).specs)
-
-
 def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
     """Put a value together that `disassemble` took apart, on the memory and the devices of `tensors`.
 
@@ -295,17 +286,7 @@ def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
     known = Structure(structure, MESSAGES)
     if known.specs or tensors:
         _require_same(known.specs, tensors)
-    return known.value(_Tensors(tensors))
-
-
-def assemble_from(structure: bytes, leaves: LeafSource) -> object:
-    """Put a value together that `dissect` took apart; each leaf is fetched once, in order, while it is read.
-
-    Raises:
-        PlainDataError: the bytes are no structure.
-        FaultToleranceError: the source of the leaves raised it.
-    """
-    return Structure(structure, MESSAGES).value(leaves)
+    return known.value(TensorLeaves(tensors))
 
 
 def encode(values: Sequence[object]) -> bytes:
@@ -354,7 +335,7 @@ def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Non
             raise foreign(ValueError(problem))
 
 
-class _Tensors:
+class TensorLeaves:
     """Leaves that came as tensors, which the value takes over."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
@@ -525,14 +506,6 @@ def refuse(value: object, sheet: Sheet, _: int) -> None:
     raise UnfitType(f"is {article} {name}, which does not travel; pass {cure}. What travels: {allowed}")
 
 
-def write_none(_: None, sheet: Sheet, __: int) -> None:
-    sheet.put(TAGS[NONE])
-
-
-def write_bool(value: bool, sheet: Sheet, _: int) -> None:
-    sheet.put(TAGS[TRUE if value else FALSE])
-
-
 def write_int(value: int, sheet: Sheet, _: int) -> None:
     if 0 <= value < 256:
         sheet.put(SMALL_INTS[value])
@@ -540,14 +513,6 @@ def write_int(value: int, sheet: Sheet, _: int) -> None:
         sheet.put(INT.pack(INT64, value))
     else:
         sheet.put_data(LONG, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
-
-
-def write_float(value: float, sheet: Sheet, _: int) -> None:
-    sheet.put(FLOAT.pack(DOUBLE, value))
-
-
-def write_complex(value: complex, sheet: Sheet, _: int) -> None:
-    sheet.put(TWO_FLOATS.pack(COMPLEX, value.real, value.imag))
 
 
 def write_str(value: str, sheet: Sheet, _: int) -> None:
@@ -662,10 +627,6 @@ def write_dtype(value: torch.dtype, sheet: Sheet, _: int) -> None:
     if value not in DTYPE_NUMBERS:
         raise UnfitType(f"is dtype {value}, which does not travel")
     sheet.put(SHORT.pack(DTYPE, DTYPE_NUMBERS[value]))
-
-
-def write_device(value: torch.device, sheet: Sheet, _: int) -> None:
-    sheet.put_data(DEVICE, str(value).encode())
 
 
 def write_size(value: torch.Size, sheet: Sheet, _: int) -> None:
@@ -1076,10 +1037,10 @@ _READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
 
 
 SIMPLE: Mapping[type, Writer] = {
-    type(None): write_none,
-    bool: write_bool,
+    type(None): lambda _, sheet, __: sheet.put(TAGS[NONE]),
+    bool: lambda value, sheet, _: sheet.put(TAGS[TRUE if value else FALSE]),
     int: write_int,
-    float: write_float,
+    float: lambda value, sheet, _: sheet.put(FLOAT.pack(DOUBLE, value)),
     str: write_str,
     bytes: write_bytes,
     list: write_items,
@@ -1117,12 +1078,12 @@ MESSAGES = Schema(
 STATES = Schema(
     writers={
         **_WITH_LEAVES,
-        complex: write_complex,
+        complex: lambda value, sheet, _: sheet.put(TWO_FLOATS.pack(COMPLEX, value.real, value.imag)),
         OrderedDict: write_ordered_dict,
         Counter: lambda value, sheet, depth: write_dict(value, sheet, depth, COUNTER),
         torch.Size: write_size,
         torch.dtype: write_dtype,
-        torch.device: write_device,
+        torch.device: lambda value, sheet, _: sheet.put_data(DEVICE, str(value).encode()),
         Shard: write_shard,
     },
     other=write_other_state,

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import ReduceScatterOptions
+from torch._C._distributed_c10d import GatherOptions, ReduceScatterOptions
 
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from torchft_like.errors import CollectiveMismatchError
@@ -124,12 +124,13 @@ def test_nccl_moves_what_the_communicator_gives_it(alone: GroupCoordinator) -> N
     communicator = alone._current()
     data, target = torch.arange(8, dtype=torch.uint8, device="cuda:0"), ones(8).to(torch.uint8)
     communicator.broadcast(data, 0).wait()
-    communicator.allgather(target, data).wait()
+    channel = communicator.channels["cuda"]
+    channel.start("_allgather_base", target, data).wait()
     assert torch.equal(target, data)
     target.zero_()
-    communicator.gather([target], data, 0).wait()
+    channel.start("gather", [[target]], [data], GatherOptions()).wait()
     assert torch.equal(target, data)
-    channel, own, rows = communicator.channels["cuda"], ones(2), 3 * ones(2)
+    own, rows = ones(2), 3 * ones(2)
     channel.start("_reduce_scatter_base", own, rows, ReduceScatterOptions()).wait()
     assert torch.equal(own, rows)
     target.zero_()

@@ -21,7 +21,7 @@ from torchft_like.group_coordinator import (
     ManagedCoordinator,
     Membership,
 )
-from torchft_like.group_coordinator.elastic.membership import EpochGroups, Member
+from torchft_like.group_coordinator.elastic import EpochGroups, Member
 
 Here = SimpleNamespace
 PAUSE_S = 0.005

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from tests.stress.fuzzing import damaged, fuzz, parse_or_refuse
 from torchft_like.errors import PlainDataError, QueueCorruptError
-from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, Source, assembled, reading_ring
 from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
-from torchft_like.plain_data import LIST, MAGIC, assemble, disassemble, tensor_specs
+from torchft_like.plain_data import LIST, MAGIC, MESSAGES, Structure, assemble, disassemble
 
 MESSAGE = disassemble(
     {
@@ -36,7 +36,7 @@ GEOMETRY = Geometry(4, 256)
 @example(HEAD + struct.pack("<BI", LIST, 4_000_000) + b"\x00" * 4_000_000)
 @example(struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00")
 def test_plain_data_is_read_or_refused(structure: bytes) -> None:
-    parse_or_refuse(tensor_specs, structure, refusals=PlainDataError)
+    parse_or_refuse(lambda data: Structure(data, MESSAGES), structure, refusals=PlainDataError)
     parse_or_refuse(assemble, structure, MESSAGE.tensors, refusals=PlainDataError)
 
 

@@ -22,17 +22,17 @@ from torchft_like.plain_data import (
     EQUAL_HASHES_MAX,
     INLINE_BYTES_MAX,
     LEAVES_MAX,
+    MESSAGES,
     STATES,
     STRUCTURE_BYTES_MAX,
     VALUES_MAX,
+    Structure,
     assemble,
-    assemble_from,
     bytes_of,
     decode,
     disassemble,
     dissect,
     encode,
-    tensor_specs,
     write,
 )
 
@@ -125,7 +125,9 @@ def test_plain_values_come_back_as_they_were(value: object) -> None:
     structure, tensors = disassemble(value)
     assert repr(assemble(structure, tensors)) == repr(value)
     structure, leaves = dissect(value)
-    assert repr(assemble_from(structure, _Bytes([bytes(bytes_of(leaf)) for leaf in leaves]))) == repr(value)
+    assert repr(
+        Structure(structure, MESSAGES).value(_Bytes([bytes(bytes_of(leaf)) for leaf in leaves]))
+    ) == repr(value)
 
 
 def test_not_a_number_comes_back_as_one() -> None:
@@ -141,13 +143,13 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype, shape: tuple[int, 
     raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape)
     structure, (travels,) = disassemble([tensor])
-    (spec,) = tensor_specs(structure)
+    (spec,) = Structure(structure, MESSAGES).specs
     assert (spec.dtype, spec.shape, spec.device_type) == (dtype, shape, "cpu")
     assert spec.nbytes == tensor.numel() * dtype.itemsize
     assert assemble(structure, [travels]) == [travels]
     assert travels.data_ptr() == tensor.data_ptr()  # no copy
     if tensor.numel():
-        found = assemble_from(structure, _Bytes([bytes(bytes_of(tensor))]))[0]  # type: ignore[index]
+        found = Structure(structure, MESSAGES).value(_Bytes([bytes(bytes_of(tensor))]))[0]  # type: ignore[index]
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
 
 
@@ -246,7 +248,7 @@ def test_a_structure_that_speaks_of_too_large_tensors_is_refused() -> None:
     huge = structure.replace(struct.pack("<Q", 3), struct.pack("<Q", 2**60))
     assert huge != structure
     with pytest.raises(PlainDataError, match="shape"):
-        tensor_specs(huge)
+        Structure(huge, MESSAGES)
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,20 @@ for the only mesh of that form.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement
 
 from torchft_like.errors import CheckpointFormatError
-from torchft_like.plain_data import STATES, Layout, Shard, Sheet, Unfit, shown
+from torchft_like.plain_data import STATES, Layout, Shard, Sheet, Unfit, shown, write_other_state
+
+if TYPE_CHECKING:  # to load it takes half a second, which a state without DTensors is spared
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 Path: TypeAlias = "tuple[object, ...]"
 
@@ -30,16 +33,28 @@ def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
             f"is a DTensor placed {', '.join(map(str, value.placements))}: partial values do not travel; "
             "redistribute it first"
         )
-    sheet.write(shard_of(value, sheet.number_of(value.device_mesh)), depth)
-
-
-STATE_SCHEMA = replace(STATES, writers={**STATES.writers, DTensor: write_dtensor})
-
-
-def shard_of(tensor: DTensor, number: int = 0) -> Shard:
-    """Return this rank's part, on the memory of the tensor, whose mesh has the number."""
     with torch.no_grad():
-        return Shard(tensor.to_local().detach(), _layout_of(tensor), number)
+        local = value.to_local().detach()
+    sheet.write(Shard(local, _layout_of(value), sheet.number_of(value.device_mesh)), depth)
+
+
+def _write_other(value: object, sheet: Sheet, depth: int) -> None:
+    if is_dtensor(value) and type(value) is _dtensor_class():
+        write_dtensor(value, sheet, depth)
+    else:
+        write_other_state(value, sheet, depth)
+
+
+STATE_SCHEMA = replace(STATES, other=_write_other)
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Return whether a value is a DTensor, of which there is none before torch's module of them is loaded."""
+    return isinstance(value, _dtensor_class())
+
+
+def _dtensor_class() -> Any:
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def _layout_of(tensor: DTensor) -> Layout:
@@ -53,7 +68,7 @@ def _form_of(mesh: DeviceMesh, shape: tuple[int, ...] = (), placements: tuple[st
 
 def shards_in(state: object) -> Iterator[Shard | DTensor]:
     """Yield every shard and every DTensor in nested containers."""
-    if isinstance(state, Shard | DTensor):
+    if isinstance(state, Shard) or is_dtensor(state):
         yield state
     elif isinstance(state, dict):
         for value in state.values():
@@ -74,7 +89,7 @@ def place(state: object, own: object) -> Any:
         CheckpointFormatError: this rank's tensor at a shard's place has another layout, or there is none and
           no mesh of that form, or several; the text names the path.
     """
-    placing = _Placing([tensor for tensor in shards_in(own) if isinstance(tensor, DTensor)])
+    placing = _Placing([tensor for tensor in shards_in(own) if is_dtensor(tensor)])
     state = _replace(state, own, (), placing.beside)
     return _replace(state, own, (), placing.elsewhere)
 
@@ -106,7 +121,7 @@ class _Placing:
 
     def beside(self, shard: Shard, own: object, path: Path) -> Shard | DTensor:
         """Place a shard where this rank's own state has a DTensor, and learn the number of its mesh."""
-        if not isinstance(own, DTensor):
+        if not is_dtensor(own):
             return shard
         layout = _layout_of(own)
         with torch.no_grad():
@@ -121,7 +136,7 @@ class _Placing:
 
     def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:
         """Place a shard where this rank's own state has no DTensor."""
-        layout, form = shard.layout, _mesh_of(shard.layout)
+        layout, form = shard.layout, replace(shard.layout, shape=(), placements=())
         meshes = self._by_number.get((shard.mesh, form)) or self._by_form.get(form, [])
         placements = [self._placements[text] for text in layout.placements if text in self._placements]
         if len(meshes) > 1:
@@ -150,9 +165,7 @@ def _add(meshes: list[DeviceMesh], mesh: DeviceMesh) -> None:
 def _tensor(
     shard: Shard, mesh: DeviceMesh, placements: Sequence[Placement], stride: tuple[int, ...]
 ) -> DTensor:
+    from torch.distributed.tensor import DTensor  # noqa: PLC0415
+
     shape = torch.Size(shard.layout.shape)
     return DTensor.from_local(shard.local, mesh, placements, run_check=False, shape=shape, stride=stride)
-
-
-def _mesh_of(layout: Layout) -> Layout:
-    return replace(layout, shape=(), placements=())

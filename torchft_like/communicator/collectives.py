@@ -12,28 +12,26 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllreduceOptions, GatherOptions, ReduceScatterOptions
 
 from torchft_like.communicator.communicator import Communicator, call
-from torchft_like.communicator.sizes import (
-    checked_dim,
-    checked_rank,
-    checked_sizes,
-    elements_of_row,
-    even_sizes,
-    overlaps,
-    with_rows,
-)
 from torchft_like.communicator.tensors import (
     addable,
     as_before,
     as_bytes,
     checked_along,
+    checked_dim,
+    checked_rank,
+    checked_sizes,
     checked_target,
     checked_tensor,
     device_terms,
+    elements_of_row,
+    even_sizes,
     is_addable_as_is,
+    overlaps,
     specifications,
+    with_rows,
 )
 from torchft_like.core.agreement.statements import Statement, Terms
 from torchft_like.process_group.collectives import BY_NAME
@@ -70,7 +68,9 @@ def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
     mine = communicator.movable(input_)
     parts = torch.empty((communicator.world_size, *mine.shape), dtype=mine.dtype, device=mine.device)
     if mine.numel():
-        communicator.allgather(as_bytes(parts), as_bytes(mine)).wait()
+        communicator.channels[mine.device.type].start(
+            "_allgather_base", as_bytes(parts), as_bytes(mine)
+        ).wait()
     return _joined_along(parts, at).to(input_.device)
 
 
@@ -117,7 +117,10 @@ def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Te
     count = communicator.world_size if communicator.rank == dst else 0
     parts = torch.empty((count, *mine.shape), dtype=mine.dtype, device=mine.device)
     if mine.numel():
-        communicator.gather([as_bytes(part) for part in parts], as_bytes(mine), dst).wait()
+        options = GatherOptions()
+        options.rootRank = dst
+        outputs = [[as_bytes(part) for part in parts]] if count else []
+        communicator.channels[mine.device.type].start("gather", outputs, [as_bytes(mine)], options).wait()
     return _joined_along(parts, at).to(input_.device) if count else None
 
 

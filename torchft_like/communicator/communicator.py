@@ -1,7 +1,8 @@
 """The process groups of the same members: which one moves which tensors, and the handling of their errors.
 
-A communicator has a group for memory of the CPU and one for that of its device, which on a CPU are the
-same. This module does not know the meaning of its calls.
+A `Channel` is one process group, torch's own or one of this package, registered with torch or not. A
+communicator has one for memory of the CPU and one for that of its device, which on a CPU are the same. This
+module does not know the meaning of its calls.
 
 INVARIANTS
 * Every wait ends: in the group's timeout, its abort, or the death of a peer.
@@ -20,15 +21,15 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import BarrierOptions, BroadcastOptions, GatherOptions
+from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
-from torchft_like.communicator.channel import Channel, Group, Started
-from torchft_like.communicator.epoch import Epoch
-from torchft_like.communicator.tensors import device_terms, from_bytes, specifications
+from torchft_like.communicator.handle import Epoch
+from torchft_like.communicator.tensors import device_terms, specifications
 from torchft_like.core.agreement.rules import disagreement
 from torchft_like.core.agreement.statements import (
     RECORD_BYTES,
@@ -42,15 +43,116 @@ from torchft_like.core.agreement.statements import (
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveRefusedError,
+    FaultToleranceError,
     GroupCoordinatorError,
+    ProcessGroupNotConfiguredError,
     QueueDescriptorsError,
     QueueMemoryError,
 )
+from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import is_wanted
-from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.store import DEFAULT_TIMEOUT
+from torchft_like.process_group.collectives import BY_NAME, Collective
+from torchft_like.process_group.configuration import Configuration
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.long_waits import calls, watch_calls
+
+# Any object that has torch's collectives as methods.
+Group = Any
+
+
+class Channel:
+    """One process group, in its present configuration.
+
+    Attributes:
+        configuration: the present configuration, which is set when it is over; None for a group that has
+          none.
+        hides_errors: whether the group hides its errors from its works.
+        issue: begins a collective, and returns an object with `wait`.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        self._own = group if isinstance(group, ProcessGroup) else None
+        self.configuration = None if self._own is None else _configuration_of(self._own)
+        self.hides_errors = self._own is not None and self._own.hides_errors
+        # A caller that waits at once needs no Work; but only methods with one check for NaN
+        # (TORCH_DIST_NAN_CHECK).
+        is_plain = self._own is not None and not self._own._checks_nan
+        self.issue: Callable[..., Any] = group.issue if is_plain else self._call
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the group still has the members that it had, and would report it if it had others."""
+        return not self.hides_errors and self.configuration is not None and self.configuration.reason is None
+
+    def check(self) -> None:
+        """Raise an error if the group cannot be used, even if the group hides that."""
+        if (error := self.hidden_error()) is not None:
+            raise GroupCoordinatorError(f"its process group has failed: {error}") from error
+        if self._own is not None and _configuration_of(self._own) is not self.configuration:
+            raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
+
+    def hidden_error(self) -> Exception | None:
+        """Return the error that the group has hidden."""
+        return None if self._own is None else self._own.hidden_error()
+
+    def break_off(self, reason: str) -> None:
+        """End the group, so that no peer waits for this rank; torch's own groups cannot be ended."""
+        if self._own is not None and _configuration_of(self._own) is self.configuration:
+            self._own.abort(reason)
+
+    def store_address(self) -> StoreAddress | None:
+        """Return the store in which the members met, if the group is of this package."""
+        return None if self._own is None else self._own.store_address
+
+    def _call(self, collective: Collective, *args: Any) -> Any:
+        return getattr(self.group, collective.name)(*args)
+
+    def start(self, method: str, *args: Any) -> Started:
+        """Begin one collective."""
+        return Started(getattr(self.group, method)(*args), self)
+
+
+class Started(NamedTuple):
+    """A collective that is under way."""
+
+    work: Work
+    channel: Channel
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """Wait for the end of the collective.
+
+        Args:
+            timeout: the limit of the wait; None takes that of the group.
+
+        Raises:
+            GroupCoordinatorError: the collective failed, and the group hid that.
+            RuntimeError: the collective failed.
+        """
+        self.work.wait() if timeout is None else self.work.wait(timeout)
+        self.channel.check()
+
+
+def _configuration_of(group: ProcessGroup) -> Configuration | None:
+    try:
+        return group.configuration
+    except ProcessGroupNotConfiguredError:  # a wrapper may have no group yet
+        return None
+
+
+def ranks_in_job(group: Group) -> list[int]:
+    """Return the members' ranks in the whole job, if they are known, in the order of the group."""
+    known: list[int] = []
+    try:
+        if isinstance(group, ProcessGroup):
+            known = list(group._member_ranks())
+        elif group in dist.distributed_c10d._world.pg_group_ranks:
+            known = dist.get_process_group_ranks(group)
+    except FaultToleranceError:
+        known = []
+    return known if len(known) == group.size() else list(range(group.size()))
+
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -214,7 +316,7 @@ class Communicator:
             StaleEpochError: the members have changed.
         """
         if self.epoch is not None:
-            self.epoch.check(f"{operation} over {self}")
+            self.epoch.require_present(f"{operation} over {self}")
         try:
             for channel in self._each:
                 channel.check()
@@ -224,7 +326,7 @@ class Communicator:
     def end(self, operation: str) -> None:
         """Raise an error if the members have changed during a call, for its result does not count then."""
         if self.epoch is not None:
-            self.epoch.check(f"{operation} over {self}")
+            self.epoch.require_present(f"{operation} over {self}")
 
     def explained(self, operation: str, error: BaseException) -> BaseException:
         """Return the error to raise for a call that failed with `error`.
@@ -365,7 +467,7 @@ class Communicator:
             return unpack_all(everyone.cpu().numpy().tobytes())
         gathering, spreading = GatherOptions(), BroadcastOptions()
         gathering.rootRank = spreading.rootRank = spreading.rootTensor = 0
-        own = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(self.control_device)
+        own = self.control_bytes(record)
         outputs = [list(everyone.unbind(0))] if self.rank == 0 else []
         channel.issue(_GATHER, outputs, [own], gathering).wait()
         if channel.hides_errors:
@@ -405,33 +507,17 @@ class Communicator:
             shape, dtype=dtype, device=device if device_type in self.channels else self.control_device
         )
 
-    def delivered(self, tensor: Tensor, device_type: str) -> Tensor:
-        """Move a tensor that has arrived to the device where it belongs."""
-        if device_type == self.device.type:
-            return tensor.to(self.device)
-        return tensor.cpu() if device_type == "cpu" else tensor
-
     def control_bytes(self, data: bytes) -> Tensor:
         """Make a tensor of bytes for the group that carries records of calls."""
-        return from_bytes(data, self.control_device)
+        if not data:
+            return torch.empty(0, dtype=torch.uint8, device=self.control_device)
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.control_device)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
         """Begin to broadcast from `src` to all, in place."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         return self.channels[tensor.device.type].start("broadcast", [tensor], options)
-
-    def allgather(self, output: Tensor, tensor: Tensor) -> Started:
-        """Begin to gather the tensors of all ranks in one flat output."""
-        return self.channels[tensor.device.type].start("_allgather_base", output, tensor)
-
-    def gather(self, outputs: list[Tensor], tensor: Tensor, dst: int) -> Started:
-        """Begin to gather the tensors of all ranks in the outputs, which only `dst` has."""
-        options = GatherOptions()
-        options.rootRank = dst
-        return self.channels[tensor.device.type].start(
-            "gather", [outputs] if outputs else [], [tensor], options
-        )
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
         """Begin to send to one rank."""
@@ -440,13 +526,6 @@ class Communicator:
     def recv(self, tensor: Tensor, src: int, tag: int) -> Started:
         """Begin to receive from one rank, in place."""
         return self.channels[tensor.device.type].start("recv", [tensor], src, tag)
-
-    def barrier(self, timeout: timedelta | None) -> Started:
-        """Begin a barrier, which is over once all ranks have begun it."""
-        options = BarrierOptions()
-        if timeout is not None:
-            options.timeout = timeout
-        return self.control.start("barrier", options)
 
     def __str__(self) -> str:
         return f"group {self.name} (rank {self.rank} of {self.world_size})"

@@ -1,8 +1,11 @@
-"""Operations that go on while their caller does something else.
+"""Operations that go on while their caller does something else, and the epoch of the members that began them.
 
 A thread waits for the operation, because a backend ends an operation whose wait has timed out: so a wait with
 a timeout leaves the operation as it is. The thread ends with the operation, and every operation ends: by
 itself, or by the timeout or the abort of its group. On a CUDA device the stream waits, and no thread does.
+
+INVARIANT: whatever was begun in an epoch ends in it, or raises StaleEpochError; a result that came in
+time is given up, too, because no member can tell whether the others of that epoch had theirs.
 """
 
 from __future__ import annotations
@@ -13,10 +16,45 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Generic, TypeVar
 
-from torchft_like.communicator.epoch import Epoch
-from torchft_like.errors import StillUnderWayError
+from torchft_like.errors import GroupCoordinatorError, StaleEpochError, StillUnderWayError
+from torchft_like.process_group.configuration import Configuration
 
 T = TypeVar("T")
+
+
+class Epoch(Configuration):
+    """The time for which members that change are the present ones; it is set when that is over.
+
+    Args:
+        number: the number of the epoch.
+        mark: a number that tells its messages from those of other epochs; the same on all members.
+    """
+
+    def __init__(self, number: int, mark: int = 0) -> None:
+        super().__init__(number)
+        self.mark = mark
+
+    def require_present(self, what: str) -> None:
+        """Raise if the epoch is over; `what` is an object of its members.
+
+        Raises:
+            StaleEpochError: the epoch is over.
+        """
+        if self.reason is not None:
+            raise self.stale(what)
+
+    def stale(self, what: str) -> StaleEpochError:
+        """Return the error for an object of this epoch."""
+        return StaleEpochError(f"{what} is of epoch {self.number}, which is over: {self.reason}")
+
+    def explained(self, what: str, error: BaseException) -> BaseException:
+        """Return the error to raise for `what`, which failed with `error`."""
+        is_old = self.reason is not None and isinstance(error, GroupCoordinatorError)
+        if not is_old or isinstance(error, StaleEpochError):
+            return error
+        stale = self.stale(what)
+        stale.__cause__ = error
+        return stale
 
 
 class Handle(Generic[T]):
@@ -66,7 +104,7 @@ class Handle(Generic[T]):
         """
         if self._epoch is None:
             return self._wait(timeout)
-        self._epoch.check(self._text)
+        self._epoch.require_present(self._text)
         try:
             result = self._wait(timeout)
         except Exception as error:
@@ -74,7 +112,7 @@ class Handle(Generic[T]):
             if told is error:
                 raise
             raise told from error
-        self._epoch.check(self._text)
+        self._epoch.require_present(self._text)
         return result
 
     def _wait(self, timeout: float | None) -> T:
@@ -88,22 +126,7 @@ class Handle(Generic[T]):
             if not self._outcome.done():
                 raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
             outcome = self._outcome.result()  # the operation's own error, or it is done by now
-        return self._settled_once(outcome)
-
-    def is_completed(self) -> bool:
-        """Return whether the operation is over: all has come or was sent, it failed, or its epoch is over."""
-        if self._epoch is not None and self._epoch.ended is not None:
-            return True
-        return self._outcome.done() or (self._is_over is not None and self._is_over())
-
-    def __repr__(self) -> str:
-        if self._epoch is not None and self._epoch.ended is not None:
-            return f"<stale, of epoch {self._epoch.number}>"
-        return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
-
-    def _settled_once(self, outcome: object) -> T:
-        """Return the result, or raise the error of making it: ranks make it together, and only once."""
-        with self._settling:
+        with self._settling:  # ranks make the result together, and only once
             if self._result is None:
                 result: Future[T] = Future()
                 try:
@@ -112,6 +135,17 @@ class Handle(Generic[T]):
                     result.set_exception(error)
                 self._result = result
             return self._result.result()
+
+    def is_completed(self) -> bool:
+        """Return whether the operation is over: all has come or was sent, it failed, or its epoch is over."""
+        if self._epoch is not None and self._epoch.reason is not None:
+            return True
+        return self._outcome.done() or (self._is_over is not None and self._is_over())
+
+    def __repr__(self) -> str:
+        if self._epoch is not None and self._epoch.reason is not None:
+            return f"<stale, of epoch {self._epoch.number}>"
+        return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
 
     def _run(self) -> None:
         try:

@@ -7,14 +7,22 @@ schema (`torchft_like.plain_data`), never a pickle.
 Large tensors are sent from, and received into, their own memory. Small ones are joined in buckets, which
 costs a copy, and spares the latency of an operation each.
 
+An all-gather group saves bytes if each of its ranks sends the same tensor of a dict to a counterpart: each
+sends a slice, and the receivers gather the slices among themselves. That is right only if the tensors are
+replicated. So it is done for those that the sender declares to be replicated, and a slice carries a digest of
+the whole tensor that it was cut from: the receivers compare the digests before they gather.
+
 INVARIANT: a rank that has announced a message sends all of it, and a rank that has heard of one receives all
 of it, or the groups are taken down.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -22,14 +30,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from torchft_like.communicator.channel import Started
-from torchft_like.communicator.communicator import Communicator, call, check
+from torchft_like.communicator.collectives import start_joining
+from torchft_like.communicator.communicator import HARMLESS, Communicator, Started, call, check
 from torchft_like.communicator.handle import Handle
-from torchft_like.communicator.sizes import buckets, checked_rank
-from torchft_like.communicator.tensors import as_bytes
+from torchft_like.communicator.tensors import as_bytes, buckets, checked_rank, checked_tensor, even_sizes
 from torchft_like.core.agreement.statements import (
     PAYLOAD_BYTES_MAX,
     RECORD_BYTES,
+    Record,
     RecordError,
     Statement,
     Terms,
@@ -39,16 +47,18 @@ from torchft_like.core.agreement.statements import (
     pack_statement,
     unpack,
 )
+from torchft_like.divergence.words import word_sum
 from torchft_like.errors import GroupCoordinatorError, PlainDataError
 from torchft_like.plain_data import (
+    MESSAGES,
     STRUCTURE_BYTES_MAX,
     Message,
+    Structure,
+    TensorLeaves,
     TensorSpec,
     as_tensors,
-    assemble,
     disassemble,
     dissect,
-    tensor_specs,
 )
 
 OBJECT = "object"
@@ -140,7 +150,7 @@ def start_broadcast(
         communicator.refuse(operation, error)
     said = communicator.exchange(record)[src]
     if structure is None:
-        return _start_taking(communicator, src, said.number, said.payload)
+        return _start_taking(communicator, said, src, lambda flat: communicator.broadcast(flat, src))
     if communicator.world_size == 1 or (said.payload and not tensors):
         return Begun((), None, value)
     if not said.payload:
@@ -149,16 +159,42 @@ def start_broadcast(
     return Begun([communicator.broadcast(flat, src) for flat in flats], None, value)
 
 
-def _start_taking(communicator: Communicator, source: int, length: int, structure: bytes) -> Begun:
-    """Begin to receive what `source` broadcasts: `length` bytes of structure, if it has not come yet."""
+def _start_taking(
+    communicator: Communicator,
+    announced: Record,
+    source: int,
+    receive: Callable[[Tensor], Started],
+    check_value: Callable[[], object] | None = None,
+) -> Begun:
+    """Begin to receive what a record announces: its structure, if it has not come yet, and the tensors."""
+    structure = announced.payload
     if not structure:
-        _check_length(length, source)
-        data = torch.empty(length, dtype=torch.uint8, device=communicator.control_device)
-        communicator.broadcast(data, source).wait()
+        if not 0 < announced.number <= STRUCTURE_BYTES_MAX:
+            raise GroupCoordinatorError(f"rank {source} announces a structure of {announced.number} bytes")
+        data = torch.empty(announced.number, dtype=torch.uint8, device=communicator.control_device)
+        receive(data).wait()
         structure = data.cpu().numpy().tobytes()
-    arriving = _memory_for(communicator, structure)
-    started = [communicator.broadcast(flat, source) for flat in arriving.flats]
-    return Begun(started, lambda: _assembled(structure, arriving))
+    try:
+        known = Structure(structure, MESSAGES)
+    except PlainDataError as error:
+        raise GroupCoordinatorError(str(error)) from error
+    nbytes = sum(spec.nbytes for spec in known.specs)
+    if nbytes > communicator.options.message_bytes_max:
+        raise GroupCoordinatorError(
+            f"a rank sends tensors of {nbytes} bytes, and message_bytes_max is "
+            f"{communicator.options.message_bytes_max} here: it must be the same on every rank"
+        )
+    arriving = _Buckets.incoming(communicator, known.specs)
+
+    def finish() -> object:
+        if check_value is not None:
+            check_value()
+        try:
+            return known.value(TensorLeaves(arriving.unload()))
+        except PlainDataError as error:
+            raise GroupCoordinatorError(str(error)) from error
+
+    return Begun([receive(flat) for flat in arriving.flats], finish)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -239,19 +275,8 @@ def start_receiving(
     calls = {src: sent, communicator.rank: own}
     if sent.refusal is not None:
         return Begun((), lambda: check(calls))
-    structure = record.payload
-    if not structure:
-        _check_length(record.number, src)
-        data = torch.empty(record.number, dtype=torch.uint8, device=communicator.control_device)
-        communicator.recv(data, src, tag).wait()
-        structure = data.cpu().numpy().tobytes()
-    arriving = _memory_for(communicator, structure)
-
-    def finish() -> object:
-        check(calls)
-        return _assembled(structure, arriving)
-
-    return Begun([communicator.recv(flat, src, tag) for flat in arriving.flats], finish)
+    receive = functools.partial(communicator.recv, src=src, tag=tag)
+    return _start_taking(communicator, record, src, receive, lambda: check(calls))
 
 
 # ------------------------------------------------------------------------------ what both need
@@ -295,10 +320,9 @@ class _Buckets:
         is_incoming: bool,
     ) -> None:
         self._communicator, self._device_types = communicator, device_types
-        self._tensors = list(tensors)
+        self._tensors, self._is_incoming = list(tensors), is_incoming
         self._buckets = buckets([tensor.nbytes for tensor in tensors], device_types)
-        join = _joined_memory if is_incoming else _joined
-        self.flats = [join([as_bytes(tensors[index]) for index in bucket]) for bucket in self._buckets]
+        self.flats = [self._flat([as_bytes(tensors[index]) for index in bucket]) for bucket in self._buckets]
 
     @classmethod
     def outgoing(cls, communicator: Communicator, tensors: Sequence[Tensor]) -> _Buckets:
@@ -318,40 +342,218 @@ class _Buckets:
             if len(bucket) > 1:
                 parts = [as_bytes(self._tensors[index]) for index in bucket]
                 torch._foreach_copy_(parts, list(torch.split(flat, [len(part) for part in parts])))
-        return list(map(self._communicator.delivered, self._tensors, self._device_types))
+        return list(map(self._delivered, self._tensors, self._device_types))
+
+    def _flat(self, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        if self._is_incoming:
+            return torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=parts[0].device)
+        return torch.cat(parts)
+
+    def _delivered(self, tensor: Tensor, device_type: str) -> Tensor:
+        """Move a tensor that has arrived to the device where it belongs."""
+        own = self._communicator.device
+        if device_type == own.type:
+            return tensor.to(own)
+        return tensor.cpu() if device_type == "cpu" else tensor
 
 
-def _joined(flats: list[Tensor]) -> Tensor:
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
+# ------------------------------------------------------------------------------ dicts of tensors
+
+TENSOR_DICT = "tensor dict"
+TensorDict = dict[str, Any]
 
 
-def _joined_memory(flats: list[Tensor]) -> Tensor:
-    if len(flats) == 1:
-        return flats[0]
-    return torch.empty(sum(map(len, flats)), dtype=torch.uint8, device=flats[0].device)
+class Slicing(NamedTuple):
+    """The tensors of a dict of which the ranks of a group send slices, because each of them has the whole."""
+
+    group: Communicator
+    declared: frozenset[str]
 
 
-def _check_length(length: int, src: int) -> None:
-    if not 0 < length <= STRUCTURE_BYTES_MAX:
-        raise GroupCoordinatorError(f"rank {src} announces a structure of {length} bytes")
+# The slices in a dict, by name: part, parts, the whole's shape and digest.
+Slices = dict[str, tuple[int, int, list[int], int]]
+# A function that returns the message, or raises the error for which there is none: the counterparts must hear
+# of it, and not wait.
+Received = Callable[[], tuple[TensorDict, Slices]]
 
 
-def _memory_for(communicator: Communicator, structure: bytes) -> _Buckets:
+def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
+    """Return the slicing that the arguments of a call ask for; None if they ask for none."""
+    if not isinstance(all_gather_tensors, Mapping | None):
+        raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(all_gather_tensors).__name__}")
+    declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
+    if group is None or group.world_size == 1 or not declared:
+        return None
+    return Slicing(group, declared)
+
+
+def checked_dict(value: object) -> TensorDict:
+    """Return the value, if it is a dict."""
+    if type(value) is not dict:
+        raise TypeError(f"a dict of tensors and plain data was expected, not a {type(value).__name__}")
+    return value
+
+
+def start_broadcasting_dict(group: Communicator, tensor_dict: TensorDict | None, src: int) -> Begun:
+    """Begin to send the dict of rank `src` to all; return when all ranks know what will come."""
+
+    def terms() -> Terms:
+        if group.rank == src:
+            checked_dict(tensor_dict)
+        return ()
+
+    return start_broadcast(group, "broadcast_tensor_dict", tensor_dict, src, terms)
+
+
+def start_sending_dict(
+    group: Communicator,
+    tensor_dict: TensorDict,
+    dst: int,
+    choose_slicing: Callable[[], Slicing | None],
+) -> Begun:
+    """Begin to send a dict; the tensors must stay as they are until it is sent.
+
+    Args:
+        choose_slicing: returns what is sent in slices; may raise an error.
+    """
+
+    def prepare() -> tuple[Statement, object]:
+        checked_dict(tensor_dict)
+        sliced = choose_slicing()
+        return Statement(TENSOR_DICT), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
+
+    return start_sending(group, dst, TENSOR_DICT, prepare)
+
+
+def start_receiving_dict(
+    group: Communicator, src: int, gathered_by: Communicator | None, arriving: TensorDict
+) -> Handle[TensorDict]:
+    """Begin to receive into a dict. On a CPU this waits for nothing: the sender may begin at any time."""
+    tag = group.tag("from", src)
+
+    def settle(received: Any) -> TensorDict:
+        arriving.update(_whole_dict(received, gathered_by))
+        return arriving
+
+    text = f"recv_tensor_dict over {group}"
+    if not group.waits_on_streams:
+        return Handle(text, lambda: _receive_next(group, src, tag), settle, None, group.epoch)
+
+    with _missed_by(gathered_by), group.guard("recv_tensor_dict"):
+        begun = start_receiving(group, src, tag, TENSOR_DICT)
+    finish = _waiting(group, "recv_tensor_dict", begun)
+    return Handle(text, lambda: _outcome(finish), settle, begun.is_over, group.epoch)
+
+
+def receive_dict(group: Communicator, src: int, gathered_by: Communicator | None) -> TensorDict:
+    """Return what `src` sends next."""
+    return _whole_dict(_receive_next(group, src, group.tag("from", src)), gathered_by)
+
+
+def handle_of(group: Communicator, operation: str, begun: Begun) -> Handle[Any]:
+    """Return a handle of a message that is under way to all, or from here to one."""
+    watched = begun.is_over if group.waits_on_streams else None
+    finish = _waiting(group, operation, begun)
+    return Handle(f"{operation} over {group}", finish, lambda value: value, watched, group.epoch)
+
+
+def _waiting(group: Communicator, operation: str, begun: Begun) -> Callable[[], Any]:
+    def wait() -> object:
+        with group.guard(operation):
+            return begun.wait()
+
+    return wait
+
+
+def _receive_next(group: Communicator, src: int, tag: int) -> Received:
+    def receive() -> Any:
+        with group.guard("recv_tensor_dict"):
+            return start_receiving(group, src, tag, TENSOR_DICT).wait()
+
+    return _outcome(receive)
+
+
+def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
+    outcome: Future[tuple[TensorDict, Slices]] = Future()
     try:
-        specs = tensor_specs(structure)
-    except PlainDataError as error:
-        raise GroupCoordinatorError(str(error)) from error
-    nbytes = sum(spec.nbytes for spec in specs)
-    if nbytes > communicator.options.message_bytes_max:
-        raise GroupCoordinatorError(
-            f"a rank sends tensors of {nbytes} bytes, and message_bytes_max is "
-            f"{communicator.options.message_bytes_max} here: it must be the same on every rank"
-        )
-    return _Buckets.incoming(communicator, specs)
+        outcome.set_result(receive())
+    except BaseException as error:  # noqa: BLE001 - it is raised where the counterparts can hear of it
+        outcome.set_exception(error)
+    return outcome.result
 
 
-def _assembled(structure: bytes, arriving: _Buckets) -> object:
+@contextlib.contextmanager
+def _missed_by(gathered_by: Communicator | None) -> Iterator[None]:
+    """Tell the counterparts if the block, which receives a dict, fails: they wait for its slices."""
     try:
-        return assemble(structure, arriving.unload())
-    except PlainDataError as error:
-        raise GroupCoordinatorError(str(error)) from error
+        yield
+    except HARMLESS:  # the counterparts hear of it where slices are joined
+        raise
+    except BaseException as error:
+        if gathered_by is not None:
+            gathered_by.break_off(f"a dict with slices to gather here did not come: {error!r}")
+        raise
+
+
+def _whole_dict(received: Received, group: Communicator | None) -> TensorDict:
+    """Return a received dict, with whole tensors for the slices that the ranks of an all-gather group hold.
+
+    Raises:
+        ValueError: there are slices, and the group is not the one they were made for.
+        CollectiveMismatchError: the slices are not of the same tensors: they were not replicated. Or a
+            sender has refused to send, on all ranks of the group.
+    """
+    if group is None:
+        whole, cut = received()
+        if cut:
+            raise ValueError(f"slices of {sorted(cut)} came: pass the all_gather_group to the receiver, too")
+        return whole
+    with _missed_by(group), contextlib.suppress(*HARMLESS):
+        received()
+
+    def prepare() -> tuple[Statement, int, bytes, tuple[TensorDict, Slices]]:
+        tensor_dict, slices = received()
+        for name, (part, parts, _, _) in slices.items():
+            if (part, parts) != (group.rank, group.world_size):
+                raise ValueError(
+                    f"slice {part} of {parts} of {name!r} came to rank {group.rank} of "
+                    f"{group.world_size} of the all_gather_group"
+                )
+        wholes = []
+        for name in _ordered(slices):
+            _, _, shape, digest = slices[name]
+            text = f"{tensor_dict[name].dtype} {shape} with digest {digest & 0xFFFFFFFFFFFFFFFF:016x}"
+            wholes.append((str(name), text))
+        return Statement("recv_tensor_dict", terms=tuple(wholes)), 0, b"", (tensor_dict, slices)
+
+    with group.guard("recv_tensor_dict"):
+        _, (tensor_dict, slices) = group.agree("recv_tensor_dict", prepare)
+        joining = {
+            name: start_joining(
+                group, tensor_dict[name], 0, even_sizes(math.prod(slices[name][2]), group.world_size)
+            )
+            for name in _ordered(slices)
+        }
+        for name, finish in joining.items():
+            tensor_dict[name] = finish().view(slices[name][2])
+    return tensor_dict
+
+
+def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
+    """Return the dict with slices for the declared tensors, and what the receiver needs to know of them."""
+    part, parts = sliced.group.rank, sliced.group.world_size
+    cut, slices = dict(tensor_dict), Slices()
+    for name in _ordered(sliced.declared):
+        if name not in tensor_dict:
+            raise ValueError(f"all_gather_tensors names {name!r}, and the dict has no such tensor")
+        whole = checked_tensor(tensor_dict[name]).detach().resolve_conj().resolve_neg().contiguous()
+        cut[name] = torch.split(whole.view(-1), list(even_sizes(whole.numel(), parts)))[part]
+        slices[name] = part, parts, list(whole.shape), int(word_sum(as_bytes(whole)))
+    return cut, slices
+
+
+def _ordered(names: Iterable[str]) -> list[str]:
+    """Return the names in the same order on all ranks; a dict may have numbers beside names as keys."""
+    return sorted(names, key=lambda name: (type(name).__name__, name))

@@ -33,24 +33,18 @@ def check_source(source_rank: int, size: int) -> int:
     return rank
 
 
-def check_ranks(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """Return the ranks of a part of a gang of `size`; raise a ValueError if they are none."""
-    checked = tuple(map(operator.index, ranks))
-    if not checked:
-        raise ValueError("a gang needs at least one rank")
-    if outside := [rank for rank in checked if not 0 <= rank < size]:
-        raise ValueError(f"ranks {outside} are not within [0, {size}), the ranks of this gang")
-    if len(set(checked)) < len(checked):
-        raise ValueError(f"ranks {list(checked)} have duplicates")
-    return checked
-
-
 def check_partition(partition: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
     """Return the ranks of several parts of a gang of `size`, which have no rank in common."""
-    parts = [check_ranks(ranks, size) for ranks in partition]
+    parts = [tuple(map(operator.index, ranks)) for ranks in partition]
+    for ranks in parts:
+        if not ranks:
+            raise ValueError("a gang needs at least one rank")
+        if outside := [rank for rank in ranks if not 0 <= rank < size]:
+            raise ValueError(f"ranks {outside} are not within [0, {size}), the ranks of this gang")
+        if len(set(ranks)) < len(ranks):
+            raise ValueError(f"ranks {list(ranks)} have duplicates")
     members = [rank for ranks in parts for rank in ranks]
-    if len(set(members)) < len(members):
-        twice = sorted({rank for rank in members if members.count(rank) > 1})
+    if twice := sorted({rank for rank in members if members.count(rank) > 1}):
         raise ValueError(f"ranks {twice} are in more than one of {[list(ranks) for ranks in parts]}")
     return parts
 

@@ -1,9 +1,8 @@
 """The gangs of a job with several kinds of parallelism: how they are made from one root, and which of them a
 block of code uses.
 
-The sizes decide which ranks are together (`core.topology`); the root gang, of any kind, makes the gangs. A
-part that is the whole is the whole gang itself, and a part of one process is a FakeGang: neither costs a
-connection.
+The sizes decide which ranks are together; the root gang, of any kind, makes the gangs. A part that is the
+whole is the whole gang itself, and a part of one process is a FakeGang: neither costs a connection.
 
 The current gangs, for callees that cannot get them as an argument, are a stack per thread. It is kept in a
 context variable, so that tasks of one thread do not see each other's, together with an object that stands for
@@ -23,16 +22,31 @@ from typing import NamedTuple, Self
 
 import torch
 
-from torchft_like.core.topology import (
-    Partition,
-    data_parallel_ranks,
-    replicated_ranks,
-    sharded_ranks,
-    tensor_parallel_ranks,
-)
-from torchft_like.errors import GangError
+from torchft_like.errors import GangError, TopologyError
 from torchft_like.gang.base import Gang, with_index
 from torchft_like.gang.fake import FakeGang
+
+Partition = list[list[int]]
+
+
+def neighbours(size: int, width: int) -> Partition:
+    """Return parts of neighbours: 8 by 2 is 01 23 45 67."""
+    return [list(range(start, start + width)) for start in range(0, size, width)]
+
+
+def counterparts(size: int, width: int) -> Partition:
+    """Return parts of the ranks with the same place among their neighbours: 8 by 2 is 0246 1357."""
+    return [list(range(start, size, width)) for start in range(width)]
+
+
+def _check_divides(name: str, part: int, size: int, whole: str, least: int = 1) -> None:
+    if part >= least and size % part == 0:
+        return
+    sizes = [str(number) for number in range(least, size + 1) if size % number == 0]
+    cure = f"take one of {', '.join(sizes)}" if sizes else f"it needs {least} processes or more"
+    problem = f"must be {least} or more" if part < least else f"does not divide {whole}, whose size is {size}"
+    raise TopologyError(f"{name} {part} {problem}: {cure}")
+
 
 _META = torch.device("meta")
 
@@ -101,11 +115,11 @@ def create_parallel_gangs(root_gang: Gang, *, tp_size: int = 1) -> Gangs:
         TopologyError: `tp_size` does not divide the size of the root; it is a ValueError.
         GangError: the members could not meet.
     """
-    tp_ranks = tensor_parallel_ranks(root_gang.size, tp_size)
-    dp_ranks = data_parallel_ranks(root_gang.size, tp_size)
+    size = root_gang.size
+    _check_divides("tp_size", tp_size, size, "the root gang")
     alone = FakeGang(root_gang.device)
-    tp = root_gang.of_all() if tp_size == root_gang.size else _part(root_gang, tp_ranks, alone)
-    dp = _second_part(root_gang, dp_ranks, alone, tp)
+    tp = root_gang.of_all() if tp_size == size else _part(root_gang, neighbours(size, tp_size), alone)
+    dp = _second_part(root_gang, counterparts(size, tp_size), alone, tp)
     return Gangs(root=root_gang, dp=dp, rdp=dp, sdp=alone, tp=tp, pp=alone)
 
 
@@ -129,10 +143,10 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
     alone = FakeGang(dp.device)
     if intra_node_size is None:
         return _sharded(gangs, dp, alone)
-    sdp_ranks = sharded_ranks(dp.size, intra_node_size)
-    rdp_ranks = replicated_ranks(dp.size, intra_node_size)
-    sdp = _part(dp, sdp_ranks, alone)
-    return _sharded(gangs, sdp, _second_part(dp, rdp_ranks, alone, sdp))
+    size = dp.size
+    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang", least=2)
+    sdp = _part(dp, neighbours(size, intra_node_size), alone)
+    return _sharded(gangs, sdp, _second_part(dp, counterparts(size, intra_node_size), alone, sdp))
 
 
 def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:

@@ -5,7 +5,16 @@ are made movable, errors are put into a gang's words. A group may keep an error 
 groups do; the gang asks for it after every call, so it never returns without a result.
 
 A gang over a group of this package follows it: when the group is configured anew the gang has the new size.
-Its sub-gangs do not: each is of the configuration in which it was made, and ends with it.
+Its sub-gangs do not: each is of the configuration in which it was made, and ends with it. Only the members
+that talk to a dead member notice its death; without this rule, the members of a part to which it did not
+belong would wait for partners that are already meeting anew.
+
+All members of the whole group take part in a split, and state over that group how they have to split up; the
+first member of each part serves a store in which its members meet, and publishes its address. So different
+arguments are an error on every member, no store of the whole has to be alive, and no names in it can clash.
+
+INVARIANT: a store is served until every member of its part has met the others, and no longer. That they
+have is known from a barrier of the new group, and a member that dies meanwhile breaks the barrier.
 """
 
 from __future__ import annotations
@@ -14,33 +23,38 @@ import contextlib
 import itertools
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any, Self, final
+from typing import Any, NamedTuple, Self, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions
+from torch._C._distributed_c10d import AllreduceOptions, TCPStore
 from torch.distributed import ReduceOp
 
-from torchft_like.communicator.channel import Channel
+from lighthouse.address import Address
 from torchft_like.communicator.communicator import (
     HARMLESS,
+    Channel,
     Communicator,
     CoordinatorOptions,
     ToldToAllError,
     raise_as,
+    ranks_in_job,
 )
 from torchft_like.communicator.messages import start_broadcast
-from torchft_like.communicator.parts import Part, split
 from torchft_like.communicator.tensors import is_addable_as_is
-from torchft_like.core.agreement.statements import Terms
+from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement, Terms
+from torchft_like.devices import beside_captures
 from torchft_like.errors import (
+    BindError,
     CollectiveMismatchError,
     GangError,
     GroupCoordinatorError,
     InvalidOperationError,
     NotSupportedError,
+    ProcessGroupError,
     ProcessGroupNotConfiguredError,
     StaleGangError,
 )
@@ -58,8 +72,11 @@ from torchft_like.gang.arguments import (
 )
 from torchft_like.gang.base import Gang, ReduceOperation, with_index
 from torchft_like.plain_data import LEAF_BYTES_MAX
-from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.collectives import ALLREDUCE
+from torchft_like.process_group.configuration import Configuration
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, serve_store, server_of
+from torchft_like.runtime.hosts import own_host
 
 # Constants, because an enum looks its members up in Python.
 _SUM, _MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
@@ -72,7 +89,7 @@ _REDUCE_OPS = {
 }
 _OPTIONS = CoordinatorOptions(check_collectives=False, message_bytes_max=LEAF_BYTES_MAX)
 _NO_LIST = "of no list"
-DEFAULT_TIMEOUT = timedelta(minutes=15)
+_TIMEOUT = timedelta(minutes=15)
 _BACKENDS = {"cpu": "torchft-gloo", "cuda": "torchft-nccl"}
 
 _registrations = itertools.count()
@@ -214,7 +231,9 @@ class GroupGang(Gang):
             rows = output.shape[0] if is_joined else output.shape[0] * flat.shape[0]
             # This is the concatenated shape, which every backend takes.
             joined = output.view(rows, *flat.shape[1:])
-            members.allgather(as_moved(joined), as_moved(flat)).wait()
+            members.channels[flat.device.type].start(
+                "_allgather_base", as_moved(joined), as_moved(flat)
+            ).wait()
 
     @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
@@ -364,7 +383,7 @@ class ProcessGroupGang(GroupGang):
             raise ValueError(f"a gang is of cpu or cuda devices, not {device.type}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise NotSupportedError("there is no CUDA device here, or this torch was built without CUDA")
-        timeout = DEFAULT_TIMEOUT if timeout is None else timeout
+        timeout = _TIMEOUT if timeout is None else timeout
         if not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
             raise ValueError(f"timeout={timeout!r} must be a positive timedelta")
         if not dist.is_available():
@@ -458,7 +477,10 @@ class ProcessGroupGang(GroupGang):
     def _explained(self, what: str, error: Exception) -> GangError:
         if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
-            if self._part.is_latest:  # otherwise the error says nothing about the present configuration
+            whole = self._part.whole
+            if (
+                not isinstance(whole, ProcessGroup) or whole.configuration is self._part.ending
+            ):  # otherwise the error says nothing about the present configuration
                 self._tell(stale)
             return stale
         return super()._explained(what, error)
@@ -488,3 +510,107 @@ def _options(backend: str, high_priority: bool) -> dict[str, Any]:
         return {}
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     return {"pg_options": options}
+
+
+_NOT_SERVED = "!"
+
+
+class Part(NamedTuple):
+    """A configured group of some members of `whole`, and the configuration of `whole` with which it ends."""
+
+    group: ProcessGroup
+    whole: dist.ProcessGroup
+    ending: Configuration
+
+
+def split(communicator: Communicator, operation: str, partition: Sequence[tuple[int, ...]]) -> Part | None:
+    """Make the groups of several parts, each of some of the members; return None if the caller is in no part.
+
+    Every member calls this, with the same partition.
+
+    Raises:
+        CollectiveMismatchError: the members passed different partitions; all of them raise the same.
+        ProcessGroupError: the members of the caller's part could not meet.
+    """
+    group, rank = communicator.control.group, communicator.rank
+    # This is read before the exchange: from now on an end of the whole ends the part, too. torch's own groups
+    # never end.
+    ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
+    own = next((ranks for ranks in partition if rank in ranks), ())
+    timeout = timeout_of(group, communicator.device)
+    store, text = _serve(group, timeout) if len(own) > 1 and own[0] == rank else (None, "")
+    with ExitStack() as until_met:
+        until_met.callback(_let_go, store)
+        del store  # an error that the caller keeps would keep this frame, and the server
+        statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
+        payload = text.encode()[:PAYLOAD_BYTES_MAX]
+        records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
+        if not own:
+            return None
+        made = make_like(group, communicator.device)
+        try:
+            address = records[own[0]].payload.decode(errors="replace")
+            _meet(Part(made, group, ending), own, address, communicator)
+        except BaseException:
+            made.abort("its members could not meet")  # not shutdown, which waits for operations under way
+            raise
+        return Part(made, group, ending)
+
+
+def _serve(group: dist.ProcessGroup, timeout: timedelta) -> tuple[TCPStore | None, str]:
+    try:
+        store, address = serve_store(own_host(_store_of(group)), timeout)
+    except (BindError, RuntimeError) as error:
+        return None, f"{_NOT_SERVED}{error}"
+    return store, str(address)
+
+
+def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:
+    if address.startswith(_NOT_SERVED):
+        why = address.removeprefix(_NOT_SERVED)
+        raise ProcessGroupError(f"rank {own[0]} could not serve a store for the ranks {list(own)}: {why}")
+    ranks = ranks_in_job(part.whole)
+    known = address or str(Address("127.0.0.1", 1))  # a group of one member uses no store
+    place = own.index(communicator.rank)
+    global_ranks = [ranks[rank] for rank in own]
+    with beside_captures(communicator.device):
+        part.group.configure(
+            f"{known}/gang", place, len(own), global_ranks=global_ranks, ends_with=part.ending
+        )
+        part.group.barrier().wait()
+    part.ending.check()
+
+
+def _let_go(store: object) -> None:
+    """Drop the last reference to a store, which is this call's argument, and with it the server."""
+
+
+def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
+    """Make a group of the class, timeout and options of `group`, not configured.
+
+    It is always a group of this package, also for torch's own groups, with their timeout: torch sorts the
+    ranks of a new group, wants every process of the job to take part in making one, and cannot end one whose
+    member has died.
+    """
+    if isinstance(group, ProcessGroup) and (alike := group.make_alike()) is not None:
+        return alike
+    timeout = timeout_of(group, device)
+    return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)
+
+
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """Return the limit of each operation of a group."""
+    if isinstance(group, ProcessGroup):
+        return group.timeout
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None)
+    return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+
+
+def _store_of(group: dist.ProcessGroup) -> Address | None:
+    """Return the address of the store in which the members of a group have met, if it is known."""
+    if isinstance(group, ProcessGroup) and (met_at := group.store_address) is not None:
+        return met_at.server
+    if not dist.is_initialized():
+        return None
+    return server_of(dist.distributed_c10d._get_default_store())

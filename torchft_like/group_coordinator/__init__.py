@@ -7,8 +7,7 @@ members can change, and asks a quorum for them.
 from torchft_like.communicator.communicator import CoordinatorOptions
 from torchft_like.communicator.handle import Handle
 from torchft_like.group_coordinator.coordinator import GraphCaptureContext, GroupCoordinator
-from torchft_like.group_coordinator.elastic.coordinator import ElasticCoordinator, ManagedCoordinator
-from torchft_like.group_coordinator.elastic.membership import Change, Membership
+from torchft_like.group_coordinator.elastic import Change, ElasticCoordinator, ManagedCoordinator, Membership
 from torchft_like.message_queue import MessageQueue
 
 __all__ = [

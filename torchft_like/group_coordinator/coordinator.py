@@ -7,28 +7,37 @@ sent.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self, overload
+from typing import Any, Self, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import BarrierOptions, PrefixStore, Store
+from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.communicator import collectives, messages
-from torchft_like.communicator.channel import Group, ranks_in_job
 from torchft_like.communicator.collectives import Sizes
-from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
-from torchft_like.communicator.epoch import Epoch
-from torchft_like.communicator.handle import Handle
-from torchft_like.communicator.sizes import checked_dim, checked_rank, with_rows
-from torchft_like.communicator.tensors import checked_tensor, specifications
+from torchft_like.communicator.communicator import Communicator, CoordinatorOptions, Group, ranks_in_job
+from torchft_like.communicator.handle import Epoch, Handle
+from torchft_like.communicator.messages import TensorDict
+from torchft_like.communicator.tensors import (
+    checked_dim,
+    checked_rank,
+    checked_tensor,
+    specifications,
+    with_rows,
+)
 from torchft_like.core.agreement.statements import Statement, Terms, specification
-from torchft_like.errors import GroupCoordinatorError
-from torchft_like.group_coordinator import tensor_dict as dicts
-from torchft_like.group_coordinator.barrier import Barriers
+from torchft_like.errors import (
+    CollectiveTimeoutError,
+    GroupCoordinatorError,
+    StaleEpochError,
+    StillUnderWayError,
+)
 from torchft_like.group_coordinator.creation import (
     ANONYMOUS,
     Place,
@@ -37,8 +46,9 @@ from torchft_like.group_coordinator.creation import (
     make_groups,
     unique_name,
 )
-from torchft_like.group_coordinator.tensor_dict import TensorDict
 from torchft_like.message_queue import MessageQueue, members
+from torchft_like.process_group import create_store_client
+from torchft_like.process_group.wrapper import as_timedelta
 
 Tensors = Tensor | list[Tensor]
 DispatchedTensors = tuple[Any, ...]
@@ -477,7 +487,7 @@ class GroupCoordinator:
         """
         communicator = self._over(group, metadata_group)
         with communicator.guard("broadcast_tensor_dict"):
-            return dicts.start_broadcasting(communicator, tensor_dict, src).wait()  # type: ignore[no-any-return]
+            return messages.start_broadcasting_dict(communicator, tensor_dict, src).wait()  # type: ignore[no-any-return]
 
     def ibroadcast_tensor_dict(
         self,
@@ -489,8 +499,8 @@ class GroupCoordinator:
         """Broadcast a dict as `broadcast_tensor_dict` does; return once all ranks know what will come."""
         communicator = self._over(group, metadata_group)
         with communicator.guard("broadcast_tensor_dict"):
-            begun = dicts.start_broadcasting(communicator, tensor_dict, src)
-        return dicts.handle(communicator, "broadcast_tensor_dict", begun)
+            begun = messages.start_broadcasting_dict(communicator, tensor_dict, src)
+        return messages.handle_of(communicator, "broadcast_tensor_dict", begun)
 
     def send_tensor_dict(
         self,
@@ -509,11 +519,11 @@ class GroupCoordinator:
         """
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
-            messages.disassembled(communicator, dicts.checked_dict(tensor_dict))
+            messages.disassembled(communicator, messages.checked_dict(tensor_dict))
             return
         sliced = _slicing(all_gather_group, all_gather_tensors)
         with communicator.guard("send_tensor_dict"):
-            dicts.start_sending_dict(communicator, tensor_dict, to, sliced).wait()
+            messages.start_sending_dict(communicator, tensor_dict, to, sliced).wait()
 
     def isend_tensor_dict(
         self,
@@ -530,12 +540,12 @@ class GroupCoordinator:
         """
         communicator, to = self._with_peer(dst, +1, "dst")
         if to is None:
-            messages.disassembled(communicator, dicts.checked_dict(tensor_dict))
+            messages.disassembled(communicator, messages.checked_dict(tensor_dict))
             return []
         sliced = _slicing(all_gather_group, all_gather_tensors)
         with communicator.guard("send_tensor_dict"):
-            begun = dicts.start_sending_dict(communicator, tensor_dict, to, sliced)
-        return [dicts.handle(communicator, "send_tensor_dict", begun)]
+            begun = messages.start_sending_dict(communicator, tensor_dict, to, sliced)
+        return [messages.handle_of(communicator, "send_tensor_dict", begun)]
 
     def recv_tensor_dict(
         self,
@@ -555,7 +565,7 @@ class GroupCoordinator:
         communicator, source = self._with_peer(src, -1, "src")
         if source is None:
             return None
-        return dicts.received(communicator, source, _communicator_of(all_gather_group))
+        return messages.receive_dict(communicator, source, _communicator_of(all_gather_group))
 
     def irecv_tensor_dict(
         self,
@@ -579,7 +589,7 @@ class GroupCoordinator:
         if source is None:
             return None, [], []
         arriving: TensorDict = {}
-        return arriving, [dicts.receiving(communicator, source, gathering, arriving)], []
+        return arriving, [messages.start_receiving_dict(communicator, source, gathering, arriving)], []
 
     # ------------------------------------------------------------------------ the rest
 
@@ -594,7 +604,10 @@ class GroupCoordinator:
                 usable, and the next call waits for the same barrier again.
             GroupCoordinatorError: a member died; the text names those that had not come.
         """
-        self._all_barriers().wait(timeout)
+        communicator = self._current()
+        if self._barriers is None:
+            self._barriers = Barriers(communicator, self._store, self.group_name)
+        self._barriers.wait(timeout)
 
     def dispatch_router_logits(
         self,
@@ -685,7 +698,7 @@ class GroupCoordinator:
         communicator = self._current()  # first, because this call ends the epoch of an earlier quorum
         dispatched = self._dispatched
         if dispatched is not None and dispatched.epoch is not None:
-            dispatched.epoch.check("dispatch")
+            dispatched.epoch.require_present("dispatch")
 
         def sizes() -> Sizes:
             if dispatched is None:
@@ -804,12 +817,6 @@ class GroupCoordinator:
             raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
         return self._communicator
 
-    def _all_barriers(self) -> Barriers:
-        communicator = self._current()
-        if self._barriers is None:
-            self._barriers = Barriers(communicator, self._store, self.group_name)
-        return self._barriers
-
     def __repr__(self) -> str:
         state = "destroyed" if self._communicator is None else f"on {self.device}"
         return (
@@ -819,14 +826,14 @@ class GroupCoordinator:
 
 def _slicing(
     all_gather_group: GroupCoordinator | None, all_gather_tensors: Mapping[str, bool] | None
-) -> Callable[[], dicts.Slicing | None]:
+) -> Callable[[], messages.Slicing | None]:
     """Return a function that chooses the slices, called where the receiver can be told of wrong arguments.
 
     This raises an error if the group is not usable.
     """
     if isinstance(all_gather_group, GroupCoordinator):
         all_gather_group._current()
-    return lambda: dicts.slicing(_communicator_of(all_gather_group), all_gather_tensors)
+    return lambda: messages.slicing(_communicator_of(all_gather_group), all_gather_tensors)
 
 
 def _communicator_of(coordinator: GroupCoordinator | None) -> Communicator | None:
@@ -892,3 +899,116 @@ def _with_members(coordinator: str, world_size: int) -> Communicator:
         with communicator.guard("a compiled graph"):
             raise GroupCoordinatorError(f"it was entered with {world_size} members: enter it again")
     return communicator
+
+
+T = TypeVar("T")
+
+_logger = logging.getLogger(__name__)
+
+
+class Barriers:
+    """The barriers of the members of one communicator, which name the missing ranks.
+
+    The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
+    each rank notes in a store that it has come, and a rank that waits in vain reads there which ranks have
+    not. A barrier whose time is up stays open: a rank that comes late finds it complete, and the group stays
+    usable. A rank that calls again, after a timeout or an interrupt, waits for the same barrier again:
+    otherwise the ranks would be one off.
+
+    Args:
+        store: a store that all members reach; None takes the one in which the members of the group met.
+        name: the coordinator's name, the same on all members.
+    """
+
+    def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:
+        self._communicator = communicator
+        self._pending: Handle[None] | None = None
+        self._number = 0  # of the caller's last barrier; each member has its own in the store, under its rank
+        if communicator.world_size > 1 and store is None:
+            store = _store_of(communicator)
+        self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
+
+    def wait(self, timeout: timedelta | float | None) -> None:
+        """Wait until all members have come; after a CollectiveTimeoutError, to the barrier of that error.
+
+        Args:
+            timeout: seconds or a timedelta; None takes that of the options.
+
+        Raises:
+            CollectiveTimeoutError: some members did not come in time; the text names them. The group stays
+                usable.
+            CollectiveMismatchError: some members made another call, over a group that compares calls.
+            GroupCoordinatorError: a member died; the text names those that had not come.
+            ValueError: the timeout is not positive.
+        """
+        members = self._communicator
+        limit = as_timedelta(members.options.timeout if timeout is None else timeout)
+        if members.world_size == 1:
+            return
+        try:
+            self._pending = self._pending or self._started(limit)
+            self._pending.wait(limit.total_seconds())
+        except StillUnderWayError:
+            missing = self._missing()
+            waiting = {rank: ("barrier",) for rank in range(members.world_size) if rank not in missing}
+            raise CollectiveTimeoutError(limit.total_seconds(), missing, waiting) from None
+        except StaleEpochError:
+            raise
+        except GroupCoordinatorError as error:
+            self._pending = None
+            absent = ", ".join(f"rank {rank}" for rank in self._missing())
+            who = f"not there yet: {absent}" if absent else "all had come"
+            raise GroupCoordinatorError(f"{error}; {who}") from error.__cause__
+        except Exception:  # all ranks refused it: there was no such barrier
+            self._pending = None
+            self._note(self._number - 1)
+            raise
+        self._pending = None
+
+    def _started(self, limit: timedelta) -> Handle[None]:
+        """Begin the next barrier."""
+        self._note(self._number + 1)
+        with self._communicator.guard("barrier"):
+            options = BarrierOptions()
+            options.timeout = limit + as_timedelta(self._communicator.options.timeout)
+            started = self._communicator.control.start("barrier", options)
+
+        def finish() -> None:
+            with self._communicator.guard("barrier"):
+                started.wait()
+
+        return Handle("barrier", finish, lambda _: None)
+
+    def _note(self, number: int) -> None:
+        self._number = number
+        self._ask(lambda store: store.set(str(self._communicator.rank), str(number)))
+
+    def _missing(self) -> list[int]:
+        """Return the ranks that have not come to the caller's barrier; none, if there is no store to ask."""
+
+        def is_missing(store: Store, rank: int) -> bool:
+            key = str(rank)
+            return not (store.check([key]) and int(store.get(key)) >= self._number)
+
+        others = [rank for rank in range(self._communicator.world_size) if rank != self._communicator.rank]
+        return self._ask(lambda store: [rank for rank in others if is_missing(store, rank)]) or []
+
+    def _ask(self, question: Callable[[Store], T]) -> T | None:
+        if self._store is None:
+            return None
+        try:
+            return question(self._store)
+        except (RuntimeError, ValueError) as error:  # the store went with the process that served it
+            _logger.warning("the store of the barriers does not answer: %s", error)
+            return None
+
+
+def _store_of(communicator: Communicator) -> Store | None:
+    """Return the store in which the members met, if they met in one."""
+    if (address := communicator.control.store_address()) is None:
+        return c10d._world.pg_map.get(communicator.control.group, (None, None))[1]
+    try:
+        return create_store_client(str(address), as_timedelta(communicator.options.timeout))
+    except (RuntimeError, ValueError) as error:
+        _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, error)
+        return None

@@ -28,8 +28,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.backends import BACKENDS
-from torchft_like.communicator.channel import Group
-from torchft_like.communicator.communicator import CoordinatorOptions, check
+from torchft_like.communicator.communicator import CoordinatorOptions, Group, check
 from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.process_group.checking.backend import is_wanted

@@ -17,7 +17,7 @@ from torch import Tensor
 from torchft_like.errors import QueueCorruptError, QueueMemoryError
 from torchft_like.message_queue.memory import available_bytes, create, seal_content
 from torchft_like.message_queue.ring import Bytes, RingReader
-from torchft_like.plain_data import TensorSpec, assemble_from
+from torchft_like.plain_data import MESSAGES, Structure, TensorSpec
 
 # The message's number, the attempt, bytes of its structure, bytes in all.
 FILE_RECORD = struct.Struct("<QQQQ")
@@ -110,7 +110,7 @@ def assembled(structure: bytes, source: Source) -> object:
         QueueMemoryError: there is no room for a copy of it.
     """
     try:
-        value = assemble_from(structure, source)
+        value = Structure(structure, MESSAGES).value(source)
     except MemoryError as error:
         nbytes = len(structure) + source.nbytes
         raise QueueMemoryError("a copy of the message", nbytes, available_bytes()) from error

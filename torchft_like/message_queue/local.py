@@ -45,9 +45,14 @@ from torchft_like.errors import (
     QueueTimeoutError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.endpoint import RECHECK_S, Endpoint, Limit, nothing_written
-from torchft_like.message_queue.fence import before_publishing, full_fence
-from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle
+from torchft_like.message_queue.endpoint import (
+    RECHECK_S,
+    TOKEN_BYTES,
+    Endpoint,
+    Limit,
+    QueueHandle,
+    nothing_written,
+)
 from torchft_like.message_queue.leaves import (
     FILE_RECORD,
     NO_LEAVES,
@@ -60,7 +65,6 @@ from torchft_like.message_queue.memory import (
     descriptors_for,
     is_for_want_of_descriptors,
     map_received,
-    map_to_write,
     reserve,
     seal_size,
 )
@@ -73,6 +77,8 @@ from torchft_like.message_queue.ring import (
     SLEEPING,
     Geometry,
     RingReader,
+    before_publishing,
+    full_fence,
 )
 from torchft_like.runtime.descriptors import despite_reset, receive_descriptors, send_descriptors
 
@@ -137,7 +143,11 @@ class JoinListener:
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
                 self._accept()
-        self._drop_silent()
+        now = time.monotonic()
+        for descriptor, (caller, deadline) in list(self._callers.items()):
+            if now > deadline:  # it has said nothing
+                del self._callers[descriptor]
+                caller.close()
         for descriptor, _ in self._events.poll(0):
             if descriptor in self._callers:
                 yield from self._hear(descriptor)
@@ -164,13 +174,6 @@ class JoinListener:
             caller.setblocking(False)
             self._callers[caller.fileno()] = caller, time.monotonic() + HELLO_S_MAX
             self._events.register(caller, select.EPOLLIN)
-
-    def _drop_silent(self) -> None:
-        now = time.monotonic()
-        for descriptor, (caller, deadline) in list(self._callers.items()):
-            if now > deadline:
-                del self._callers[descriptor]
-                caller.close()
 
     def _hear(self, descriptor: int) -> Iterator[Arrival]:
         caller, _ = self._callers.pop(descriptor)
@@ -216,7 +219,7 @@ class _Reader:
         self.woken = 0
         self.descriptor = reserve(PAGE_BYTES, f"the page of reader {rank}")
         try:
-            self._memory = map_to_write(self.descriptor, PAGE_BYTES)
+            self._memory = mmap.mmap(self.descriptor, PAGE_BYTES)
         except OSError:
             os.close(self.descriptor)
             raise
@@ -540,7 +543,12 @@ class LocalReader(Endpoint):
         if self._ring is not None:
             return self._ring
         what = "the writer did not let this reader in: it has to call wait_until_ready"
-        self._wait(self._is_answered, limit, lambda: (what, ()), spins=False)
+        own = self._connection.fileno()
+
+        def is_answered() -> bool:
+            return any(descriptor == own for descriptor, _ in self._events.poll(0))
+
+        self._wait(is_answered, limit, lambda: (what, ()), spins=False)
         try:
             with descriptors_for(f"reader {self._rank}, which has left the message queue,"):
                 self._take_memory()
@@ -570,10 +578,6 @@ class LocalReader(Endpoint):
         finally:
             os.close(ring_descriptor)
             os.close(page_descriptor)
-
-    def _is_answered(self) -> bool:
-        """Return whether the writer has let this reader in, has refused it, or is gone."""
-        return any(descriptor == self._connection.fileno() for descriptor, _ in self._events.poll(0))
 
     # ------------------------------------------------------------------------------- reading
 

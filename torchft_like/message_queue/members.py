@@ -23,11 +23,16 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend
 
 from lighthouse.address import LOOPBACK
-from torchft_like.communicator.channel import Group, ranks_in_job
-from torchft_like.communicator.communicator import HARMLESS, Communicator, CoordinatorOptions
+from torchft_like.communicator.communicator import (
+    HARMLESS,
+    Communicator,
+    CoordinatorOptions,
+    Group,
+    ranks_in_job,
+)
 from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.messages import start_broadcast
-from torchft_like.communicator.sizes import checked_rank
+from torchft_like.communicator.tensors import checked_rank
 from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement, Terms
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -37,7 +42,7 @@ from torchft_like.errors import (
     QueueError,
     QueueTimeoutError,
 )
-from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
 from torchft_like.plain_data import assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta

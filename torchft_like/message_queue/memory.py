@@ -71,11 +71,6 @@ def is_for_want_of_descriptors(error: Exception) -> bool:
     return getattr(error, "errno", None) in (errno.EMFILE, errno.ENFILE)
 
 
-def map_to_write(descriptor: int, nbytes: int) -> mmap.mmap:
-    """Return a mapping of the whole file, to read and write."""
-    return mmap.mmap(descriptor, nbytes)
-
-
 def seal(descriptor: int) -> None:
     """Fix the size of the file; a process that maps it from now on may only read."""
     try:

@@ -35,8 +35,14 @@ from torchft_like.errors import (
     QueueError,
     QueueWriterLostError,
 )
-from torchft_like.message_queue.endpoint import Endpoint, Limit, nothing_written
-from torchft_like.message_queue.handle import TOKEN_BYTES, QueueHandle, RemoteHandle
+from torchft_like.message_queue.endpoint import (
+    TOKEN_BYTES,
+    Endpoint,
+    Limit,
+    QueueHandle,
+    RemoteHandle,
+    nothing_written,
+)
 from torchft_like.message_queue.leaves import Source, assembled
 from torchft_like.message_queue.ring import Bytes
 
@@ -370,7 +376,7 @@ class RemoteReader(Endpoint):
         if tag != TAG_DATA or len(parts) < 2:
             raise QueueCorruptError("what came is no message")
         leaves = parts[2:]
-        value = assembled(parts[1].bytes, Source(sum(map(len, leaves)), _Parts(leaves).fill))
+        value = assembled(parts[1].bytes, Source(sum(map(len, leaves)), _reading_parts(leaves)))
         self._number, self._came = number + 1, []
         self._tell(NUMBERED.pack(TAG_READ, self._number))
         return value
@@ -397,14 +403,14 @@ class RemoteReader(Endpoint):
         """Do nothing: ZeroMQ's threads do not exist in a fork, and closing would wait for them."""
 
 
-class _Parts:
-    """The leaves of a message that came one by one."""
+def _reading_parts(parts: list[zmq.Frame]) -> Callable[[memoryview], None]:
+    """Return a function that fills memory with the leaves of a message, which came one by one."""
+    leaves = iter([part.buffer for part in parts])
 
-    def __init__(self, leaves: list[zmq.Frame]) -> None:
-        self._leaves = iter([leaf.buffer for leaf in leaves])
-
-    def fill(self, memory: memoryview) -> None:
-        leaf = next((leaf for leaf in self._leaves if leaf), b"")  # an empty leaf is never asked for
+    def fill(memory: memoryview) -> None:
+        leaf = next((leaf for leaf in leaves if leaf), b"")  # an empty leaf is never asked for
         if len(leaf) != len(memory):
             raise QueueCorruptError("a leaf of a message has another length than the message says")
         memory[:] = leaf
+
+    return fill

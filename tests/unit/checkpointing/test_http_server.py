@@ -15,8 +15,8 @@ from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
 from tests.unit.message_queue.queues import wait_for
-from torchft_like.checkpointing import http_server
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing import http_transport
+from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
 
 
@@ -112,7 +112,7 @@ class TestHostileClients:
     def test_a_wait_is_bounded_whatever_the_client_asks(
         self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
+        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
 
@@ -143,7 +143,7 @@ class TestWaitForReceivers:
     def test_it_ends_when_the_offer_does(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
         server.offer(5, EncodedState(None), receivers=1)
         waiting = threads.submit(server.wait_fetched, 300.0)
-        wait_for(lambda: bool(server._changed._waiters))  # type: ignore[attr-defined]
+        wait_for(lambda: bool(server.changed._waiters))  # type: ignore[attr-defined]
         server.withdraw()
         waiting.result(60)
 
@@ -169,7 +169,7 @@ class TestWaitForReceivers:
 @pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
-    monkeypatch.setattr(http_server, "listen_tcp", lambda _: listener)
+    monkeypatch.setattr(http_transport, "listen_tcp", lambda _: listener)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -20,8 +20,8 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.listening import listen_tcp
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
-from torchft_like.checkpointing import HTTPTransport, http_server
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing import HTTPTransport, http_transport
+from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import EncodedState
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 
@@ -214,11 +214,11 @@ class TestSteps:
         wait_for_offer = CheckpointServer.wait_for_offer
         asked_for: queue.Queue[int] = queue.Queue()
 
-        def watched(server: CheckpointServer, step: int, wait_s: float) -> http_server.Offer | None:
+        def watched(server: CheckpointServer, step: int, wait_s: float) -> http_transport.Offer | None:
             asked_for.put(step)
             return wait_for_offer(server, step, wait_s)
 
-        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.05)
+        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.05)
         monkeypatch.setattr(CheckpointServer, "wait_for_offer", watched)
         source, receiver = transports(), transports()
         source.send_checkpoint([1], 4, {"step": "the one before"}, LIMIT)
@@ -364,8 +364,8 @@ class TestFailures:
         ids = iter("abcdef")
 
         class Changing(CheckpointServer):
-            def wait_for_offer(self, step: int, wait_s: float) -> http_server.Offer | None:
-                return http_server.Offer(step, state, next(ids))
+            def wait_for_offer(self, step: int, wait_s: float) -> http_transport.Offer | None:
+                return http_transport.Offer(step, state, next(ids))
 
         server = Changing(Address(LOOPBACK, 0), ServerLimits())
         try:

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.communicator.sizes import (
+from torchft_like.communicator.tensors import (
     BUCKET_BYTES_MAX,
     SMALL_BYTES_MAX,
     buckets,

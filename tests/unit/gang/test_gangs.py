@@ -13,13 +13,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.core.topology import (
-    Partition,
-    data_parallel_ranks,
-    replicated_ranks,
-    sharded_ranks,
-    tensor_parallel_ranks,
-)
 from torchft_like.errors import GangError, OperationalError, TopologyError
 from torchft_like.gang import (
     FakeGang,
@@ -40,6 +33,7 @@ from torchft_like.gang import (
     set_gangs,
 )
 from torchft_like.gang import gangs as gangs_module
+from torchft_like.gang.gangs import Partition, counterparts, neighbours
 from torchft_like.process_group import ProcessGroupGloo
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -297,14 +291,11 @@ def test_the_cpu_is_one_device_under_every_name() -> None:
 
 @pytest.mark.parametrize("part", [0, -1, 3, 16])
 def test_a_part_that_does_not_divide_the_whole_is_refused_with_those_that_do(part: int) -> None:
-    for rule, sizes in (
-        (tensor_parallel_ranks, "1, 2, 4, 8"),
-        (data_parallel_ranks, "1, 2, 4, 8"),
-        (sharded_ranks, "2, 4, 8"),
-        (replicated_ranks, "2, 4, 8"),
-    ):
-        with pytest.raises(TopologyError, match=f"take one of {sizes}"):
-            rule(8, part)
+    eight = FakeGang(CPU, size=8)
+    with pytest.raises(TopologyError, match=r"tp_size.*take one of 1, 2, 4, 8"):
+        create_parallel_gangs(eight, tp_size=part)
+    with pytest.raises(TopologyError, match=r"intra_node_size.*take one of 2, 4, 8"):
+        create_fsdp_gangs(create_parallel_gangs(eight), part)
 
 
 @st.composite
@@ -321,7 +312,7 @@ def place(partition: Partition, rank: int) -> tuple[int, int]:
 @given(whole_and_part())
 def test_every_rank_is_in_exactly_one_part_of_each_kind(sizes: tuple[int, int]) -> None:
     size, part = sizes
-    for rule in (tensor_parallel_ranks, data_parallel_ranks, sharded_ranks, replicated_ranks):
+    for rule in (neighbours, counterparts):
         ranks = [rank for ranks in rule(size, part) for rank in ranks]
         assert sorted(ranks) == list(range(size))
         assert all(ranks == sorted(ranks) for ranks in rule(size, part))
@@ -330,16 +321,13 @@ def test_every_rank_is_in_exactly_one_part_of_each_kind(sizes: tuple[int, int]) 
 @given(whole_and_part())
 def test_the_two_kinds_cross_in_exactly_one_rank(sizes: tuple[int, int]) -> None:
     size, part = sizes
-    for near, far in (
-        (tensor_parallel_ranks(size, part), data_parallel_ranks(size, part)),
-        (sharded_ranks(size, part), replicated_ranks(size, part)),
-    ):
-        assert all(len(set(a) & set(b)) == 1 for a in near for b in far)
+    near, far = neighbours(size, part), counterparts(size, part)
+    assert all(len(set(a) & set(b)) == 1 for a in near for b in far)
 
 
 @given(whole_and_part())
 def test_a_ranks_place_in_one_kind_is_its_part_of_the_other(sizes: tuple[int, int]) -> None:
     size, part = sizes
-    near, far = tensor_parallel_ranks(size, part), data_parallel_ranks(size, part)
+    near, far = neighbours(size, part), counterparts(size, part)
     for rank in range(size):
         assert place(near, rank) == tuple(reversed(place(far, rank)))

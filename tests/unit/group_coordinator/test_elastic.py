@@ -21,7 +21,7 @@ from torchft_like.errors import (
     StaleEpochError,
 )
 from torchft_like.group_coordinator import Change, ElasticCoordinator, Membership
-from torchft_like.group_coordinator.elastic.membership import EpochGroups, Member
+from torchft_like.group_coordinator.elastic import EpochGroups, Member
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from torchft_like.errors import (
     GroupCoordinatorError,
     PlainDataError,
 )
-from torchft_like.group_coordinator import GroupCoordinator, Handle, barrier
+from torchft_like.group_coordinator import GroupCoordinator, Handle, coordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -27,7 +27,7 @@ __all__ = ["party", "store"]
 def test_a_barrier_without_a_store_says_that_it_does_not_know_who_is_missing(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(barrier, "_store_of", lambda _: None)
+    monkeypatch.setattr(coordinator, "_store_of", lambda _: None)
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
         early.barrier(0.05)

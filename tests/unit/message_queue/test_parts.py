@@ -17,7 +17,7 @@ import pytest
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError, QueueWriterLostError
 from torchft_like.message_queue import memory
-from torchft_like.message_queue.handle import QueueHandle
+from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import file_of
 from torchft_like.message_queue.local import (
     CALLERS_MAX,
@@ -28,7 +28,7 @@ from torchft_like.message_queue.local import (
     hear_welcome,
     welcome,
 )
-from torchft_like.message_queue.memory import available_bytes, map_received, map_to_write, reserve, seal
+from torchft_like.message_queue.memory import available_bytes, map_received, reserve, seal
 from torchft_like.message_queue.ring import Geometry
 from torchft_like.plain_data import assemble, disassemble
 
@@ -82,7 +82,7 @@ def test_what_is_no_handle_is_a_value_error(plain: object) -> None:
 @pytest.fixture
 def sealed() -> Iterator[int]:
     descriptor = reserve(8192, "a test")
-    with map_to_write(descriptor, 8192) as mapped:
+    with mmap.mmap(descriptor, 8192) as mapped:
         mapped[:5] = b"hello"
         seal(descriptor)
         yield descriptor

@@ -470,7 +470,7 @@ def test_tensors_arrive_on_the_cpu_whatever_the_default_device_is(
 def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
     nobody looks again by himself."""
-    for module in ("writer", "local"):
+    for module in ("queue", "local"):
         monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
     writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
     for end in (writer, *readers):

@@ -16,7 +16,7 @@ from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
-from torchft_like.message_queue.handle import RemoteHandle
+from torchft_like.message_queue.endpoint import RemoteHandle
 from torchft_like.message_queue.remote import (
     HELLO,
     NUMBERED,

@@ -14,7 +14,7 @@ import pytest
 
 from tests.unit.message_queue.queues import LIMIT_S
 from torchft_like.errors import QueueCorruptError
-from torchft_like.message_queue import fence
+from torchft_like.message_queue import ring
 from torchft_like.message_queue.leaves import reading_ring
 from torchft_like.message_queue.ring import (
     INLINE,
@@ -117,7 +117,7 @@ def test_a_published_number_that_is_impossible_is_not_believed() -> None:
 # The lock that fences memory is free, whatever happens to those who have used it.
 
 
-FENCES = pytest.mark.parametrize("pass_fence", [fence._one_round, fence._two_rounds])
+FENCES = pytest.mark.parametrize("pass_fence", [ring._one_round, ring._two_rounds])
 
 
 @FENCES
@@ -133,15 +133,15 @@ def test_a_fence_that_was_interrupted_holds_nobody_up(pass_fence: object) -> Non
             pass_fence()  # type: ignore[operator]
         finally:
             sys.setprofile(None)
-    assert not fence._lock.locked()
+    assert not ring._lock.locked()
 
 
 def test_a_fork_has_a_fence_of_its_own() -> None:
     """Another thread may have been in one."""
-    with fence._lock:
+    with ring._lock:
         child = os.fork()
         if not child:
-            passing = threading.Thread(target=fence._two_rounds, daemon=True)
+            passing = threading.Thread(target=ring._two_rounds, daemon=True)
             passing.start()
             passing.join(LIMIT_S)
             os._exit(int(passing.is_alive()))

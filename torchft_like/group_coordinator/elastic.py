@@ -1,14 +1,23 @@
-"""A member of a group without a Manager, on a session of the lighthouse's, and its changes of members.
+"""Group coordinators whose members change while they are used.
 
-Below it is what a Manager's rank 0 has below it: a ManagerServer, of a replica group of one rank, which keeps
-the session open, repeats what was asked for, hears alarms and probes links that may be broken, and a store in
-which the members of a quorum can meet. What the member asks for, and what an answer means, is decided in
-`core.candidate`; here it is carried out. The lock is never held while waiting.
+An `ElasticCoordinator` has the members that the lighthouse names: each rank that asks for a quorum, until it
+leaves or is lost. Below it is what a Manager's rank 0 has below it: a ManagerServer, of a replica group of
+one rank, which keeps the session open, repeats what was asked for, hears alarms and probes links that may be
+broken, and a store in which the members of a quorum can meet. What the member asks for, and what an answer
+means, is decided in `core.candidate`; here it is carried out. The lock is never held while waiting.
 
-A change lasts from the request for a quorum until it has come about or is rolled back. The members of a
-proposal meet on a thread of the change's own, in process groups of the new epoch, while the old groups serve.
-`Change.complete` is for the thread that makes the calls, between two of them: it votes, waits for the answer,
-and only then touches the coordinator.
+A change lasts from the request for a quorum until it has come about, on all new members, or is rolled back,
+on all of them. The members of a proposal meet on a thread of the change's own, in process groups of the new
+epoch, while the old groups serve. `Change.complete` is for the thread that makes the calls, between two of
+them: it votes, waits for the answer, and only then touches the coordinator. The coordinator is the same
+object before and after: its epoch, rank and size change, and nothing of an old epoch, a message, a handle,
+tokens that were dispatched, is ever taken for something of a new one.
+
+The epochs of a `ManagedCoordinator` are the quorums of a Manager, which decides between two steps who is a
+member; a replica that dies is left out of the next quorum. The coordinator asks for the quorum when it is
+called, and has the members of that one. What it raises loses the step, as in `torchft_like.gang.managed`;
+also what it refuses, for the other members have refused it, too. A wait whose time is up raises, and loses
+nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +26,6 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from typing import NamedTuple
@@ -25,7 +33,8 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import BarrierOptions, TCPStore
 
-from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
+from torchft_like.communicator.handle import Epoch, Handle
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.candidate import Answer, Candidate, Request, Stage
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
@@ -36,12 +45,17 @@ from torchft_like.errors import (
     ChangeRolledBackError,
     GroupCoordinatorError,
     ProcessGroupError,
+    StaleEpochError,
+    StillUnderWayError,
 )
+from torchft_like.group_coordinator.coordinator import GroupCoordinator
+from torchft_like.group_coordinator.creation import ANONYMOUS, Place, unique_name
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
 from torchft_like.manager.connection import connect
 from torchft_like.manager_server.rank_link import RankLink
-from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.swallowing import QuorumManager
 from torchft_like.process_group.wrapper import as_timedelta
 
 GRACE_S = 5.0
@@ -72,19 +86,19 @@ class Membership(NamedTuple):
         return f"epoch {self.epoch} ({', '.join(self.members)})"
 
 
-class EpochGroups:
-    """The process groups of one epoch; both are the same where the tensors are on a CPU.
+class EpochGroups(AbortSignal):
+    """The process groups of one epoch, which end when this signal is set; on a CPU both are the same.
 
     Args:
-        cpu, device: groups that are not configured yet.
         place: the device of the tensors.
+        timeout: the limit of each operation, until `set_timeout`.
     """
 
-    def __init__(self, cpu: ProcessGroup, device: ProcessGroup, place: torch.device) -> None:
-        self.cpu = cpu
-        self.device = device
+    def __init__(self, place: torch.device, timeout: timedelta) -> None:
+        super().__init__()
+        self.cpu: ProcessGroup = ProcessGroupGloo(timeout)
+        self.device: ProcessGroup = ProcessGroupNCCL(timeout) if place.type == "cuda" else self.cpu
         self._place = place
-        self._ending = AbortSignal()
 
     def _each(self) -> list[ProcessGroup]:
         return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
@@ -94,16 +108,7 @@ class EpochGroups:
         size = len(membership.members)
         with beside_captures(self._place):
             for number, group in enumerate(self._each()):
-                group.configure(f"{membership.store_address}/{number}", rank, size, ends_with=self._ending)
-
-    @property
-    def ended(self) -> str | None:
-        """The reason for which the groups were aborted; None if they were not."""
-        return self._ending.reason
-
-    def abort(self, reason: str) -> None:
-        """Abort the groups; any thread may call this, and the first reason counts."""
-        self._ending.set(reason)
+                group.configure(f"{membership.store_address}/{number}", rank, size, ends_with=self)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the limit of each operation from now on."""
@@ -175,7 +180,7 @@ class Change:
         """The reason for which the change cannot come about; None while it can."""
         if self._reason is not None:
             return self._reason
-        return None if self.groups is None else self.groups.ended
+        return None if self.groups is None else self.groups.reason
 
     def wait_ready(self, timeout: float | None = None) -> bool:
         """Wait until `is_ready`, for `timeout` seconds at the most; return whether it is."""
@@ -202,7 +207,7 @@ class Change:
         limit = self.timeout if timeout is None else as_timedelta(timeout)
         deadline = time.monotonic() + limit.total_seconds()
         if self.groups is None:
-            self._member.settle.leave(self)
+            self._member.coordinator._leave(self)
         elif self._has_voted or self._meet(deadline):
             self._vote(deadline)
             self._settle(deadline)
@@ -246,22 +251,22 @@ class Change:
             self._member.stop_waiting(self)  # unless the answer has come meanwhile
         if self._answer is Answer.SWITCH and self.membership is not None and self.groups is not None:
             try:
-                self._member.settle.enter(self.membership, self.groups)
+                self._member.coordinator._enter(self.membership, self.groups)
             finally:
                 self.is_over, self._reason = True, "it has come about"
             return
         if self._answer is Answer.ROLL_BACK:
-            self._member.settle.stay()
+            self._member.coordinator._part(_ROLLED_BACK)
             raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}")
         doubt = ChangeInDoubtError(
             f"{self._member.name} does not know whether {self} has come about: {self._reason}"
         )
-        self._member.settle.lose(str(doubt))
+        self._member.coordinator._end_epoch(str(doubt))
         raise doubt
 
     def _raise_rolled_back(self, reason: str) -> None:
         self._member.roll_back(self, f"{self._member.name}: {reason}")
-        self._member.settle.stay()
+        self._member.coordinator._part(_ROLLED_BACK)
         raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}") from self._failure
 
     # ------------------------------------------------------------- told by the member, under its lock
@@ -283,7 +288,7 @@ class Change:
     def fail(self, reason: str) -> None:
         """Abort the groups: the change cannot come about, or its members cannot communicate any more."""
         if self.groups is not None:
-            self.groups.abort(reason)
+            self.groups.set(reason)
 
     def end(self, reason: str | None, answer: Answer = Answer.ROLL_BACK) -> None:
         """End the change for a reason; without one, the members stay as they are."""
@@ -313,7 +318,7 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
         all_know = new.cpu.barrier()  # before any call of the new epoch
     except ProcessGroupError:  # one of them is gone
         if old is not None:
-            old.abort(reason)
+            old.set(reason)
         return
     if old is None:
         return
@@ -324,7 +329,7 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
             waiting.wait(GRACE_S)
         except (GroupCoordinatorError, RuntimeError) as error:
             _logger.info("not all members have heard of the change: %s", error)
-        old.abort(reason)
+        old.set(reason)
 
     threading.Thread(target=close, name="torchft-change-retire", daemon=True).start()
 
@@ -333,44 +338,24 @@ def _left(deadline: float) -> timedelta:
     return timedelta(seconds=max(0.001, deadline - time.monotonic()))
 
 
-class Settle(NamedTuple):
-    """The functions of a coordinator for each end of a change.
-
-    Attributes:
-        enter: the coordinator has these members and groups from now on.
-        stay: the change was rolled back.
-        leave: the coordinator has no members any more, as the caller leaves.
-        lose: the coordinator has no members, for this reason.
-    """
-
-    enter: Callable[[Membership, EpochGroups], None]
-    stay: Callable[[], object]
-    leave: Callable[[Change], None]
-    lose: Callable[[str], None]
-
-
 class Member:
     """A member of quorums under a name: it joins, leaves, is lost, and hears of others that are.
 
     Args:
         name: unique among the members.
         lighthouse: `http://host:port`; None for TORCHFT_LIGHTHOUSE, which beats it.
-        make: makes the process groups of a change, with the timeout of their operations.
-        settle: called in `Change.complete`.
+        coordinator: the coordinator whose members they are; `Change.complete` has it switch.
 
     Attributes:
         present: the groups of the present members; None if there are none.
     """
 
-    def __init__(
-        self, name: str, lighthouse: str | None, make: Callable[[timedelta], EpochGroups], settle: Settle
-    ) -> None:
+    def __init__(self, name: str, lighthouse: str | None, coordinator: ElasticCoordinator) -> None:
         self.name = name
-        self.settle = settle
+        self.coordinator = coordinator
         self.present: EpochGroups | None = None
         self._members: tuple[str, ...] = ()
         self._lighthouse = lighthouse
-        self._make = make
         self._lock = threading.RLock()
         self._candidate = Candidate()
         self._change: Change | None = None
@@ -394,7 +379,9 @@ class Member:
                 if change.failure is not None and self._candidate.stage is not Stage.VOTED:
                     self.roll_back(change, change.failure)
                 return self._change or change
-            self._change = change = Change(self, self._make(timeout), timeout, shrink_only=shrink_only)
+            self._change = change = Change(
+                self, EpochGroups(self.coordinator.device, timeout), timeout, shrink_only=shrink_only
+            )
             self._say(self._candidate.ask(shrink_only=shrink_only))
             return change
 
@@ -498,9 +485,8 @@ class Member:
 
     def _succeed(self, change: Change) -> Change:
         """Make the change after one that was rolled back."""
-        self._change = Change(
-            self, self._make(change.timeout), change.timeout, shrink_only=change.shrink_only
-        )
+        groups = EpochGroups(self.coordinator.device, change.timeout)
+        self._change = Change(self, groups, change.timeout, shrink_only=change.shrink_only)
         return self._change
 
     # ------------------------------------------------------------- told on the coordination loop
@@ -545,7 +531,7 @@ class Member:
             # One that was late, and is told so, is still among the present members.
             is_broken = is_of_epoch and (not is_own or self._candidate.was_away)
             if is_broken or (not notice.is_alive and who in self._members):
-                self.present.abort(reason)
+                self.present.set(reason)
 
     def lighthouse_disconnected(self, reason: str) -> None:
         with self._lock:
@@ -583,3 +569,366 @@ class Member:
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Do nothing: it asks for every quorum."""
+
+
+NAME_CHARACTERS_MAX = 200
+RETRY_S = 0.05
+_NOT_READY, _LEAVES, _ROLLED_BACK, _SWITCHED = 0, -1, 1, 2  # the present members say; or a quorum's id
+
+_logger = logging.getLogger(__name__)
+
+
+class EpochCoordinator(GroupCoordinator):
+    """The common part of coordinators whose members come and go in epochs.
+
+    Attributes:
+        epoch: number of the present one; 0 before the first.
+    """
+
+    epoch: int = 0
+
+    _present: Epoch | None = None
+
+    def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
+        """Set the attributes as they are before the first epoch."""
+        self.group_name = group_name or ANONYMOUS
+        self.unique_name = unique_name(self.group_name)
+        self.device = torch.device(device)
+        self.local_rank = self.device.index or 0
+        self._count_nobody()
+        self._queues = []
+
+    def _count_nobody(self) -> None:
+        self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
+
+    def _end_present(self, reason: str) -> None:
+        """End the present epoch, with the queues that were made in it."""
+        if self._present is not None:
+            self._present.set(reason)
+        for queue in self._queues:
+            queue.shutdown()
+        self._queues.clear()
+        self._barriers = self.mq_broadcaster = None
+
+    def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
+        """Begin an epoch with these members; the one before is over."""
+        self._adopt(place, self.options, epoch)
+        self._present, self.epoch = epoch, epoch.number
+
+
+class ElasticCoordinator(EpochCoordinator):
+    """The communication of a group whose members grow, shrink and are replaced; any of them, rank 0 too.
+
+        coordinator = ElasticCoordinator("worker-3", lighthouse="http://10.0.0.1:29510")
+        coordinator.follow()  # have members
+        ...
+        change = coordinator.begin_change()  # asks who is a member; prepared aside, calls go on
+        if coordinator.is_due(change):  # on all members, between two calls
+            change.complete()
+
+    It has no members before the first change. A change that is rolled back leaves it as it is. Calls, and
+    `complete`, are for one thread at a time.
+
+    Args:
+        name: the caller's, unlike that of every other member. Ranks are in the order of the names.
+        lighthouse: `http://host:port` of the lighthouse, which is first asked when members are wanted.
+            TORCHFT_LIGHTHOUSE beats it.
+        device: of the tensors; on a CUDA device there is a group of NCCL beside that of Gloo.
+        group_name: for messages; need not be unique.
+        options: the same on every member.
+
+    Attributes:
+        name: as it was given.
+        membership: the present one; None if there is none.
+
+    Raises:
+        ValueError: the name is none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        lighthouse: str | None = None,
+        device: torch.device | str = "cpu",
+        group_name: str | None = None,
+        options: CoordinatorOptions | None = None,
+    ) -> None:
+        if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARACTERS_MAX or not name.isprintable():
+            raise ValueError(
+                f"a name has 1 to {NAME_CHARACTERS_MAX} characters, all printable: {name!r:.200}"
+            )
+        self.name = name
+        self.membership: Membership | None = None
+        self.options = options or CoordinatorOptions()
+        self._have_no_members(device, group_name)
+        self._groups: EpochGroups | None = None
+        self._session = Member(name, lighthouse, self)
+        self._leaving: list[str] = []  # with the change that is due
+        self._is_destroyed = False
+        self._why_none = "it has no members yet: call follow"
+
+    def change(self, timeout: timedelta | float | None = None) -> None:
+        """Begin a change and complete it; block until it has come about.
+
+        Raises:
+            ChangeRolledBackError, ChangeInDoubtError: see Change.complete.
+            ConfigError, ConnectError: see `begin_change`.
+        """
+        self.begin_change(timeout).complete()
+
+    def begin_change(
+        self, timeout: timedelta | float | None = None, *, shrink_only: bool = False, leaving: bool = False
+    ) -> Change:
+        """Ask the lighthouse for members, and meet them aside; calls to the present ones go on.
+
+        The answer comes when all members have asked. A change that was begun before, and can still come
+        about, is given again. The first call connects to the lighthouse; every other one returns at once.
+
+        Args:
+            timeout: for the members to meet, and for the decision; that of the options if left out.
+            shrink_only: let no newcomers in.
+            leaving: the caller shall be no member any more. It serves on until the change is due.
+
+        Raises:
+            GroupCoordinatorError: the coordinator was destroyed.
+            ConfigError, AddressError: there is no address of a lighthouse, or it is malformed.
+            ConnectError: the lighthouse was not reached, or has another member of this name.
+        """
+        if self._is_destroyed:
+            raise GroupCoordinatorError(f"{self!r} was destroyed")
+        limit = as_timedelta(self.options.timeout if timeout is None else timeout)
+        if leaving:
+            return self._session.leave(limit)
+        return self._session.begin(limit, shrink_only=shrink_only)
+
+    def follow(self, timeout: timedelta | float | None = None) -> Membership:
+        """Block until a change has come about; return the members.
+
+        A caller without members, or whose members do not answer, calls this: present ones are given up.
+
+        Args:
+            timeout: seconds or timedelta; that of the options if left out.
+
+        Raises:
+            TimeoutError: no change has come about in time.
+            ConfigError, AddressError, ConnectError: see `begin_change`.
+        """
+        limit = as_timedelta(self.options.timeout if timeout is None else timeout)
+        deadline = time.monotonic() + limit.total_seconds()
+        self._end_epoch(f"{self.name} has given its members up")
+        while True:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                why = self._session.why_no_quorum
+                raise TimeoutError(f"{self.name} has no members after {limit.total_seconds():g} s: {why}")
+            try:
+                self.begin_change().complete(left_s)
+            except (ChangeRolledBackError, ChangeInDoubtError) as error:
+                _logger.info("%s", error)
+                time.sleep(RETRY_S)  # what fails at once shall not keep the others busy
+            if self.membership is not None:
+                return self.membership
+
+    def is_due(self, change: Change | None) -> bool:
+        """Return whether all present members are ready for the same change: then each calls `complete`.
+
+        All present members call this, between the same two calls, with their change or None. They may hear
+        of a quorum at different times; this says when all have. A proposal is rolled back if it lacks a
+        present member that stays, or has one that leaves.
+
+        Raises:
+            GroupCoordinatorError: a member died. The others complete a change without it all the same.
+        """
+        own = _NOT_READY
+        if change is not None and not change.is_over:
+            if change.groups is None:
+                own = _LEAVES
+            elif change.has_met and change.membership is not None:
+                own = change.membership.epoch
+        said = self.all_gather(torch.tensor([own], device="cpu"), 0).tolist()
+        who = dict(zip(self.membership.members if self.membership else (), said, strict=True))
+        leaving = [name for name, each in who.items() if each == _LEAVES]
+        staying = [name for name in who if name not in leaving]
+        if change is not None and own > 0 and change.membership is not None:
+            kept = [name for name in who if name in change.membership.members]
+            if kept != staying:
+                change.roll_back(f"{', '.join(sorted({*kept} ^ {*staying}))} had asked in another round")
+                return False
+        proposals = {who[name] for name in staying}
+        is_due = len(proposals) <= 1 and _NOT_READY not in proposals
+        self._leaving = leaving if is_due else []
+        return is_due
+
+    def destroy(self) -> None:
+        """Close the groups; from now on there are no members, and no change to come."""
+        self._is_destroyed = True
+        try:
+            self._session.hang_up("the coordinator was destroyed", in_order=self._groups is None)
+        finally:
+            self._end_epoch("it was destroyed")
+            super().destroy()
+
+    def _current(self) -> Communicator:
+        if self._communicator is None:
+            error = StaleEpochError if self.epoch else GroupCoordinatorError
+            raise error(f"{self!r} cannot communicate: {self._why_none}")
+        return self._communicator
+
+    # --------------------------------------------------------------- what becomes of a change
+
+    def _enter(self, membership: Membership, groups: EpochGroups) -> None:
+        reason = f"its members are those of epoch {membership.epoch} now"
+        try:
+            self._session.enter(groups, membership.members)
+            self._part(_SWITCHED)
+            self._end_present(reason)
+            groups.set_timeout(as_timedelta(self.options.timeout))
+            retire(self._groups, groups, reason)
+            self._groups, self.membership = groups, membership
+            rank = membership.members.index(self.name)
+            everyone = list(range(len(membership.members)))
+            place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
+            self._begin_epoch(Epoch(membership.epoch, mark=membership.epoch), place)
+        except BaseException as error:
+            # Ctrl-C: the others are in the new epoch, and need not wait for this member in it.
+            interrupted = f"its switch to epoch {membership.epoch} was interrupted: {error!r}"
+            groups.set(interrupted)
+            self._end_epoch(interrupted)
+            raise
+
+    def _leave(self, change: Change) -> None:
+        """Leave, unless those who stay say that they have not switched, and still count on this member."""
+        if _ROLLED_BACK in self._part(_LEAVES):
+            change.end("those who stay have rolled their change back")
+            raise ChangeRolledBackError(
+                f"{self.name} is still a member: the change of the others was rolled back"
+            )
+        change.end(f"{self.name} has left")
+        self._end_epoch(f"{self.name} has left")
+
+    def _part(self, word: int) -> list[int]:
+        """Tell the present members the outcome if some of them leave with the change; return what all say."""
+        leaving, self._leaving = self._leaving, []
+        if not leaving or self._communicator is None:
+            return []
+        try:
+            said: list[int] = self.all_gather(torch.tensor([word], device="cpu"), 0).tolist()
+        except GroupCoordinatorError as error:
+            _logger.info("%s could not part with its members in order: %s", self.name, error)
+            return []
+        return said
+
+    def _end_epoch(self, reason: str) -> None:
+        """Give up the members."""
+        try:
+            self._end_present(reason)
+        finally:  # whatever interrupts a farewell
+            if self._groups is not None:
+                self._groups.set(reason)
+            self._session.end_epoch()
+            self._communicator = self._groups = self.membership = None
+            self._count_nobody()
+            self._why_none = reason
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank_in_group} of {self.world_size}" if self.membership else "no members"
+        return f"<{type(self).__name__} {self.unique_name}: {self.name}, epoch {self.epoch}, {place}>"
+
+
+class ManagedCoordinator(EpochCoordinator):
+    """The communication of a Manager's quorum: this rank of every replica group, healing ones included.
+
+    It is usable from the first `start_quorum` on. After a GroupCoordinatorError go on to the next one: the
+    same object then has its members. `epoch` counts the configurations of the Manager's group; rank and size
+    are up to date after a call, or `refresh`.
+
+    Args:
+        manager: the Manager of this rank. `destroy` leaves it, and its group, alone.
+        device: the device of the tensors; the manager's group takes it.
+    """
+
+    def __init__(
+        self,
+        manager: QuorumManager,
+        *,
+        device: torch.device | str = "cpu",
+        group_name: str | None = None,
+        options: CoordinatorOptions | None = None,
+    ) -> None:
+        self._manager = manager
+        self.options = options or CoordinatorOptions()
+        self._have_no_members(device, group_name)
+        self._is_destroyed = False
+
+    def refresh(self) -> int:
+        """Have the members of the current quorum, and wait for it; gives the epoch.
+
+        Raises:
+            GroupCoordinatorError: there is no quorum, or the step is lost already.
+        """
+        self._current()
+        return self.epoch
+
+    def destroy(self) -> None:
+        """End the present epoch; from now on there are no members."""
+        self._is_destroyed = True
+        self._end_present("the coordinator was destroyed")
+        super().destroy()
+
+    def _current(self) -> Communicator:
+        if self._is_destroyed:
+            raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
+        try:
+            self._manager.wait_quorum()
+        except Exception as error:
+            raise GroupCoordinatorError(f"{self.unique_name} has no quorum: {error}") from error
+        if (lost := self._manager.errored()) is not None:
+            raise GroupCoordinatorError(f"the step is lost already: {lost}") from lost
+        group = self._manager.process_group
+        if self._communicator is None or self.epoch != group.epoch:
+            self._follow(group)
+        if self._communicator is None:
+            raise GroupCoordinatorError(f"{self.unique_name} has no members")
+        return self._communicator
+
+    def _follow(self, group: ProcessGroup) -> None:
+        """Have the members that the group is configured for."""
+        rank = self._manager.replica_rank()
+        if rank is None:
+            raise GroupCoordinatorError("the manager has no quorum yet: call start_quorum first")
+        self._end_present(f"the quorum is another one since configuration {group.epoch}")
+        everyone = list(range(self._manager.replica_world_size()))
+        epoch = _ManagedEpoch(group, self._manager)
+        self._begin_epoch(epoch, Place(self.unique_name, rank, everyone, self.device, group, group))
+
+
+class _ManagedEpoch(Epoch):
+    """One quorum. It is over when the group is configured anew, whether the coordinator has heard or not."""
+
+    def __init__(self, group: ProcessGroup, manager: QuorumManager) -> None:
+        super().__init__(group.epoch)
+        self._configured = group.configuration
+        self._group = group
+        self._manager = manager
+
+    def require_present(self, what: str) -> None:
+        """Raise if the quorum is over; `what` is an object of its members."""
+        self._look()
+        super().require_present(what)
+
+    def explained(self, what: str, error: BaseException) -> BaseException:
+        """Return the error to raise for `what`; it loses the step of this quorum, not that of a later one."""
+        if isinstance(error, StillUnderWayError) or not isinstance(error, Exception):  # it goes on
+            return error
+        self._look()
+        if self.reason is not None:
+            stale = self.stale(what)
+            stale.__cause__ = error
+            return stale
+        self._manager.report_error(error)
+        return error
+
+    def _look(self) -> None:
+        if self._group.configuration is not self._configured:
+            self.set(f"the manager's group was configured anew, {self._group.epoch} times by now")

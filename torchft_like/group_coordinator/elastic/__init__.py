@@ -1,1 +1,0 @@
-"""Coordinators whose members change while they are used; docs/elastic-coordinator.md says how to use them."""
