@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
@@ -338,7 +338,7 @@ def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> Non
 class TensorLeaves:
     """Leaves that came as tensors, which the value takes over."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
         self._next = iter(tensors)
 
     def tensor(self, _: TensorSpec) -> Tensor:

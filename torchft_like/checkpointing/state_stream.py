@@ -31,7 +31,7 @@ import torch
 
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.errors import CheckpointFormatError, PlainDataError
-from torchft_like.plain_data import Leaf, Limits, Structure, TensorSpec, bytes_of, nbytes_of, write
+from torchft_like.plain_data import Leaf, Limits, Structure, TensorLeaves, bytes_of, nbytes_of, write
 
 CHUNK_BYTES = 4 * 1024 * 1024
 
@@ -171,7 +171,8 @@ class IncomingState:
             raise _malformed(error) from error
         self._sizes = [spec.nbytes for spec in self._structure.specs]
         self._offsets = list(accumulate(map(_padded, self._sizes), initial=0))
-        self._leaves = _ArrivingLeaves(self._structure.specs)
+        self._leaves: list[torch.Tensor | None] = [None] * len(self._sizes)
+        self._making = threading.Lock()
         if (nbytes := sum(self._sizes)) > limits.leaf_bytes:
             raise CheckpointFormatError(
                 f"the state has {nbytes} bytes of tensors, and {limits.leaf_bytes} are the most that this "
@@ -215,7 +216,7 @@ class IncomingState:
             CheckpointFormatError: the header does not describe the leaves that were sent.
         """
         try:
-            return self._structure.value(self._leaves)
+            return self._structure.value(TensorLeaves(map(self._leaf, range(len(self._sizes)))))
         except PlainDataError as error:
             raise _malformed(error) from error
 
@@ -237,45 +238,20 @@ class IncomingState:
             begin, size = self._offsets[index], self._sizes[index]
             if start < begin + size:
                 end = min(begin + size, stop)
-                yield self._leaves.window(index)[start - begin : end - begin]
+                leaf = self._leaf(index).reshape(-1).view(torch.uint8)
+                yield leaf.numpy().data[start - begin : end - begin]
                 start = end
             if start < (end := min(self._offsets[index + 1], stop)):
                 yield padding[: end - start]
                 start = end
             index += 1
 
-
-class _ArrivingLeaves:
-    """The leaves of a state: memory that bytes are read into, and then a source of them for the value."""
-
-    def __init__(self, specs: Sequence[TensorSpec]) -> None:
-        self._specs = specs
-        self._made: list[torch.Tensor | None] = [None] * len(specs)
-        self._lock = threading.Lock()
-        self._next = iter(range(len(specs)))
-
-    def window(self, index: int) -> memoryview:
-        """Return the bytes of a leaf."""
-        return self._get(index).reshape(-1).view(torch.uint8).numpy().data
-
-    def tensor(self, _: TensorSpec) -> torch.Tensor:
-        """Return the next leaf, which is a tensor."""
-        return self._get(next(self._next))
-
-    def memory(self, _: int) -> memoryview:
-        """Return the next leaf, for an array."""
-        return self.window(next(self._next))
-
-    def data(self, _: int) -> bytes:
-        """Return the next leaf, which is bytes."""
-        return bytes(self.window(next(self._next)))
-
-    def _get(self, index: int) -> torch.Tensor:
-        with self._lock:
-            if (tensor := self._made[index]) is None:
-                spec = self._specs[index]
+    def _leaf(self, index: int) -> torch.Tensor:
+        with self._making:
+            if (tensor := self._leaves[index]) is None:
+                spec = self._structure.specs[index]
                 try:
-                    tensor = self._made[index] = torch.empty(spec.shape, dtype=spec.dtype)
+                    tensor = self._leaves[index] = torch.empty(spec.shape, dtype=spec.dtype)
                 except (RuntimeError, MemoryError) as error:
                     raise CheckpointFormatError(f"no memory for {spec.nbytes} bytes of the state") from error
             return tensor

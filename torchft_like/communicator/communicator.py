@@ -315,8 +315,7 @@ class Communicator:
             GroupCoordinatorError: a group has failed, or has other members.
             StaleEpochError: the members have changed.
         """
-        if self.epoch is not None:
-            self.epoch.require_present(f"{operation} over {self}")
+        self.end(operation)
         try:
             for channel in self._each:
                 channel.check()

@@ -41,7 +41,6 @@ from torchft_like.errors import (
 from torchft_like.group_coordinator.creation import (
     ANONYMOUS,
     Place,
-    Wish,
     destroy_group,
     make_groups,
     unique_name,
@@ -167,21 +166,21 @@ class GroupCoordinator:
         *,
         options: CoordinatorOptions | None = None,
     ) -> None:
-        wish = Wish(
+        self.options = options or CoordinatorOptions()
+        self.group_name = group_name or ANONYMOUS
+        self.local_rank = local_rank
+        place = make_groups(
             group_ranks,
             local_rank,
             torch_distributed_backend,
             use_device_communicator,
             use_message_queue_broadcaster,
-            group_name or ANONYMOUS,
-            options or CoordinatorOptions(),
+            self.group_name,
+            self.options,
         )
-        place = make_groups(wish)
         self._owns_groups = True
         self._has_device_communicator = bool(use_device_communicator)
-        self.group_name = wish.group_name
-        self.local_rank = local_rank
-        self._adopt(place, wish.options)
+        self._adopt(place, self.options)
         self._all_ranks = [list(ranks) for ranks in group_ranks]
         if use_message_queue_broadcaster and self.world_size > 1:
             try:

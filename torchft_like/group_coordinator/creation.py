@@ -60,24 +60,18 @@ class Place(NamedTuple):
     device_group: Group | None
 
 
-class Wish(NamedTuple):
-    """The arguments that all ranks must pass alike.
-
-    Attributes:
-        backend: torch's name of the device group's backend.
-    """
-
-    group_ranks: Sequence[Sequence[int]]
-    local_rank: int
-    backend: str
-    use_device_communicator: bool
-    use_message_queue_broadcaster: bool
-    group_name: str
-    options: CoordinatorOptions
-
-
-def make_groups(wish: Wish) -> Place:
+def make_groups(
+    group_ranks: Sequence[Sequence[int]],
+    local_rank: int,
+    backend: str,
+    use_device_communicator: bool,
+    use_message_queue_broadcaster: bool,
+    group_name: str,
+    options: CoordinatorOptions,
+) -> Place:
     """Make the groups; block until all ranks of the default group have made them.
+
+    The arguments are those of `GroupCoordinator`; but for `local_rank` all ranks must pass them alike.
 
     Raises:
         ValueError: the ranks are not those of the default group, or there is no default group.
@@ -88,26 +82,39 @@ def make_groups(wish: Wish) -> Place:
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    timeout = as_timedelta(wish.options.timeout)
-    agreement = Agreement(part_of_next(c10d._get_default_store(), rank), rank, world_size, timeout)
-    backend = OURS.get(str(wish.backend).lower(), str(wish.backend).lower())
+    timeout = as_timedelta(options.timeout)
+    agreement = Agreement(c10d._get_default_store(), rank, world_size, timeout)
+    backend = OURS.get(str(backend).lower(), str(backend).lower())
     try:
-        name = unique_name(wish.group_name)
-        groups = checked_groups(wish.group_ranks, world_size)
-        device = device_of(backend, wish.local_rank)
-        statement = Statement("GroupCoordinator", terms=_terms(wish, groups, backend))
+        name = unique_name(group_name)
+        groups = checked_groups(group_ranks, world_size)
+        device = device_of(backend, local_rank)
+        told = {
+            "group_ranks": groups,
+            "torch_distributed_backend": backend,
+            "use_device_communicator": bool(use_device_communicator),
+            "use_message_queue_broadcaster": bool(use_message_queue_broadcaster),
+            "group_name": group_name,
+            "timeout": options.timeout,
+            "check_collectives": is_wanted(options.check_collectives),
+            "message_bytes_max": options.message_bytes_max,
+            "max_chunk_bytes": options.max_chunk_bytes,
+            "max_chunks": options.max_chunks,
+        }
+        terms = tuple((argument, str(value)) for argument, value in told.items())
     except (ValueError, TypeError) as error:
         agreement.say(Statement("GroupCoordinator").refused(error))
         raise
-    agreement.reach(statement)
+    agreement.reach(Statement("GroupCoordinator", terms=terms))
     with contextlib.ExitStack() as undo:
         try:
             cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
             undo.callback(destroy_group, cpu_group)
             device_group = cpu_group
             if backend != CPU_BACKEND:
-                wanted = wish.use_device_communicator
-                device_group = _made(groups, backend, timeout, f"{name}/device") if wanted else None
+                device_group = None
+                if use_device_communicator:
+                    device_group = _made(groups, backend, timeout, f"{name}/device")
         except RuntimeError as error:
             raise GroupCoordinatorError(f"the groups of {name} could not be made: {error}") from error
         undo.pop_all()
@@ -162,24 +169,6 @@ def destroy_group(group: Any) -> None:
         dist.destroy_process_group(group)
 
 
-def _terms(wish: Wish, groups: list[list[int]], backend: str) -> tuple[tuple[str, str], ...]:
-    """Return the values that must be the same on every rank, under the names of the arguments."""
-    options = wish.options
-    values = {
-        "group_ranks": groups,
-        "torch_distributed_backend": backend,
-        "use_device_communicator": bool(wish.use_device_communicator),
-        "use_message_queue_broadcaster": bool(wish.use_message_queue_broadcaster),
-        "group_name": wish.group_name,
-        "timeout": options.timeout,
-        "check_collectives": is_wanted(options.check_collectives),
-        "message_bytes_max": options.message_bytes_max,
-        "max_chunk_bytes": options.max_chunk_bytes,
-        "max_chunks": options.max_chunks,
-    }
-    return tuple((name, str(value)) for name, value in values.items())
-
-
 def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) -> Any:
     """Make the groups, as all ranks do in the same order, and return the caller's."""
     own = None
@@ -191,31 +180,24 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
     return own
 
 
-def part_of_next(store: Store, rank: int) -> Store:
-    """Return the part of the store for a rank's next agreement: its n-th agreement is with the n-th of the
-    others.
+class Agreement:
+    """One rank's part in one agreement: its n-th agreement is with the n-th of the others.
 
     The store counts them, not the process: coordinators that only some ranks have made do not count, nor
     those of another job.
 
+    Args:
+        store: the default group's store.
+        timeout: how long this rank waits for the others.
+
     Raises:
         GroupCoordinatorError: the store failed.
     """
-    with _asking():
-        number = store.add(f"coordinator/made/{rank}", 1)
-    return PrefixStore(f"coordinator/{number}", store)
-
-
-class Agreement:
-    """One rank's part in one agreement.
-
-    Args:
-        store: the part of the store that belongs to this agreement.
-        timeout: how long this rank waits for the others.
-    """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._store = store
+        with _asking():
+            number = store.add(f"coordinator/made/{rank}", 1)
+        self._store = PrefixStore(f"coordinator/{number}", store)
         self._rank = rank
         self._keys = [str(rank) for rank in range(world_size)]
         self._timeout = timeout

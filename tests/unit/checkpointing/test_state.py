@@ -238,7 +238,7 @@ def test_memory_is_made_for_what_has_come() -> None:
     incoming = IncomingState(read_header(stream))
     with pytest.raises(CheckpointFormatError, match="truncated"):
         incoming.read_part(stream)
-    assert [made is not None for made in incoming._leaves._made] == [True, *[False] * 50]
+    assert [made is not None for made in incoming._leaves] == [True, *[False] * 50]
 
 
 def test_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
