@@ -31,8 +31,8 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -611,7 +611,14 @@ class Fetch:
         parts = self._parts
         with ThreadPoolExecutor(parts - 1, thread_name_prefix="torchft-checkpoint-fetch") as pool:
             try:
-                others = [_submit(pool, self._read_part, incoming, index) for index in range(1, parts)]
+                others = []
+                for index in range(1, parts):
+                    try:
+                        others.append(pool.submit(self._read_part, incoming, index))
+                    except RuntimeError as error:  # threading raises it if the system has no thread
+                        raise CheckpointError(
+                            f"there is no thread for part {index} of it: {error}"
+                        ) from error
                 incoming.read_part(first, 0, parts)
                 for other in others:
                     other.result()
@@ -679,15 +686,3 @@ class Fetch:
             return CheckpointTimeoutError, f"no byte came for {self._stall_s:g} s"
         kind = CheckpointFormatError if isinstance(error, CheckpointFormatError) else CheckpointError
         return kind, str(error) or type(error).__name__
-
-
-def _submit(
-    pool: ThreadPoolExecutor,
-    read_part: Callable[[IncomingState, int], None],
-    incoming: IncomingState,
-    index: int,
-) -> Future[None]:
-    try:
-        return pool.submit(read_part, incoming, index)
-    except RuntimeError as error:  # threading raises it if the system has no thread
-        raise CheckpointError(f"there is no thread for part {index} of it: {error}") from error

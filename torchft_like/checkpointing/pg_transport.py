@@ -16,7 +16,7 @@ from itertools import chain
 from typing import TypeVar, cast
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
 from torchft_like.checkpointing.state_stream import EncodedState, Expectation, IncomingState, read_header
@@ -102,7 +102,7 @@ class PGTransport(CheckpointTransport[T]):
         """
         line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replica {src_rank}")
         announcement = torch.empty(2, dtype=torch.int64, device=self._device)
-        line.recv(announcement, src_rank)
+        line.move(self._pg.recv, announcement, [src_rank])
         sent, length = announcement.tolist()
         if length < 0:
             told = bytearray(min(-length, REASON_BYTES_MAX))
@@ -122,26 +122,21 @@ class PGTransport(CheckpointTransport[T]):
     ) -> None:
         line = _Line(self._pg, min(self._timeout_s, timeout_s), f"replicas {ranks}")
         for message in chain([torch.tensor(head, dtype=torch.int64)], _messages(body)):
-            line.send(message.to(self._device), ranks)
+            line.move(self._pg.send, message.to(self._device), ranks)
 
 
 class _Line:
     """Messages over the group until a common deadline."""
 
     def __init__(self, pg: ProcessGroup, timeout_s: float, peer: str) -> None:
-        self._pg = pg
+        self.pg = pg
         self._deadline = time.monotonic() + timeout_s
         self._peer = peer
 
-    def send(self, message: torch.Tensor, ranks: Iterable[int]) -> None:
-        self._complete(lambda: [self._pg.send([message], rank, _TAG) for rank in ranks])
-
-    def recv(self, message: torch.Tensor, rank: int) -> None:
-        self._complete(lambda: [self._pg.recv([message], rank, _TAG)])
-
-    def _complete(self, begin: Callable[[], list[torch.distributed.Work]]) -> None:
+    def move(self, begin: Callable[..., Work], message: torch.Tensor, ranks: Iterable[int]) -> None:
+        """Send a message to the ranks, or receive it from them."""
         try:
-            for work in begin():
+            for work in [begin([message], rank, _TAG) for rank in ranks]:
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # errors of torch, and those of this package's groups
             kind = CheckpointTimeoutError if time.monotonic() >= self._deadline else CheckpointError
@@ -159,7 +154,7 @@ class _Arriving:
         if not self._message and self._left > 0:
             size = min(self._left, MESSAGE_BYTES)
             message = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._line.recv(message, self._rank)
+            self._line.move(self._line.pg.recv, message, [self._rank])
             self._left -= size
             self._message = message.cpu().numpy().data
         count = min(len(buffer), len(self._message))

@@ -83,7 +83,7 @@ def make_groups(
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     timeout = as_timedelta(options.timeout)
-    agreement = Agreement(c10d._get_default_store(), rank, world_size, timeout)
+    agreement = Agreement(_part_of_next(c10d._get_default_store(), rank), rank, world_size, timeout)
     backend = OURS.get(str(backend).lower(), str(backend).lower())
     try:
         name = unique_name(group_name)
@@ -180,24 +180,27 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
     return own
 
 
-class Agreement:
-    """One rank's part in one agreement: its n-th agreement is with the n-th of the others.
+def _part_of_next(store: Store, rank: int) -> Store:
+    """Return the part of the store for a rank's next agreement: its n-th is with the n-th of the others.
 
     The store counts them, not the process: coordinators that only some ranks have made do not count, nor
     those of another job.
+    """
+    with _asking():
+        number = store.add(f"coordinator/made/{rank}", 1)
+    return PrefixStore(f"coordinator/{number}", store)
+
+
+class Agreement:
+    """One rank's part in one agreement.
 
     Args:
-        store: the default group's store.
+        store: the part of the store that belongs to this agreement.
         timeout: how long this rank waits for the others.
-
-    Raises:
-        GroupCoordinatorError: the store failed.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        with _asking():
-            number = store.add(f"coordinator/made/{rank}", 1)
-        self._store = PrefixStore(f"coordinator/{number}", store)
+        self._store = store
         self._rank = rank
         self._keys = [str(rank) for rank in range(world_size)]
         self._timeout = timeout

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.errors import QueueCorruptError, QueueMemoryError
-from torchft_like.message_queue.memory import available_bytes, create, seal_content
+from torchft_like.message_queue.memory import available_bytes, creating, seal_content
 from torchft_like.message_queue.ring import Bytes, RingReader
 from torchft_like.plain_data import MESSAGES, Structure, TensorSpec
 
@@ -26,8 +26,7 @@ FILE_RECORD = struct.Struct("<QQQQ")
 def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
     """Return the descriptor of a file in memory with all parts, one after the other."""
     purpose = f"a message of {nbytes} bytes, more than the ring holds,"
-    descriptor = create(nbytes, purpose)
-    try:
+    with creating(nbytes, purpose) as descriptor:
         at = 0
         for part in parts:
             left = memoryview(part)
@@ -36,12 +35,6 @@ def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
                 at += written
                 left = left[written:]
         seal_content(descriptor)
-    except OSError as error:
-        os.close(descriptor)
-        raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 

@@ -26,30 +26,31 @@ _NO_LIMIT = 2**60
 
 def reserve(nbytes: int, purpose: str) -> int:
     """Return the descriptor of a new file in memory, every byte of which is reserved and zero."""
-    descriptor = create(nbytes, purpose)
-    try:
+    with creating(nbytes, purpose) as descriptor:
         os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
-def create(nbytes: int, purpose: str) -> int:
-    """Return the descriptor of a new file in memory, still empty, for which there is room.
+@contextlib.contextmanager
+def creating(nbytes: int, purpose: str) -> Iterator[int]:
+    """Yield the descriptor of a new file in memory, which the block fills; it is closed if that fails.
 
     Raises:
-        QueueMemoryError: there is none.
+        QueueMemoryError: there is no room for it.
         QueueDescriptorsError: this process can open no more files.
     """
     with descriptors_for(purpose):
         available = available_bytes()
         if nbytes > available:
             raise QueueMemoryError(purpose, nbytes, available)
-        return os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        descriptor = os.memfd_create("torchft-queue", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        yield descriptor
+    except BaseException as error:
+        os.close(descriptor)
+        if isinstance(error, OSError):
+            raise QueueMemoryError(purpose, nbytes, available_bytes()) from error
+        raise
 
 
 @contextlib.contextmanager
