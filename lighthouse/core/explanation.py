@@ -28,6 +28,8 @@ class Facts:
     candidates: int
     min_replicas: int
     is_shrinking: bool
+    majority: int
+    idle: Collection[str]
     late_s: float
     expiry_s: float
 
@@ -37,7 +39,7 @@ def describe(facts: Facts) -> str:
     yet.
     """
     joined, expected = set(facts.joined), set(facts.expected)
-    awaited = [i for i in facts.healthy if i not in joined and i not in expected]
+    awaited = [i for i in facts.healthy if i not in joined and i not in expected and i not in facts.idle]
     links = [f"{one} - {other}" for one, other in facts.links]
     lines = [
         f"last quorum {facts.last_id}: {_names(facts.last)}" if facts.last else "no quorum so far",
@@ -45,6 +47,7 @@ def describe(facts: Facts) -> str:
         facts.standing,
         f"joined: {_names(joined)}",
         f"awaited: {_names(awaited)}",
+        f"not awaited any longer, as they do not join: {_names(facts.idle)}" if facts.idle else "",
         f"expected back after a restart: {_names(expected)}" if expected else "",
         f"left out: {_names(facts.left_out)}" if facts.left_out else "",
         f"links that do not work: {_names(links, ', ')}" if links else "",
@@ -58,7 +61,7 @@ def _why_no_quorum(facts: Facts) -> str:
     details = {
         QuorumState.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"
         + (", as only members of the last quorum count (shrink_only)" if facts.is_shrinking else ""),
-        QuorumState.NO_MAJORITY: f"{joined} of {healthy}, {healthy // 2 + 1} needed",
+        QuorumState.NO_MAJORITY: f"{joined} of {healthy}, {facts.majority} needed",
         QuorumState.STRAGGLERS: f"{joined} of {healthy}",
     }
     why = f"no quorum yet: {state.value}"

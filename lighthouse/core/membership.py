@@ -49,6 +49,7 @@ class HealthyReplicas:
         self._seen: OrderedDict[str, float] = OrderedDict()
         self._expected: set[str] = set()
         self._expected_until = 0.0
+        self._since: dict[str, float] = {}
 
     def __len__(self) -> int:
         """Return how many replicas are healthy."""
@@ -84,7 +85,15 @@ class HealthyReplicas:
         """
         return self._owners.get(session)
 
-    def open_session(self, replica_id: str, session: Session) -> int | None:
+    def since(self, replica_id: str) -> float:
+        """Return when the replica registered, or was last in a quorum, whichever came later."""
+        return self._since.get(replica_id, -math.inf)
+
+    def were_in_a_quorum(self, replica_ids: Iterable[str], now: float) -> None:
+        """Record that these replicas are in a quorum, or were until now."""
+        self._since.update({i: now for i in replica_ids if i in self})
+
+    def open_session(self, replica_id: str, session: Session, now: float) -> int | None:
         """Count the replica as healthy by this session; return the number of the session whose place it
         takes.
         """
@@ -95,14 +104,17 @@ class HealthyReplicas:
             del self._owners[older.number]
         self._sessions[replica_id] = session
         self._owners[session.number] = replica_id
+        self._since[replica_id] = now
         return None if older is None else older.number
 
-    def open_call(self, replica_id: str) -> None:
+    def open_call(self, replica_id: str, now: float) -> None:
         """Count the replica as healthy while its unary Quorum call is open."""
         if replica_id in self._sessions or replica_id in self._calling:
             return
+        since = self._since.get(replica_id, now)
         self.forget(replica_id)
         self._calling.add(replica_id)
+        self._since[replica_id] = since
 
     def close_call(self, replica_id: str, now: float) -> None:
         """Record that the call was answered or withdrawn: a sign of life, as its connection was up until
@@ -120,6 +132,7 @@ class HealthyReplicas:
         elif replica_id not in self._sessions and replica_id not in self._calling:
             self._expected.discard(replica_id)
             self._seen[replica_id] = now
+            self._since.setdefault(replica_id, now)
 
     def expect(self, replica_ids: Iterable[str], until: float) -> None:
         """Await these replicas, unless they are healthy already, instead of those awaited so far.
@@ -139,6 +152,7 @@ class HealthyReplicas:
         self._calling.discard(replica_id)
         self._seen.pop(replica_id, None)
         self._expected.discard(replica_id)
+        self._since.pop(replica_id, None)
 
     def next_expiry(self) -> float:
         """Return when the next replica ceases to be healthy if nothing more is heard; inf if none does."""
@@ -156,7 +170,7 @@ class HealthyReplicas:
             replica_id, seen = next(iter(self._seen.items()))
             if seen + self._heartbeat_timeout > now:
                 break
-            del self._seen[replica_id]
+            del self._seen[replica_id], self._since[replica_id]
             silent.append(replica_id)
         if not self._expected or now < self._expected_until:
             return silent, []

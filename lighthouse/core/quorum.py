@@ -13,6 +13,10 @@ quorum possible forms it, and the next round begins. A quorum is possible when
 3. more than half of the healthy have joined, and no healthy replica is still to come or the first to
    join has waited for `join_timeout`.
 
+A replica that is healthy and does not join counts for the majority until `join_timeout` after it registered,
+or was in a quorum. Members of the last quorum always count: they may go on in it, and two quorums could
+commit the same step.
+
 A quorum takes all replicas that have joined, or, if any of them asked to `shrink_only`, those that were in
 the last quorum; the others stay joined for the next round. These are torchft's rules, except for this: there
 the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
@@ -161,7 +165,7 @@ class QuorumCore:
         that does not know of rounds, its round is 0.
         """
         decisions = self.advance(now)
-        older = self._healthy.open_session(replica_id, Session(session, last))
+        older = self._healthy.open_session(replica_id, Session(session, last), now)
         if older is not None:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
@@ -238,7 +242,7 @@ class QuorumCore:
     def call(self, member: Member, now: float) -> list[Decision]:
         """Handle a unary Quorum call: the replica is healthy while it is open, and has joined."""
         decisions = self.advance(now)
-        self._healthy.open_call(member.replica_id)
+        self._healthy.open_call(member.replica_id, now)
         self._enter(member, now).in_call = True
         self._stand_no_more(member.replica_id, member.step, decisions)
         self._form(now, decisions)
@@ -303,6 +307,11 @@ class QuorumCore:
         session = self._healthy.session_of(replica_id)
         return None if session is None else session.number
 
+    def _idle(self, now: float) -> list[str]:
+        """Return the healthy replicas that count for a majority no more, as they do not join."""
+        awaited = self._awaited(now)
+        return [i for i in self._healthy.ids() if i not in self._joined and i not in awaited]
+
     def describe(self, now: float) -> str:
         """Describe the last quorum, the joined and the awaited replicas, and why there is no quorum yet."""
         facts = Facts(
@@ -319,6 +328,8 @@ class QuorumCore:
             candidates=self._candidates(),
             min_replicas=self._min_replicas,
             is_shrinking=self._is_shrinking(),
+            majority=self._majority(now),
+            idle=self._idle(now),
             late_s=self._late_at() - now if self._joined else math.inf,
             expiry_s=self._healthy.next_expiry() - now,
         )
@@ -334,7 +345,7 @@ class QuorumCore:
             return QuorumState.TOO_FEW
         if self._last and not self._missing:
             return QuorumState.FAST
-        if joined <= healthy // 2:
+        if joined <= healthy // 2 and (now < self._late_at() or joined < self._majority(now)):
             return QuorumState.NO_MAJORITY
         if joined == healthy:
             return QuorumState.COMPLETE
@@ -356,10 +367,27 @@ class QuorumCore:
         first = next((join for join in self._joined.values() if not join.left_out), None)
         return (first or next(iter(self._joined.values()))).since + self._join_timeout
 
+    def _majority(self, now: float) -> int:
+        """Return how many replicas are more than half of those that have joined, or are awaited."""
+        return (len(self._joined) + len(self._awaited(now))) // 2 + 1
+
+    def _awaited(self, now: float) -> dict[str, float]:
+        """Return until when each healthy replica that has not joined counts for a majority, those that count
+        no more left out.
+        """
+        until: dict[str, float] = {}
+        for replica_id in self._healthy.ids():
+            if replica_id not in self._joined:
+                is_member = replica_id in self._last
+                end = math.inf if is_member else self._healthy.since(replica_id) + self._join_timeout
+                if now < end:
+                    until[replica_id] = end
+        return until
+
     def _form(self, now: float, decisions: list[Decision]) -> None:
         while (state := self._state(now)).forms:
             last_id = self._number.quorum_id
-            chosen, links = self._choose()
+            chosen, links = self._choose(now)
             formed = self._next_quorum(chosen, now)
             for replica_id in formed.left:  # present, but too slow: the others have gone on
                 session = self._healthy.session_of(replica_id)
@@ -369,26 +397,27 @@ class QuorumCore:
             if links or self._last_left_out[1]:
                 self._tell_left_out(links, decisions)
         self._deadline = self._healthy.next_expiry()
-        if state is QuorumState.STRAGGLERS:
-            self._deadline = min(self._deadline, self._late_at())
+        if state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
+            late_at = self._late_at()
+            waits = [late_at] if now < late_at else self._awaited(now).values()
+            self._deadline = min([self._deadline, *waits])
 
-    def _choose(self) -> tuple[dict[str, _Join], tuple[Link, ...]]:
+    def _choose(self, now: float) -> tuple[dict[str, _Join], tuple[Link, ...]]:
         """Choose the members of the quorum that is about to be formed; return them, and the broken links
         heeded.
 
-        INVARIANT: they are more than half of the healthy: the others cannot form a quorum beside them.
+        INVARIANT: they are more than half of the replicas that count: the others cannot form a quorum beside
+        them.
         """
         chosen = self._joined
         if self._is_shrinking():
             chosen = {i: join for i, join in chosen.items() if i in self._last}
         links = self._links.among(chosen) if self._links else ()
         if links:
-            out = leave_out({i: join.member for i, join in chosen.items()}, links, self._at_least())
+            at_least = max(self._min_replicas, self._majority(now))
+            out = leave_out({i: join.member for i, join in chosen.items()}, links, at_least)
             chosen = {i: join for i, join in chosen.items() if i not in out}
         return chosen, links
-
-    def _at_least(self) -> int:
-        return max(self._min_replicas, len(self._healthy) // 2 + 1)
 
     def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
         """Tell each replica once a join, and operators of every change.
@@ -412,6 +441,7 @@ class QuorumCore:
         number = QuorumNumber(self._next_id(chosen), self._highest_round)
         self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
         self._has_formed = True
+        self._healthy.were_in_a_quorum(last | self._last, now)
         self._begin_round(chosen, now)
         stands = not self._joined and _can_stand(chosen.values())
         self._standing = StandingQuorum(self._last, now) if stands else None

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.lighthouse_clients import SessionClient
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
 
@@ -36,6 +38,17 @@ def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_qu
         again = cluster.start("c", options=options)
         cluster.wait_for_quorum_of(a, b, again)
         assert again.events("heal")
+
+
+def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_path: Path) -> None:
+    """More than the survivors: slow starters, say, or trainers that hang before their first step."""
+    with Cluster(tmp_path, join_timeout_ms=1000) as cluster, ExitStack() as idle:
+        for number in range(4):
+            session = SessionClient(cluster.lighthouse_address, f"idle:{number}")
+            idle.enter_context(session).registered()
+        a, b, c = cluster.start_all("abc")
+        c.kill()
+        cluster.wait_for_quorum_of(a, b)
 
 
 def test_the_last_survivor_commits_after_all_others_are_killed_at_once(tmp_path: Path) -> None:

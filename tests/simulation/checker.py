@@ -53,7 +53,8 @@ class Checker:
         self.violation: str | None = None
         self.is_over = False
         self.commits = 0
-        self._connected: dict[str, int] = {}  # the replica ids that have a session, as the lighthouse sees it
+        # The replica ids that have a session, as the lighthouse sees it, and since when they ask for nothing.
+        self._connected: dict[str, float] = {}
         # A quorum of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
@@ -93,7 +94,7 @@ class Checker:
 
     def connected(self, replica_id: str) -> None:
         """Note that a replica group has a session."""
-        self._connected[replica_id] = 1
+        self._connected[replica_id] = self._world.now
         if 2 * len(self._stronghold) <= len(self._connected):
             self._stronghold = frozenset()
 
@@ -118,12 +119,16 @@ class Checker:
                 f"quorum {quorum_id} of {' '.join(ids)} shares no member with quorum {self._newest} of "
                 f"{' '.join(sorted(stronghold))}, who are all there and most of the job",
             )
-        if 2 * len(ids) <= len(self._connected) and not set(self._previous) <= set(ids):
+        members = {*ids, *self._previous}
+        now, patience = self._world.now, int(self._world.scenario.join_timeout_s * 1000) / 1000
+        count = len([i for i, t in self._connected.items() if i in members or now < t + patience])
+        if 2 * len(ids) <= count and not set(self._previous) <= set(ids):
             self.violate(
                 "one_quorum_per_step",
-                f"quorum {quorum_id} of {' '.join(ids)} is not most of the {len(self._connected)} that are "
+                f"quorum {quorum_id} of {' '.join(ids)} is not most of the {count} that are "
                 f"there, and lacks members of the one before it: {' '.join(self._previous)}",
             )
+        self._connected.update({i: now for i in members if i in self._connected})
         self._previous = ids
         if 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids):
             self._stronghold, self._newest = frozenset(ids), quorum_id

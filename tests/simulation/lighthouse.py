@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
+    NO_QUORUM,
     Decision,
     HoldQuorum,
     LeftOut,
@@ -64,6 +65,8 @@ class SimLighthouse(Process):
         self._armed = float("inf")
         first_id = int((world.now + world.wall_clock_s) * 1000)
         self._core = world.cores.lighthouse(self._config, first_id)
+        for number in range(world.scenario.idle):
+            self._core.register(-1 - number, f"idle:{number}", QuorumNumber(NO_QUORUM, 0), (), world.now)
         world.checker.lighthouse_started()
         world.tell("lighthouse", "starts", f"first quorum id {first_id}")
 

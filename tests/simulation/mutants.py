@@ -7,6 +7,7 @@ one that was indeed missing until the simulation found it. `CAUGHT_BY` has a see
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,15 +142,28 @@ class _LeavesNobodyOut(QuorumCore):
 
 
 class _LeavesBothEndsOut(QuorumCore):
-    def _choose(self) -> tuple[dict[str, Any], tuple[Link, ...]]:
-        _, links = super()._choose()
+    def _choose(self, now: float) -> tuple[dict[str, Any], tuple[Link, ...]]:
+        _, links = super()._choose(now)
         ends = {end for link in links for end in link}
         return {i: join for i, join in self._joined.items() if i not in ends}, links
 
 
 class _LeavesTooManyOut(QuorumCore):
-    def _at_least(self) -> int:
-        return self._min_replicas
+    is_choosing = False
+
+    def _choose(self, now: float) -> tuple[dict[str, Any], tuple[Link, ...]]:
+        self.is_choosing = True
+        chosen = super()._choose(now)
+        self.is_choosing = False
+        return chosen
+
+    def _majority(self, now: float) -> int:
+        return 0 if self.is_choosing else super()._majority(now)
+
+
+class _AwaitsTheIdleForEver(QuorumCore):
+    def _awaited(self, now: float) -> dict[str, float]:
+        return {i: math.inf for i in self._healthy.ids() if i not in self._joined}
 
 
 class _NeverLetsBack(QuorumCore):
@@ -453,6 +467,9 @@ MUTANTS = (
     _lighthouse("keeps the dead", _KeepsTheDead, "a lost session ends the membership"),
     _lighthouse("leaves nobody out", _LeavesNobodyOut, "two who cannot reach each other in one quorum"),
     _lighthouse("leaves both ends out", _LeavesBothEndsOut, "as few as possible are left out"),
+    _lighthouse(
+        "awaits the idle for ever", _AwaitsTheIdleForEver, "who does not join counts until join_timeout only"
+    ),
     _lighthouse("leaves too many out", _LeavesTooManyOut, "more than half stay where some are left out"),
     _lighthouse("never lets back", _NeverLetsBack, "whoever can be reached again is let in"),
     _lighthouse("counts members only", _CountsMembersOnly, "a new id where one is out for another one"),
@@ -501,19 +518,20 @@ MUTANTS = (
 CAUGHT_BY = {
     "reuses ids": Caught(0, "monotonic"),
     "forgets reported ids": Caught(5, "monotonic"),
-    "forgets the majority": Caught(6, "one_quorum_per_step"),
+    "forgets the majority": Caught(48, "one_quorum_per_step"),
     "ignores min_replicas": Caught(1, "one_quorum_per_step"),
-    "keeps the id after a failure": Caught(5, "progress"),
+    "keeps the id after a failure": Caught(0, "progress"),
     "forgets rounds": Caught(4383, "progress"),
-    "does not say it is over": Caught(72, "progress"),
+    "does not say it is over": Caught(102, "progress"),
     "does not warn of broken groups": Caught(13, "progress"),
-    "learns too late": Caught(8, "one_quorum_per_step"),
+    "learns too late": Caught(116, "progress"),
     "keeps the dead": Caught(1, "progress"),
     "leaves nobody out": Caught(16, "progress"),
     "leaves both ends out": Caught(2, "one_quorum_per_step"),
-    "leaves too many out": Caught(68, "one_quorum_per_step"),
-    "never lets back": Caught(16, "progress"),
-    "counts members only": Caught(166, "monotonic"),
+    "awaits the idle for ever": Caught(72, "progress"),
+    "leaves too many out": Caught(58, "one_quorum_per_step"),
+    "never lets back": Caught(2, "progress"),
+    "counts members only": Caught(304, "monotonic"),
     "drops member_lost": Caught(3, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
@@ -534,19 +552,19 @@ CAUGHT_BY = {
     "lets others go on": Caught(51, "no_zombie"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
     "keeps the old commit quorum": Caught(39, "heal_is_clean"),
-    "keeps its process group": Caught(3, "no_zombie"),
+    "keeps its process group": Caught(2, "no_zombie"),
     "leaves quietly": Caught(29, "progress"),
     "hides broken groups": Caught(5, "progress"),
-    "forgets the healed version": Caught(7, "progress"),
+    "forgets the healed version": Caught(0, "progress"),
     "holds nobody": Caught(14, "progress"),
-    "asks nobody again": Caught(72, "progress"),
-    "forgets that it stands": Caught(72, "progress"),
+    "asks nobody again": Caught(145, "progress"),
+    "forgets that it stands": Caught(145, "progress"),
     "names the first step": Caught(131, "agreement"),
     "waits for one answer": Caught(303, "agreement"),
     "lets all quorums stand": Caught(5, "progress"),
     "answers for one rank": Caught(424, "progress"),
-    "tells one rank only": Caught(76, "progress"),
-    "does not hold": Caught(106, "agreement"),
+    "tells one rank only": Caught(59, "progress"),
+    "does not hold": Caught(59, "agreement"),
     "forgets what it began": Caught(131, "agreement"),
     "asks at once": Caught(14, "progress"),
     "goes on after failures": Caught(26, "no_zombie"),

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 FAULTS_MIN = 200
+SHORT_S = 1.0
 
 # Faults that happen to single messages, at a rate.
 MESSAGE_KINDS = ("delay", "overtake", "heal_break")
@@ -68,6 +69,8 @@ class Scenario:
         stall_s: how long a replica group waits for data over a link that is cut before it looks for the link.
         stands: whether quorums stand; otherwise every step asks for one.
         waits: whether replica groups wait for a lighthouse that is away, instead of going on.
+        idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
+            majority until `join_timeout_s`, so only runs in which that is short have them.
     """
 
     seed: int
@@ -94,6 +97,7 @@ class Scenario:
     stall_s: float
     stands: bool
     waits: bool
+    idle: int
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -142,6 +146,9 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         stall_s=keepalive_s * (0.1 + flip()) if has_links and flip() < 0.8 else math.inf,
         stands=flip() < 0.6,
         waits=flip() < 0.2,
+        idle=int(flip() * 5),
     )
+    if scenario.join_timeout_s > SHORT_S:
+        scenario = replace(scenario, idle=0)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

@@ -81,6 +81,7 @@ class Twin:
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
         self.standing: Standing | None = None
+        self.since: dict[str, float] = {}  # of the healthy: when they registered, or were in a quorum
 
     # -- facts
 
@@ -122,6 +123,7 @@ class Twin:
         older = [s for s in self.sessions if s.replica_id == replica_id]
         self.clear(replica_id, joined=False)
         self.sessions.append(Open(number, replica_id, last))
+        self.since[replica_id] = now
         for session in older:
             out.append(SessionSuperseded(session.number, replica_id))
             self.answer_no_more(replica_id, session=True)
@@ -251,6 +253,7 @@ class Twin:
     def call(self, member: Member, now: float) -> list[Decision]:
         out = self.advance(now)
         if not self.has_session(member.replica_id):
+            self.showed(member.replica_id, now)
             self.clear(member.replica_id, joined=False)
             self.calling.append(member.replica_id)
         self.enter(member, now, session=False)
@@ -266,9 +269,15 @@ class Twin:
     def heartbeat(self, replica_id: str, now: float) -> list[Decision]:
         out = self.advance(now)
         if not self.has_session(replica_id) and replica_id not in self.calling:
+            self.showed(replica_id, now)
             self.clear(replica_id, joined=False)
             self.seen.append((replica_id, now))
         return out
+
+    def showed(self, replica_id: str, now: float) -> None:
+        """Record since when a unary caller is healthy."""
+        if replica_id not in self.calling and replica_id not in dict(self.seen):
+            self.since[replica_id] = now
 
     def advance(self, now: float) -> list[Decision]:
         out: list[Decision] = []
@@ -290,7 +299,7 @@ class Twin:
         out: list[Decision] = []
         while self.is_quorum(now):
             last_id = self.last[0].quorum_id
-            chosen, links = self.without_broken_links(self.chosen())
+            chosen, links = self.without_broken_links(self.chosen(), self.counted(now))
             formed = self.next_quorum(chosen, now)
             waiting = {j.member.replica_id for j in self.joined}
             left = [s for s in self.sessions if s.replica_id in set(formed.left) - waiting]
@@ -301,7 +310,9 @@ class Twin:
             out += self.tell_left_out(links)
         return out
 
-    def without_broken_links(self, joined: list[Joined]) -> tuple[list[Joined], list[tuple[str, str]]]:
+    def without_broken_links(
+        self, joined: list[Joined], counted: set[str]
+    ) -> tuple[list[Joined], list[tuple[str, str]]]:
         members = {j.member.replica_id: j.member for j in joined}
         links = {
             (min(one, other), max(one, other))
@@ -318,7 +329,7 @@ class Twin:
             goes = [end for end in ends if count[end] == max(count.values())]
             goes = [end for end in goes if versions[end] == min(versions[i] for i in goes)]
             stay.remove(max(goes))
-        if len(stay) < self.config.min_replicas or len(stay) <= len(self.healthy()) / 2:
+        if len(stay) < self.config.min_replicas or len(stay) <= len(counted) / 2:
             stay = set(members)
         return [j for j in joined if j.member.replica_id in stay], sorted(links)
 
@@ -349,10 +360,19 @@ class Twin:
             return False
         if last and last <= joined:
             return True
-        if not len(joined) > len(healthy) // 2:
+        if not len(joined) > len(self.counted(now)) // 2:
             return False
-        first = min([j.since for j in self.joined if not j.left_out] or [j.since for j in self.joined])
-        return joined == healthy or now >= first + self.config.join_timeout_ms / 1000
+        return joined == healthy or now >= self.first_join() + self.config.join_timeout_ms / 1000
+
+    def first_join(self) -> float:
+        return min([j.since for j in self.joined if not j.left_out] or [j.since for j in self.joined])
+
+    def counted(self, now: float) -> set[str]:
+        """Return the replicas of which a quorum needs more than half."""
+        limit = self.config.join_timeout_ms / 1000
+        joined = {j.member.replica_id for j in self.joined}
+        young = {i for i in self.healthy() - self.last[1] if now < self.since.get(i, now) + limit}
+        return joined | (self.last[1] & self.healthy()) | young
 
     def next_quorum(self, chosen: list[Joined], now: float) -> QuorumFormed:
         chosen = sorted(chosen, key=lambda j: j.member.replica_id)
@@ -365,6 +385,7 @@ class Twin:
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
         self.formed = True
+        self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
         versions = {(j.member.step, j.member.commit_quorum_id) for j in chosen}
         stands = not self.joined and len(versions) == 1 < len(chosen)
