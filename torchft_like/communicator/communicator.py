@@ -320,7 +320,8 @@ class Communicator:
             for channel in self._each:
                 channel.check()
         except GroupCoordinatorError as error:
-            raise_as(self.explained(operation, error), error)
+            told = self.explained(operation, error)
+            raise told  # noqa: B904 - it has its cause
 
     def end(self, operation: str) -> None:
         """Raise an error if the members have changed during a call, for its result does not count then."""
@@ -359,7 +360,8 @@ class Communicator:
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - after Ctrl-C, too, the peers must not wait
-            raise_as(self.explained(operation, error), error)
+            told = self.explained(operation, error)
+            raise told  # noqa: B904 - it has its cause
         finally:
             calls.pop(key, None)
         self.end(operation)
@@ -549,7 +551,8 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
             try:
                 result = function(communicator, *args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - after any error the peers must not wait
-                raise_as(communicator.explained(operation, error), error)
+                told = communicator.explained(operation, error)
+                raise told  # noqa: B904 - it has its cause
             finally:
                 calls.pop(key, None)
             if communicator.epoch is not None:
@@ -567,14 +570,3 @@ def check(statements: Mapping[int, Statement]) -> None:
     if problem is not None:
         calls = dict(zip(statements, problem.calls.values(), strict=True))
         raise CollectiveMismatchError(problem.aspect, calls)
-
-
-def raise_as(told: BaseException, error: BaseException) -> NoReturn:
-    """Raise `told` for `error`; both may be the same.
-
-    Raises:
-        BaseException: `told`, always.
-    """
-    if told is error:
-        raise error
-    raise told from told.__cause__

@@ -107,11 +107,9 @@ class Handle(Generic[T]):
         self._epoch.require_present(self._text)
         try:
             result = self._wait(timeout)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - any error is explained
             told = self._epoch.explained(self._text, error)
-            if told is error:
-                raise
-            raise told from error
+            raise told  # noqa: B904 - it has its cause
         self._epoch.require_present(self._text)
         return result
 

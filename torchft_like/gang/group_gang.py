@@ -40,7 +40,6 @@ from torchft_like.communicator.communicator import (
     Communicator,
     CoordinatorOptions,
     ToldToAllError,
-    raise_as,
     ranks_in_job,
 )
 from torchft_like.communicator.messages import start_broadcast
@@ -201,7 +200,8 @@ class GroupGang(Gang):
         try:
             channel.issue(ALLREDUCE, [tensor], AllreduceOptions()).wait()
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            raise_as(self._told("all_reduce", error), error)
+            told = self._told("all_reduce", error)
+            raise told  # noqa: B904 - it has its cause
 
     @torch.no_grad()
     def _all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
@@ -303,7 +303,8 @@ class GroupGang(Gang):
             if (error := members.control.hidden_error()) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            raise_as(self._told(what, error), error)
+            told = self._told(what, error)
+            raise told  # noqa: B904 - it has its cause
 
     def _told(self, what: str, error: Exception) -> Exception:
         """Return the error to raise for an error of the group."""
