@@ -13,7 +13,7 @@ import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import NoReturn
 
 from lighthouse import __version__
@@ -22,6 +22,8 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import ConfigError, CoordinationError
 
 DEFAULT_PORT = 29510
+FEWEST_REPLICAS = 16
+REPLICAS_MAX = LighthouseConfig().replicas_max
 
 _HELP = {
     "min_replicas": "a quorum never has fewer members",
@@ -41,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         bind, config, level = _parse(sys.argv[1:] if arguments is None else arguments)
         logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
-        _allow_connections(config)
+        config = _within_open_files(config)
         asyncio.run(_serve(bind, config))
     except CoordinationError as error:
         print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
@@ -63,13 +65,26 @@ async def _serve(bind: Address, config: LighthouseConfig) -> None:
         await lighthouse.stop("signal")
 
 
-def _allow_connections(config: LighthouseConfig) -> None:
-    from lighthouse.net import allow_many_files  # noqa: PLC0415 - likewise
+def _within_open_files(config: LighthouseConfig) -> LighthouseConfig:
+    """Raise this process's limit of open files as far as it goes; return settings for which it is enough.
+
+    Raises:
+        ConfigError: it is not enough for the replicas that were asked for, or for hardly any.
+    """
+    from lighthouse.net import DESCRIPTORS_KEPT, allow_many_files  # noqa: PLC0415 - likewise
 
     files = allow_many_files()
-    if files < config.replicas_max:
-        text = "may open %d files: for %d replicas (--replicas_max) it needs more (ulimit -n)"
-        logging.getLogger("lighthouse").info(text, files, config.replicas_max)
+    enough_for = files - DESCRIPTORS_KEPT
+    if config.replicas_max <= enough_for:
+        return config
+    if enough_for < max(config.min_replicas, FEWEST_REPLICAS) or config.replicas_max != REPLICAS_MAX:
+        raise ConfigError(
+            f"this process may open {files} files, and --replicas_max {config.replicas_max} needs "
+            f"{config.replicas_max + DESCRIPTORS_KEPT}: raise the limit (ulimit -n), or pass less"
+        )
+    text = "may open %d files (ulimit -n): more than %d replicas are refused"
+    logging.getLogger("lighthouse").warning(text, files, enough_for)
+    return replace(config, replicas_max=enough_for)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -225,16 +225,37 @@ class JsonLinesFile:
     """A subscriber that appends each record to a file, readable while it grows.
 
     Lines of several processes may share the file: each is one `write` to a descriptor opened for
-    appending.
+    appending. While nothing can be written, on a full disk say, records are lost: one warning says so, and
+    another one when it works again.
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         self._lock = threading.Lock()
+        self._lost = 0
+        self._ends_in_a_line = False  # a part of a record that did not fit
 
     def __call__(self, event: Event) -> None:
         with self._lock:
-            os.write(self._descriptor, (event.to_json() + "\n").encode())
+            record = f"{event.to_json()}\n".encode()
+            data = b"\n" + record if self._ends_in_a_line else record
+            try:
+                written = os.write(self._descriptor, data)
+            except OSError as error:
+                self._lose(error.strerror or repr(error))
+                return
+            self._ends_in_a_line = written < len(data)
+            if self._ends_in_a_line:
+                self._lose("there is room for a part of a record only")
+            elif self._lost:
+                _logger.warning("%s: records are written again, %d were lost", self._path, self._lost)
+                self._lost = 0
+
+    def _lose(self, why: str) -> None:
+        self._lost += 1
+        if self._lost == 1:
+            _logger.warning("%s: event records are lost until they can be written: %s", self._path, why)
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:

@@ -28,7 +28,7 @@ from lighthouse.listening import bind_error, why_unbindable
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
-_DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
+DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ServerLimits:
         """Return gRPC channel arguments."""
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         # Some descriptors are kept back: without any this process could not even open a file.
-        connections = max(1, min(self.connections, files - _DESCRIPTORS_KEPT))
+        connections = max(1, min(self.connections, files - DESCRIPTORS_KEPT))
         return [
             ("grpc.max_allowed_incoming_connections", connections),
             ("grpc.max_concurrent_streams", self.streams),

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
 
 from lighthouse.errors import ConfigError
-from lighthouse.events import EVENT_FILE_ENV, LEVELS, Event, EventLog, Field, read_events, short_name
+from lighthouse.events import (
+    EVENT_FILE_ENV,
+    LEVELS,
+    Event,
+    EventLog,
+    Field,
+    JsonLinesFile,
+    read_events,
+    short_name,
+)
 
 EXAMPLES: dict[str, dict[str, Field]] = {
     "settings": {"settings": ["timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)"]},
@@ -103,6 +114,30 @@ def test_subscribers_and_the_file_get_every_record(
     log.emit("abort", reason="lost b")
     assert [event.kind for event in seen] == ["commit", "abort"]
     assert [record["kind"] for record in read_events(path)] == ["commit", "abort"]
+
+
+def test_a_full_disk_costs_records_one_warning_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logger: logging.Logger, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "events.jsonl"
+    events = JsonLinesFile(path)
+    log, write, room = EventLog("manager", logger), os.write, [1000, 0, 0, 10, 0, 1000, 1000]
+
+    def write_within(descriptor: int, data: bytes) -> int:
+        if (left := room.pop(0)) == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[:left])
+
+    log.subscribe(events)
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING):
+        full.setattr(os, "write", write_within)
+        for step in range(7):
+            log.emit("commit", step=step, committed=True, participants=3)
+    assert [record["step"] for record in read_events(path)] == [0, 5, 6]
+    told = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    assert told[0] == f"{path}: event records are lost until they can be written: No space left on device"
+    assert told[1] == f"{path}: records are written again, 4 were lost"
+    assert len(told) == 3  # and the part of a record that is in the file
 
 
 def test_a_line_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:

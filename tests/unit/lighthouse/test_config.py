@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lighthouse import net
 from lighthouse.cli import main
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import ConfigError
@@ -47,11 +48,18 @@ def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
         (["--min_replicas"], "expected one argument"),
         (["--log-level", "LOUD"], "invalid choice: 'LOUD'"),
         (["--bind", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1: "),
+        (["--replicas_max", "401"], "may open 528 files, and --replicas_max 401 needs 529"),
+        (
+            ["--min_replicas", "401"],
+            "and --replicas_max 10000 needs 10128",
+        ),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(
-    arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str]
+    arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if " needs " in complaint:
+        monkeypatch.setattr(net, "allow_many_files", lambda: 528)
     assert main(arguments) == 2
     out, error = capfd.readouterr()
     assert out == ""
