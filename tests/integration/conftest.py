@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
+from tests.stores import serve_store
 from torchft_like import LighthouseServer
 
 OURS = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)")
@@ -26,3 +28,9 @@ def lighthouse() -> Iterator[LighthouseServer]:
     server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
     yield server
     server.shutdown()
+
+
+@pytest.fixture
+def store() -> TCPStore:
+    """Return a store that outlives every rank of the test."""
+    return serve_store()

@@ -169,13 +169,13 @@ def compiled(here: Here, rank: int) -> tuple[int, list[float]]:
 # ------------------------------------------------------------------------ faults
 
 
-def meet(here: Here, rank: int, place: int, address: str, swallows: bool) -> None:
+def meet(here: Here, rank: int, address: str, swallows: bool) -> None:
     """Make a group of three with a coordinator, for one fault; each member has passed a barrier."""
     torch.set_num_threads(1)
     group: ProcessGroup = ProcessGroupGloo(GROUP_LIMIT_S, check_collectives=False)
     if swallows:
         group = ErrorSwallowingProcessGroupWrapper(group)
-    group.configure(address, place, 3)
+    group.configure(address, rank, 3)
     here.coordinator = GroupCoordinator.from_groups(group, group_name="doomed")
     here.coordinator.barrier()
     # A later `combine` needs a `dispatch` before it.

@@ -125,18 +125,6 @@ def total(here: Here, rank: int) -> float | str:
     return found
 
 
-def begin_total(here: Here, rank: int) -> None:
-    here.totals = []
-    here.totalling = threading.Thread(target=lambda: here.totals.append(total(here, rank)), daemon=True)
-    here.totalling.start()
-
-
-def end_total(here: Here, rank: int) -> float | str:
-    here.totalling.join(50)
-    found: float | str = here.totals[0] if here.totals else "still blocked"
-    return found
-
-
 def place(here: Here, rank: int) -> tuple[int, int, int]:
     found = here.coordinator
     return found.epoch, found.rank_in_group, found.world_size

@@ -6,7 +6,6 @@ import contextlib
 import io
 import os
 import runpy
-import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -143,27 +142,10 @@ def configure(here: Here, rank: int, address: str, world_size: int) -> None:
     all_sum(here.gang, 1)
 
 
-def begin(here: Here, rank: int, call: str) -> None:
-    """Call a function of the gang on another thread; `outcome` tells how it ended."""
-    here.ended, here.outcome = threading.Event(), "no error"
-    here.began = threading.Event()
-    gang = getattr(here, "part", None) or here.gang
-
-    def run() -> None:
-        here.began.set()
-        try:
-            CALLS[call](gang)
-        except Exception as error:  # noqa: BLE001 - the test reads it
-            here.outcome = type(error).__name__
-            here.cause = error.__cause__
-        here.ended.set()
-
-    threading.Thread(target=run, daemon=True).start()
-    here.began.wait()
-
-
-def outcome(here: Here, rank: int) -> tuple[str, bool]:
-    """Return the class of the error that the call ended with, and whether it has a cause."""
-    if not here.ended.wait(50):
-        return "still blocked", False
-    return here.outcome, getattr(here, "cause", None) is not None
+def call(here: Here, rank: int, name: str) -> tuple[str | None, bool]:
+    """Call a function of the gang, or of its part; return the error's class, and whether it has a cause."""
+    try:
+        CALLS[name](getattr(here, "part", None) or here.gang)
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return type(error).__name__, error.__cause__ is not None
+    return None, False

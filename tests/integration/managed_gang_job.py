@@ -1,4 +1,4 @@
-"""The functions that test_managed_gang runs on its replicas, beside `begin` and `outcome` of gang_job."""
+"""The functions that test_managed_gang runs on its replicas, beside `call` of gang_job."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def step_until(here: Here, rank: int, number: float, size: int) -> dict[str, Any
 
 
 def open_step(here: Here, rank: int) -> int:
-    """Begin a step; `begin` is called in it."""
+    """Begin a step; `call` of gang_job is called in it."""
     here.manager.start_quorum()
     here.part = None
     return int(here.gang.size)
 
 
 def open_part(here: Here, rank: int) -> int:
-    """Begin a step and derive the gangs; `begin` is called on the tensor parallel one."""
+    """Begin a step and derive the gangs; `call` is called on the tensor parallel one."""
     here.manager.start_quorum()
     here.part = here.old = here.gangs.current().tp
     return int(here.part.rank)

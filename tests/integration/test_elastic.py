@@ -106,9 +106,9 @@ def test_one_killed_while_all_vote(with_a: Crew) -> None:
     with running(1) as fresh:
         with_a.hire("d", fresh)
         with_a.of("abcd").ask(elastic_job.begin, "abcd")
-        with_a.of("abcd").ask(elastic_job.complete_aside)
+        with_a.of("abcd").tell(elastic_job.complete)
         with_a.kill("d")
-        outcomes = with_a.of("abc").ask(elastic_job.completed)
+        outcomes = with_a.of("abc").answers()
         epochs = {epoch for epoch, _, _ in with_a.of("abc").ask(elastic_job.place)}
     assert outcomes in (["ChangeRolledBackError"] * 3, [""] * 3)  # all the same, whichever was first
     assert (epochs == before) == (outcomes != [""] * 3)
@@ -125,10 +125,11 @@ def test_one_killed_after_the_decision(with_a: Crew) -> None:
 
 
 def test_one_killed_inside_a_call_is_replaced(with_a: Crew) -> None:
-    with_a.of("ba").ask(elastic_job.begin_total)
+    with_a.of("ba").tell(elastic_job.total)
+    with_a.ranks["a"].wait_blocked()
     with_a.kill("a")
-    with_a.of("c").ask(elastic_job.begin_total)
-    assert with_a.of("bc").ask(elastic_job.end_total) == ["GroupCoordinatorError"] * 2
+    with_a.of("c").tell(elastic_job.total)
+    assert with_a.of("bc").answers() == ["GroupCoordinatorError"] * 2
     with running(1) as fresh:
         with_a.hire("d", fresh)
         with_a.follow("bcd")
@@ -136,9 +137,9 @@ def test_one_killed_inside_a_call_is_replaced(with_a: Crew) -> None:
 
 
 def test_one_stopped_inside_a_call_holds_up_nobody(with_a: Crew) -> None:
-    with_a.of("bc").ask(elastic_job.begin_total)
+    with_a.of("bc").tell(elastic_job.total)
     with_a.ranks["a"].stop()
-    assert with_a.of("bc").ask(elastic_job.end_total) == ["GroupCoordinatorError"] * 2
+    assert with_a.of("bc").answers() == ["GroupCoordinatorError"] * 2
     with_a.follow("bc")
 
 
@@ -162,11 +163,12 @@ def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() ->
             assert [each["old"] for each in ranks.ask(elastic_job.step)] == ["1.0"] * 3
 
             assert len(ranks.ask(elastic_job.open_step)) == 3
-            Ranks([ranks[0], ranks[2]]).ask(elastic_job.begin_total)
+            Ranks([ranks[0], ranks[2]]).tell(elastic_job.total)
+            ranks[2].wait_blocked()
             ranks[2].kill()
-            ranks[1].ask(elastic_job.begin_total, 1)
+            ranks[1].tell(elastic_job.total, 1)
             survivors = Ranks(ranks[:2])
-            assert set(survivors.ask(elastic_job.end_total)) <= {"GroupCoordinatorError", "StaleEpochError"}
+            assert set(survivors.answers()) <= {"GroupCoordinatorError", "StaleEpochError"}
             assert survivors.ask(elastic_job.close_step) == [False, False]
 
             found = survivors.ask(elastic_job.step)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from tests.integration import gang_job
-from tests.stores import serve_store
 from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Ranks, running
 
@@ -15,8 +15,7 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("backend", [None, "gloo"])
-def test_a_gang_over_the_default_group_does_everything(backend: str | None) -> None:
-    store = serve_store()
+def test_a_gang_over_the_default_group_does_everything(backend: str | None, store: TCPStore) -> None:
     with running(4) as ranks:
         assert ranks.ask(gang_job.start_default_gang, store.port, 4, backend) == [4] * 4
         assert ranks.ask(gang_job.start_again) == ["InvalidOperationError"] * 4
@@ -35,15 +34,13 @@ def test_a_gang_over_the_default_group_does_everything(backend: str | None) -> N
 
 
 @pytest.mark.slow
-def test_fsdp_takes_the_group_of_a_part() -> None:
-    store = serve_store()
+def test_fsdp_takes_the_group_of_a_part(store: TCPStore) -> None:
     with running(2) as ranks:
         ranks.ask(gang_job.start_default_gang, store.port, 2, None)
         assert ranks.ask(gang_job.shard_over_a_part) == [[0.5, 0.5]] * 2
 
 
-def test_the_example_trains_the_network_that_is_in_one_piece() -> None:
-    store = serve_store()
+def test_the_example_trains_the_network_that_is_in_one_piece(store: TCPStore) -> None:
     with running(4) as ranks:
         output = "".join(ranks.ask(gang_job.run_example, store.port, 4))
     assert "process 2: tensor parallel with [2, 3], data parallel with [0, 2]" in output
@@ -57,25 +54,24 @@ def test_the_example_starts_its_processes_itself(processes: Processes) -> None:
     assert "largest difference" in example.output
 
 
-def test_a_member_killed_inside_each_kind_of_call_is_a_gang_error_on_the_others() -> None:
-    store = serve_store()
+def test_a_member_killed_inside_each_kind_of_call_is_a_gang_error_on_the_others(store: TCPStore) -> None:
     with running(2) as survivors:
         for number, call in enumerate(gang_job.CALLS):
             with running(1) as victim:
                 ranks = Ranks([*survivors, *victim])
                 ranks.ask(gang_job.configure, f"127.0.0.1:{store.port}/{number}", 3)
                 for rank in (0, 2):  # 1 does not come, so these wait
-                    ranks[rank].ask(gang_job.begin, rank, call)
+                    ranks[rank].tell(gang_job.call, rank, call)
+                ranks[2].wait_blocked()
                 ranks[2].kill()
-                ranks[1].ask(gang_job.begin, 1, call)
-                assert survivors.ask(gang_job.outcome) == [("GangError", True)] * 2, call
+                ranks[1].tell(gang_job.call, 1, call)
+                assert survivors.answers() == [("GangError", True)] * 2, call
 
 
 @pytest.mark.parametrize("call", ["all_reduce", "create_gang"])
-def test_a_dead_member_of_a_group_of_torchs_own_is_a_gang_error(call: str) -> None:
-    store = serve_store()
+def test_a_dead_member_of_a_group_of_torchs_own_is_a_gang_error(call: str, store: TCPStore) -> None:
     with running(2) as ranks:
         ranks.ask(gang_job.start_default_gang, store.port, 2, "gloo")
-        ranks[0].ask(gang_job.begin, 0, call)
+        ranks[0].tell(gang_job.call, 0, call)
         ranks[1].kill()
-        assert ranks[0].ask(gang_job.outcome, 0) == ("GangError", True)
+        assert ranks[0].answer() == ("GangError", True)

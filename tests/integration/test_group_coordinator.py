@@ -204,10 +204,7 @@ def victim() -> Iterator[Rank]:
 def meet(store: TCPStore, members: Ranks, swallows: bool = False) -> None:
     """A group for one fault."""
     address = f"127.0.0.1:{store.port}/faults/{next(_prefixes)}"
-    for place, rank in enumerate(members):
-        rank.tell(job.meet, place, place, address, swallows)
-    for rank in members:
-        rank.answer()
+    members.ask(job.meet, address, swallows)
 
 
 # Where a rank may have given, or got, all that it has to before it can hear: it hears with its next call.

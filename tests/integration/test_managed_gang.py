@@ -35,13 +35,13 @@ class Job:
         """One step of all, each with its number."""
         for place, (rank, number) in enumerate(zip(self.ranks, numbers, strict=True)):
             rank.tell(replica.step, place, number)
-        return [rank.answer() for rank in self.ranks]
+        return self.ranks.answers()
 
     def steps_until_all_are_in(self, *numbers: float) -> list[dict[str, Any]]:
         """The first step that all commit together: a quorum may come about without the latest."""
         for place, (rank, number) in enumerate(zip(self.ranks, numbers, strict=True)):
             rank.tell(replica.step_until, place, number, len(numbers))
-        return [rank.answer() for rank in self.ranks]
+        return self.ranks.answers()
 
     def kill(self, rank: Rank) -> None:
         rank.kill()
@@ -74,14 +74,13 @@ def test_size_rank_and_topology_follow_the_quorum(job: Job) -> None:
         ]
 
     # One is killed in a collective, which one of the others has not come to.
-    for place, rank in enumerate(job.ranks):
-        rank.tell(replica.open_step, place)
-    assert [rank.answer() for rank in job.ranks] == [4] * 4
+    assert job.ranks.ask(replica.open_step) == [4] * 4
     for place in (0, 1, 3):
-        job.ranks[place].ask(gang_job.begin, place, "all_reduce")
+        job.ranks[place].tell(gang_job.call, place, "all_reduce")
+    job.ranks[1].wait_blocked()
     job.kill(job.ranks[1])
-    job.ranks[1].ask(gang_job.begin, 2, "all_reduce")
-    assert job.ranks.ask(gang_job.outcome) == [("GangError", True)] * 3
+    job.ranks[1].tell(gang_job.call, 2, "all_reduce")
+    assert job.ranks.answers() == [("GangError", True)] * 3
     assert job.ranks.ask(replica.close_step) == [False] * 3
 
     # Three cannot be split in two: an error on all, of the topology only.
@@ -105,15 +104,12 @@ def test_size_rank_and_topology_follow_the_quorum(job: Job) -> None:
 
 def test_a_part_without_the_dead_member_ends_with_the_quorum(job: Job) -> None:
     assert [found["size"] for found in job.steps(1, 1, 1, 1)] == [4] * 4
-    for place, rank in enumerate(job.ranks):
-        rank.tell(replica.open_part, place)
-    assert [rank.answer() for rank in job.ranks] == [0, 1, 0, 1]
-    job.ranks[0].ask(gang_job.begin, 0, "barrier")  # with 1, which does not come
+    assert job.ranks.ask(replica.open_part) == [0, 1, 0, 1]
+    job.ranks[0].tell(gang_job.call, 0, "barrier")  # with 1, which does not come
     job.kill(job.ranks[3])
-    assert job.ranks[0].ask(gang_job.outcome, 0)[0] in ENDED
+    assert job.ranks[0].answer()[0] in ENDED
     for place in (1, 2):
-        job.ranks[place].ask(gang_job.begin, place, "barrier")
-        assert job.ranks[place].ask(gang_job.outcome, place)[0] in ENDED
+        assert job.ranks[place].ask(gang_job.call, place, "barrier")[0] in ENDED
     assert job.ranks.ask(replica.close_step) == [False] * 3
     assert [found["size"] for found in job.steps(1, 1, 1)] == [3] * 3
     assert job.ranks.ask(replica.use_old_part) == ["StaleGangError"] * 3

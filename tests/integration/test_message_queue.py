@@ -11,7 +11,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.integration.queue_end import LIMIT_S, End
+from tests.integration.queue_end import End
 from torchft_like.testing.ranks import Act, Rank, RankError, end_all
 
 pytestmark = pytest.mark.integration
@@ -73,14 +73,6 @@ def error(rank: Rank) -> str:
     return str(raised.value)
 
 
-def wait_for_its_wait(rank: Rank) -> None:
-    """Until the call that the rank was told to make sleeps: it waits for another process."""
-    process, deadline = psutil.Process(rank.pid), time.monotonic() + LIMIT_S
-    while not rank.has_begun() or process.status() != psutil.STATUS_SLEEPING:
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
 @pytest.mark.parametrize("remote", [0, 1], ids=["local", "remote"])
 def test_a_writer_that_waits_for_a_reader_goes_on_when_it_is_killed(cast: Cast, remote: int) -> None:
     writer, readers = cast.queue(2 - remote, remote)
@@ -88,7 +80,7 @@ def test_a_writer_that_waits_for_a_reader_goes_on_when_it_is_killed(cast: Cast, 
     fill(writer)
     assert read(survivor, CHUNKS) == list(range(CHUNKS))
     writer.tell(End.enqueue, "after", None)
-    wait_for_its_wait(writer)
+    writer.wait_blocked()
     victim.kill()
     writer.answer()
     assert read(survivor, 1) == ["after"]
@@ -120,7 +112,7 @@ def test_readers_that_wait_notice_that_the_writer_was_killed(cast: Cast) -> None
     for reader in readers:
         assert read(reader, 1) == ["last"]
         reader.tell(End.dequeue, None)
-        wait_for_its_wait(reader)
+        reader.wait_blocked()
     writer.kill()
     for reader in readers:
         assert "QueueWriterLostError" in error(reader)
@@ -225,7 +217,7 @@ def test_readers_that_wait_use_no_processor(cast: Cast) -> None:
     _, readers = cast.queue(1, 1)
     for reader in readers:
         reader.tell(End.dequeue, None)
-        wait_for_its_wait(reader)
+        reader.wait_blocked()
     before = [_processor_s(reader) for reader in readers]
     time.sleep(0.5)  # what is measured is a length of time
     for reader, seconds in zip(readers, before, strict=True):
@@ -245,7 +237,7 @@ def test_nothing_is_left_when_everybody_is_killed(cast: Cast, order: Sequence[in
     everybody = [writer, *readers]
     fill(writer)
     writer.tell(End.stream, [10_000_000], 10)
-    wait_for_its_wait(writer)
+    writer.wait_blocked()
     files = {path for rank in everybody for path in _shared_files(rank)}
     for place in order:
         everybody[place].kill()

@@ -6,7 +6,6 @@ What waits for a member that is gone may last until the group's timeout, which i
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from tests.stores import serve_store
 from torchft_like.errors import ConfigError
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.gloo.group import adopted
@@ -28,14 +26,6 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(600), *CHECKED]
 needs_torchs = pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.14 on")
 TIMEOUT_S = 5.0
 LIMIT_S = 120.0
-
-
-@pytest.fixture
-def store() -> Iterator[TCPStore]:
-    """For the life of the job."""
-    store = serve_store()
-    yield store
-    del store
 
 
 @needs_torchs

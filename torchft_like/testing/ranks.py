@@ -25,7 +25,7 @@ from typing import Any
 from torchft_like.testing.processes import ForkedProcess, kill_all
 
 LIMIT_S = 60.0
-STOPPED_S_MAX = 60.0
+STATE_S_MAX = 60.0
 STACKS_S = 1.0
 
 Act = Callable[..., Any]
@@ -69,11 +69,11 @@ class Rank:
 
     def wait_stopped(self) -> None:
         """Wait until the process is stopped, by any signal."""
-        deadline = time.monotonic() + STOPPED_S_MAX
-        while Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-            if time.monotonic() > deadline:
-                raise RankError(f"process {self.pid} has not stopped")
-            time.sleep(0.002)
+        self._wait_until("has not stopped", lambda: self._state() == "T")
+
+    def wait_blocked(self) -> None:
+        """Wait until the call that the rank was told to make waits for something."""
+        self._wait_until("does not wait", lambda: self._has_read_all() and self._state() == "S")
 
     def resume(self) -> None:
         """Send SIGCONT."""
@@ -82,11 +82,6 @@ class Rank:
     def tell(self, act: Act, *args: Any) -> None:
         """Ask for a call whose answer is fetched later, or never."""
         self._connection.send((act, args))
-
-    def has_begun(self) -> bool:
-        """Return whether the rank has taken note of everything that it was told."""
-        unread = fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4))
-        return not any(unread)
 
     def has_answer(self) -> bool:
         """Return whether `answer` would return at once."""
@@ -125,15 +120,38 @@ class Rank:
         """End the process and its descendants, in whatever state they are."""
         end_all([self])
 
+    def _wait_until(self, otherwise: str, holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + STATE_S_MAX
+        while not holds():
+            if time.monotonic() > deadline:
+                raise RankError(f"process {self.pid} {otherwise}")
+            time.sleep(0.002)
+
+    def _state(self) -> str:
+        """Return the letter by which the kernel tells the state of the process's main thread."""
+        return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+    def _has_read_all(self) -> bool:
+        """Return whether the rank has taken note of everything that it was told."""
+        return not any(fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+
 
 class Ranks(list[Rank]):
     """All ranks of a job."""
 
-    def ask(self, act: Act, *args: Any) -> list[Any]:
-        """Run `act(here, rank, *args)` on all ranks at once; return the answers in the order of the ranks."""
+    def tell(self, act: Act, *args: Any) -> None:
+        """Have `act(here, rank, *args)` run on all ranks; the answers are fetched later, or never."""
         for number, rank in enumerate(self):
             rank.tell(act, number, *args)
+
+    def answers(self) -> list[Any]:
+        """Return the oldest answer of every rank that was not fetched yet, in the order of the ranks."""
         return [rank.answer() for rank in self]
+
+    def ask(self, act: Act, *args: Any) -> list[Any]:
+        """Run `act(here, rank, *args)` on all ranks at once; return the answers in the order of the ranks."""
+        self.tell(act, *args)
+        return self.answers()
 
 
 @contextmanager
