@@ -53,6 +53,12 @@ def test_torch_knows_the_backends_whichever_is_imported_first(load: str) -> None
     assert done.returncode == 0, done.stderr
 
 
+def test_a_manager_does_not_load_dtensors() -> None:
+    """They take half a second, and a script that has some has loaded them."""
+    done = run("-c", "import sys, torchft_like.manager; print('torch.distributed.tensor' in sys.modules)")
+    assert done.stdout.split() == ["False"], done.stderr
+
+
 EACH_ALONE = """
 import importlib, os, sys, torch, grpc
 for module in sys.argv[1:]:

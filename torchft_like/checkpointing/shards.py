@@ -113,10 +113,10 @@ class _Placing:
     """The meshes of this rank's own state, by their form and by the sender's numbers."""
 
     def __init__(self, own: list[DTensor]) -> None:
-        self._by_form: dict[Layout, list[DeviceMesh]] = {}
-        self._by_number: dict[tuple[int, Layout], list[DeviceMesh]] = {}
+        self._by_form: dict[Layout, dict[DeviceMesh, None]] = {}
+        self._by_number: dict[tuple[int, Layout], dict[DeviceMesh, None]] = {}
         for tensor in own:
-            _add(self._by_form.setdefault(_form_of(tensor.device_mesh), []), tensor.device_mesh)
+            self._by_form.setdefault(_form_of(tensor.device_mesh), {})[tensor.device_mesh] = None
         self._placements: dict[str, Placement] = {str(p): p for tensor in own for p in tensor.placements}
 
     def beside(self, shard: Shard, own: object, path: Path) -> Shard | DTensor:
@@ -131,13 +131,13 @@ class _Placing:
                 f"{_shown(path)} is {layout} here, and {shard.layout} in the state to load: every "
                 "replica group must shard the same model over as many ranks"
             )
-        _add(self._by_number.setdefault((shard.mesh, _form_of(own.device_mesh)), []), own.device_mesh)
+        self._by_number.setdefault((shard.mesh, _form_of(own.device_mesh)), {})[own.device_mesh] = None
         return _tensor(shard, own.device_mesh, own.placements, own.stride())
 
     def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:
         """Place a shard where this rank's own state has no DTensor."""
         layout, form = shard.layout, replace(shard.layout, shape=(), placements=())
-        meshes = self._by_number.get((shard.mesh, form)) or self._by_form.get(form, [])
+        meshes = list(self._by_number.get((shard.mesh, form)) or self._by_form.get(form, {}))
         placements = [self._placements[text] for text in layout.placements if text in self._placements]
         if len(meshes) > 1:
             raise CheckpointFormatError(
@@ -155,11 +155,6 @@ class _Placing:
 
 def _shown(path: Path) -> str:
     return shown(path, "the state")
-
-
-def _add(meshes: list[DeviceMesh], mesh: DeviceMesh) -> None:
-    if mesh not in meshes:
-        meshes.append(mesh)
 
 
 def _tensor(

@@ -397,7 +397,10 @@ class ProcessGroupGang(GroupGang):
         try:
             if device.type == "cuda" and device.index is not None:
                 torch.cuda.set_device(device)
-            dist.init_process_group(name, timeout=timeout, **_options(name, high_priority))
+            options: dict[str, Any] = {}
+            if high_priority and name == "nccl":
+                options["pg_options"] = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+            dist.init_process_group(name, timeout=timeout, **options)
         except Exception as error:
             raise GangError(f"the default process group could not be started over {name}: {error}") from error
         world = dist.group.WORLD
@@ -504,13 +507,6 @@ def _known(place: Callable[[], int]) -> int:
         return place()
     except ProcessGroupNotConfiguredError as error:
         raise GangError(f"the gang has no members yet: {error}") from error
-
-
-def _options(backend: str, high_priority: bool) -> dict[str, Any]:
-    if not high_priority or backend != "nccl":
-        return {}
-    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    return {"pg_options": options}
 
 
 _NOT_SERVED = "!"
