@@ -365,28 +365,11 @@ TENSOR_DICT = "tensor dict"
 TensorDict = dict[str, Any]
 
 
-class Slicing(NamedTuple):
-    """The tensors of a dict of which the ranks of a group send slices, because each of them has the whole."""
-
-    group: Communicator
-    declared: frozenset[str]
-
-
 # The slices in a dict, by name: part, parts, the whole's shape and digest.
 Slices = dict[str, tuple[int, int, list[int], int]]
 # A function that returns the message, or raises the error for which there is none: the counterparts must hear
 # of it, and not wait.
 Received = Callable[[], tuple[TensorDict, Slices]]
-
-
-def slicing(group: Communicator | None, all_gather_tensors: Mapping[str, bool] | None) -> Slicing | None:
-    """Return the slicing that the arguments of a call ask for; None if they ask for none."""
-    if not isinstance(all_gather_tensors, Mapping | None):
-        raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(all_gather_tensors).__name__}")
-    declared = frozenset(name for name, is_replicated in (all_gather_tensors or {}).items() if is_replicated)
-    if group is None or group.world_size == 1 or not declared:
-        return None
-    return Slicing(group, declared)
 
 
 def checked_dict(value: object) -> TensorDict:
@@ -411,18 +394,26 @@ def start_sending_dict(
     group: Communicator,
     tensor_dict: TensorDict,
     dst: int,
-    choose_slicing: Callable[[], Slicing | None],
+    find_group: Callable[[], Communicator | None],
+    all_gather_tensors: Mapping[str, bool] | None,
 ) -> Begun:
     """Begin to send a dict; the tensors must stay as they are until it is sent.
 
     Args:
-        choose_slicing: returns what is sent in slices; may raise an error.
+        find_group: returns the ranks each of which sends a slice of the tensors that are declared to be
+          replicated, or None, or raises an error that refuses the call.
+        all_gather_tensors: True under the names of these tensors.
     """
 
     def prepare() -> tuple[Statement, object]:
         checked_dict(tensor_dict)
-        sliced = choose_slicing()
-        return Statement(TENSOR_DICT), (tensor_dict, {}) if sliced is None else _cut(tensor_dict, sliced)
+        slicers, declared = find_group(), all_gather_tensors
+        if not isinstance(declared, Mapping | None):
+            raise TypeError(f"all_gather_tensors is a dict of bools, not a {type(declared).__name__}")
+        names = [name for name, is_replicated in (declared or {}).items() if is_replicated]
+        if slicers is None or slicers.world_size == 1:
+            return Statement(TENSOR_DICT), (tensor_dict, {})
+        return Statement(TENSOR_DICT), _cut(tensor_dict, slicers, names)
 
     return start_sending(group, dst, TENSOR_DICT, prepare)
 
@@ -541,11 +532,11 @@ def _whole_dict(received: Received, group: Communicator | None) -> TensorDict:
     return tensor_dict
 
 
-def _cut(tensor_dict: TensorDict, sliced: Slicing) -> tuple[TensorDict, Slices]:
+def _cut(tensor_dict: TensorDict, group: Communicator, names: list[str]) -> tuple[TensorDict, Slices]:
     """Return the dict with slices for the declared tensors, and what the receiver needs to know of them."""
-    part, parts = sliced.group.rank, sliced.group.world_size
+    part, parts = group.rank, group.world_size
     cut, slices = dict(tensor_dict), Slices()
-    for name in _ordered(sliced.declared):
+    for name in _ordered(names):
         if name not in tensor_dict:
             raise ValueError(f"all_gather_tensors names {name!r}, and the dict has no such tensor")
         whole = checked_tensor(tensor_dict[name]).detach().resolve_conj().resolve_neg().contiguous()

@@ -520,9 +520,9 @@ class GroupCoordinator:
         if to is None:
             messages.disassembled(communicator, messages.checked_dict(tensor_dict))
             return
-        sliced = _slicing(all_gather_group, all_gather_tensors)
+        find_group = _finding(all_gather_group)
         with communicator.guard("send_tensor_dict"):
-            messages.start_sending_dict(communicator, tensor_dict, to, sliced).wait()
+            messages.start_sending_dict(communicator, tensor_dict, to, find_group, all_gather_tensors).wait()
 
     def isend_tensor_dict(
         self,
@@ -541,9 +541,9 @@ class GroupCoordinator:
         if to is None:
             messages.disassembled(communicator, messages.checked_dict(tensor_dict))
             return []
-        sliced = _slicing(all_gather_group, all_gather_tensors)
+        find_group = _finding(all_gather_group)
         with communicator.guard("send_tensor_dict"):
-            begun = messages.start_sending_dict(communicator, tensor_dict, to, sliced)
+            begun = messages.start_sending_dict(communicator, tensor_dict, to, find_group, all_gather_tensors)
         return [messages.handle_of(communicator, "send_tensor_dict", begun)]
 
     def recv_tensor_dict(
@@ -823,16 +823,14 @@ class GroupCoordinator:
         )
 
 
-def _slicing(
-    all_gather_group: GroupCoordinator | None, all_gather_tensors: Mapping[str, bool] | None
-) -> Callable[[], messages.Slicing | None]:
-    """Return a function that chooses the slices, called where the receiver can be told of wrong arguments.
+def _finding(all_gather_group: GroupCoordinator | None) -> Callable[[], Communicator | None]:
+    """Return a function that finds the ranks of a group, called where a receiver can be told of a wrong one.
 
     This raises an error if the group is not usable.
     """
     if isinstance(all_gather_group, GroupCoordinator):
         all_gather_group._current()
-    return lambda: messages.slicing(_communicator_of(all_gather_group), all_gather_tensors)
+    return lambda: _communicator_of(all_gather_group)
 
 
 def _communicator_of(coordinator: GroupCoordinator | None) -> Communicator | None:
