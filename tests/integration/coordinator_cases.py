@@ -12,7 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from tests import equality
 from torchft_like.errors import CollectiveTimeoutError
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.message_queue import MessageQueue
@@ -61,31 +63,9 @@ def total(world: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
 
 
 def same(found: Any, expected: Any) -> None:
-    """Check that two values have the same type, dtype and shape, and the same bits."""
-    assert type(found) is type(expected), (type(found), type(expected))
-    if isinstance(expected, Tensor):
-        assert found.dtype == expected.dtype
-        assert found.shape == expected.shape, (found.shape, expected.shape)
-        assert found.is_contiguous()
-        assert torch.equal(as_bytes(found), as_bytes(expected)), (found, expected)
-    elif isinstance(expected, np.ndarray):
-        assert found.dtype == expected.dtype
-        np.testing.assert_array_equal(found, expected)
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected)
-        for key in expected:
-            same(found[key], expected[key])
-    elif isinstance(expected, list | tuple):
-        assert len(found) == len(expected)
-        for one, other in zip(found, expected, strict=True):
-            same(one, other)
-    else:
-        assert found == expected
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor in the order of its elements."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    """Check that two values are of the same type, dtype, shape and bits, in tensors without gaps."""
+    assert equality.same(found, expected), (found, expected)
+    assert all(leaf.is_contiguous() for leaf in tree_leaves(found) if isinstance(leaf, Tensor))
 
 
 def raised(act: Callable[[], object], *kinds: type[Exception]) -> str:

@@ -6,7 +6,6 @@ import io
 import json
 import socket
 import struct
-import zlib
 from datetime import timedelta
 
 import pytest
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from lighthouse.address import Address
 from tests.descriptors import left_open_since, open_descriptors
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
-from tests.unit.checkpointing.states import dump_state, load_state
+from tests.unit.checkpointing.states import dump_state, forged, load_state
 from torchft_like.checkpointing.state_stream import (
     Expectation,
     IncomingState,
@@ -46,12 +45,6 @@ STATE = dump_state({"w": torch.arange(6.0), "steps": [1, 2.5, "x", None, (True, 
 CALL = Statement("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
 
 
-def framed(structure: bytes, payload: bytes = b"") -> bytes:
-    """A structure with everything right around it."""
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, len(structure), zlib.crc32(structure))
-    return prefix + structure + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")
-
-
 # -- state
 
 STRUCTURE = read_header(io.BytesIO(STATE))
@@ -75,15 +68,15 @@ def of_leaves(count: int) -> bytes:
     st.one_of(
         st.binary(max_size=60),
         damaged(STATE),
-        damaged(STRUCTURE).map(lambda structure: framed(structure, PAYLOAD)),
-        st.binary(max_size=60).map(lambda value: framed(HEAD + value)),
+        damaged(STRUCTURE).map(lambda structure: forged(structure, PAYLOAD)),
+        st.binary(max_size=60).map(lambda value: forged(HEAD + value)),
     )
 )
-@example(framed(HEAD + struct.pack("<BI", LIST, 1) * 200_000))
-@example(framed(HEAD + struct.pack("<BI", LIST, 1_000_000) + b"\x00" * 1_000_000))
-@example(framed(HEAD + struct.pack("<BI", LIST, 500_000) + struct.pack("<BI", ORDERED_DICT, 0) * 500_000))
-@example(framed(HEAD + struct.pack("<BI", LONG, 6_000_000) + b"\x7f" * 6_000_000))
-@example(framed(of_leaves(100_000)))
+@example(forged(HEAD + struct.pack("<BI", LIST, 1) * 200_000))
+@example(forged(HEAD + struct.pack("<BI", LIST, 1_000_000) + b"\x00" * 1_000_000))
+@example(forged(HEAD + struct.pack("<BI", LIST, 500_000) + struct.pack("<BI", ORDERED_DICT, 0) * 500_000))
+@example(forged(HEAD + struct.pack("<BI", LONG, 6_000_000) + b"\x7f" * 6_000_000))
+@example(forged(of_leaves(100_000)))
 @example(b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00")  # announces 64 MB and sends none
 def test_bytes_are_a_state_or_refused(data: bytes) -> None:
     parse_or_refuse(load_state, data, refusals=CheckpointFormatError)
@@ -102,7 +95,7 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
     """Of a header of 57 MB the healer of 40 KB made objects of 1 GB, in half a minute."""
 
     def heal() -> object:
-        source = io.BytesIO(framed(structure))
+        source = io.BytesIO(forged(structure))
         incoming = IncomingState(read_header(source, EXPECTED.limits), EXPECTED.limits)
         incoming.read_part(source)
         return incoming.state()

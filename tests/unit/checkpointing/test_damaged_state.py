@@ -6,7 +6,6 @@ import contextlib
 import io
 import math
 import struct
-import zlib
 from collections import Counter, OrderedDict
 
 import numpy as np
@@ -15,7 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.unit.checkpointing.states import DTYPES, dump_state, load_state, round_trip, same
+from tests.equality import same
+from tests.unit.checkpointing.states import DTYPES, dump_state, forged, load_state, round_trip
 from torchft_like.checkpointing.state_stream import IncomingState, read_header
 from torchft_like.errors import CheckpointError, CheckpointFormatError
 from torchft_like.plain_data import (
@@ -126,12 +126,6 @@ def test_damage_anywhere_is_found_and_reported_as_a_format_error(
         return
     with pytest.raises(CheckpointFormatError):
         load_state(data)
-
-
-def forged(structure: bytes, payload: bytes = b"") -> bytes:
-    """A stream whose checksums are right, as a peer that lies would make it."""
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, len(structure), zlib.crc32(structure))
-    return prefix + structure + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")
 
 
 HONEST = read_header(io.BytesIO(SAMPLE))

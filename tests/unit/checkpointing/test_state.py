@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.unit.checkpointing.states import load_state, round_trip, same
+from tests.equality import same
+from tests.unit.checkpointing.states import load_state, round_trip
 from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (

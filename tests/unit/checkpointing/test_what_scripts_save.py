@@ -25,7 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 from torch.testing._internal.distributed import fake_pg
 
-from tests.unit.checkpointing.states import round_trip, same
+from tests.equality import same
+from tests.unit.checkpointing.states import round_trip
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.errors import CheckpointFormatError

@@ -13,6 +13,7 @@ import torch
 
 from lighthouse.address import LOOPBACK
 from tests.descriptors import left_open_since, open_descriptors
+from tests.equality import same
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import (
     NotSupportedError,
@@ -46,16 +47,6 @@ VALUES = [
     np.zeros((0, 2)),
     [torch.ones(3000), np.ones(3000), b"f" * 9000, "g" * 9000, torch.tensor(True)],
 ]
-
-
-def same(found: object, given: object) -> bool:
-    if isinstance(given, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == given.dtype and torch.equal(found, given)
-    if isinstance(given, np.ndarray):
-        return isinstance(found, np.ndarray) and found.dtype == given.dtype and np.array_equal(found, given)
-    if isinstance(given, list):
-        return isinstance(found, list) and all(map(same, found, given)) and len(found) == len(given)
-    return type(found) is type(given) and found == given
 
 
 @pytest.mark.parametrize("remote", [(), (1,)], ids=["local", "with a remote reader"])

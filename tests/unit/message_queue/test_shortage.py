@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.descriptors import left_open_since, open_descriptors
+from tests.equality import same
 from tests.unit.message_queue.queues import LIMIT_S, Queues
-from tests.unit.message_queue.test_queue import same
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
 

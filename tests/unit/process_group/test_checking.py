@@ -23,6 +23,7 @@ from torchft_like.errors import CollectiveMismatchError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES
 
+from .checking_calls import summed
 from .conftest import Party
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -151,12 +152,6 @@ def refused(
 def assert_goes_on(party: Party, groups: list[ProcessGroup]) -> None:
     sums = party.together(groups, lambda rank, group: summed(group, rank + 1.0))
     assert sums == [sum(range(len(groups) + 1))] * len(groups)
-
-
-def summed(group: ProcessGroup, value: float) -> float:
-    tensor = torch.tensor([value])
-    group.allreduce([tensor]).wait()
-    return float(tensor[0])
 
 
 def test_there_is_a_call_of_every_row() -> None:
