@@ -38,6 +38,7 @@ from lighthouse.core.quorum import (
 from lighthouse.events import EventLog
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
+from lighthouse.starvation import RECOVERY_S, StarvationWatch
 from lighthouse.wire import torchft_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, bytes]
@@ -73,6 +74,7 @@ class Lighthouse:
         self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+        self._starvation = StarvationWatch()
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
         # By replica, the oldest call first.
@@ -123,6 +125,7 @@ class Lighthouse:
         for replica_id in list(self._calls):
             self._answer(replica_id, _SHUTDOWN)
         await server.stop(_STOP_GRACE_S)
+        self._starvation.stop()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -250,8 +253,15 @@ class Lighthouse:
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
         del self._sessions[session.number]
         session.close()
+        if session.ended is None and self._starvation.is_starved():
+            # Its PINGs lie unread here, perhaps. A replica that lives comes back with another session first.
+            self._loop.call_later(RECOVERY_S, self._lose, session.number, reason)
+        else:
+            self._lose(session.number, reason)
+
+    def _lose(self, number: int, reason: str) -> None:
         if self._server is not None:
-            self._apply(self._core.lost(session.number, reason, self._loop.time()))
+            self._apply(self._core.lost(number, reason, self._loop.time()))
 
     def _leave(self, session: ReplicaSession, leave: pb.Leave) -> None:
         if self._core.replica_of(session.number) is None:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 
 from lighthouse.address import parse_address
 from lighthouse.errors import AddressError
+from lighthouse.starvation import StarvationWatch
 from torchft_like.core.peer_links import Probe
 from torchft_like.runtime.connecting import answers_tcp, resolve
 
@@ -44,24 +46,13 @@ async def silent_peers(probe: Probe) -> frozenset[str]:
             if not await _answers(address):
                 silent.add(replica_id)
 
-    lateness = asyncio.create_task(_lateness())
+    watch = StarvationWatch(LATE_S, LOOK_EVERY_S)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*[ask(*peer) for peer in probe.peers])
     await asyncio.sleep(LOOK_EVERY_S)  # as an answer that came too late may be the end of all
-    lateness.cancel()
-    return frozenset() if await lateness > LATE_S else frozenset(silent)
-
-
-async def _lateness() -> float:
-    """Return by how many seconds the event loop was late at the most, until this task is cancelled."""
-    loop, latest = asyncio.get_running_loop(), 0.0
-    with contextlib.suppress(asyncio.CancelledError):
-        while True:
-            due = loop.time() + LOOK_EVERY_S
-            await asyncio.sleep(LOOK_EVERY_S)
-            latest = max(latest, loop.time() - due)
-    return latest
+    watch.stop()
+    return frozenset() if watch.last_starved > -math.inf else frozenset(silent)
 
 
 async def _answers(text: str) -> bool:
