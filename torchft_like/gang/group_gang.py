@@ -164,7 +164,9 @@ class GroupGang(Gang):
                 ) from error
         if part is None:
             return None
-        return ProcessGroupGang.over(part, self._device, self._tell, self._check_parts)
+        gang = ProcessGroupGang(part.group, self._device)
+        gang._part, gang._tell, gang._check_parts = part, self._tell, self._check_parts
+        return gang
 
     def _whole(self, members: Communicator) -> Communicator:
         """Return the members over the group of which the groups of parts are made."""
@@ -439,26 +441,6 @@ class ProcessGroupGang(GroupGang):
         if self._owns_default_group and dist.is_initialized():
             dist.destroy_process_group()
 
-    @classmethod
-    def over(
-        cls,
-        part: Part,
-        device: torch.device,
-        tell: Callable[[Exception], object],
-        check: Callable[[], object] | None,
-    ) -> Self:
-        """Return the gang of a part that has met.
-
-        Args:
-            part: the group and its members.
-            device: the device of the tensors that the gang makes itself.
-            tell: called with each error of the gang.
-            check: raises an error if the members cannot communicate now; None for no check.
-        """
-        gang = cls(part.group, device)
-        gang._part, gang._tell, gang._check_parts = part, tell, check
-        return gang
-
     def _present(self) -> Communicator:
         if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{self!r} is over, derive it again from its parent: {reason}")
@@ -482,9 +464,8 @@ class ProcessGroupGang(GroupGang):
         if self._part is not None and (reason := self._part.ending.reason) is not None:
             stale = StaleGangError(f"{what} of {self!r} was ended, derive it again from its parent: {reason}")
             whole = self._part.whole
-            if (
-                not isinstance(whole, ProcessGroup) or whole.configuration is self._part.ending
-            ):  # otherwise the error says nothing about the present configuration
+            is_present = not isinstance(whole, ProcessGroup) or whole.configuration is self._part.ending
+            if is_present:  # otherwise the error says nothing about the present configuration
                 self._tell(stale)
             return stale
         return super()._explained(what, error)
