@@ -23,6 +23,7 @@ from lighthouse.errors import ConfigError, CoordinationError
 
 DEFAULT_PORT = 29510
 FEWEST_REPLICAS = 16
+START_GRACE_MS = 500
 REPLICAS_MAX = LighthouseConfig().replicas_max
 
 _HELP = {
@@ -31,6 +32,7 @@ _HELP = {
     "quorum_tick_ms": "accepted for torchft's sake, without effect: nothing ticks here",
     "heartbeat_timeout_ms": "how long a replica without a session is healthy after its last call",
     "reconnect_grace_ms": "after a restart, how long members of the last quorum are awaited",
+    "start_grace_ms": "after a start, how long members of a quorum may come back before newcomers form one",
     "keepalive_time_ms": "a connection silent for so long is probed",
     "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
     "replicas_max": "more replicas are refused",
@@ -108,7 +110,7 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
         help="where to listen; port 0 takes a free one, [::]:29510 every address of this host"
         " (default: %(default)s)",
     )
-    defaults = LighthouseConfig()
+    defaults = LighthouseConfig(start_grace_ms=START_GRACE_MS)
     for setting in fields(LighthouseConfig):
         parser.add_argument(
             *_spellings(setting.name),

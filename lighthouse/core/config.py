@@ -26,6 +26,7 @@ _BOUNDS = {
     "quorum_tick_ms": (1, _DAY_MS),
     "heartbeat_timeout_ms": (1, _DAY_MS),
     "reconnect_grace_ms": (0, _DAY_MS),
+    "start_grace_ms": (0, _DAY_MS),
     "keepalive_time_ms": (10, _DAY_MS),
     "keepalive_timeout_ms": (10, _DAY_MS),
     "replicas_max": (1, 100_000),
@@ -62,6 +63,12 @@ class LighthouseConfig:
     reconnect_grace_ms: int = 2_000
     """How long a restarted lighthouse waits for the members of the last quorum, counted from the moment in
     which the first of them is back. It should be longer than the clients' reconnect backoff.
+    """
+
+    start_grace_ms: int = 0
+    """How long a lighthouse that knows of no quorum forms none, counted from the first replica that it hears
+    of. The members of a quorum that stood while it was away have time to come back before newcomers form one
+    without them. It should be longer than the clients' reconnect backoff; the daemon's default is 500.
     """
 
     keepalive_time_ms: int = 500

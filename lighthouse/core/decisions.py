@@ -21,6 +21,7 @@ class QuorumState(enum.Enum):
     """
 
     NOBODY = "nobody has joined"
+    STARTING = "this lighthouse has just started, and members of a quorum may be about to come back"
     TOO_FEW = "fewer than min_replicas"
     NO_MAJORITY = "no more than half of the healthy have joined"
     STRAGGLERS = "not all of the healthy have joined"

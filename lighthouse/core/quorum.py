@@ -33,7 +33,8 @@ milliseconds do), and every id that a replica reports counts as used up. Where s
 of this lighthouse, the clock was set back, and there may be others that no replica has reported yet: the next
 ids then keep a distance that no other start has, as two quorums with one id would pass for the same.
 
-A restarted lighthouse remembers nothing, but the replicas do. The newest quorum that any of them
+A restarted lighthouse remembers nothing, but the replicas do. It gives them `start_grace` to tell it, before
+newcomers form a quorum of their own. The newest quorum that any of them
 reports becomes the last quorum, and its members count as healthy until they are back or
 `reconnect_grace` is over, so that the first one back does not form a quorum of its own. Once it has
 formed a quorum itself it learns no more: whatever is reported then is older, even if its id is greater,
@@ -127,6 +128,8 @@ class QuorumCore:
         self._min_replicas = config.min_replicas
         self._join_timeout = config.join_timeout_ms / 1000
         self._reconnect_grace = config.reconnect_grace_ms / 1000
+        self._start_grace = config.start_grace_ms / 1000
+        self._not_before: float | None = None  # until then it forms no quorum, if it knows of none
         self._healthy = HealthyReplicas(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
         self._leap = first_quorum_id % _LEAP_MAX
@@ -270,6 +273,8 @@ class QuorumCore:
     def advance(self, now: float) -> list[Decision]:
         """Decide what is due by now; every event does this first. Nothing happens when nothing is due."""
         decisions: list[Decision] = []
+        if self._not_before is None:
+            self._not_before = now + self._start_grace
         if now >= self._deadline:
             silent, missed = self._healthy.expire(now)
             for replica_id in silent:
@@ -343,13 +348,14 @@ class QuorumCore:
             return QuorumState.NOBODY
         if self._candidates() < self._min_replicas:
             return QuorumState.TOO_FEW
+        if not self._last and now < (self._not_before or now):
+            return QuorumState.STARTING
         if self._last and not self._missing:
             return QuorumState.FAST
         if joined <= healthy // 2 and (now < self._late_at() or joined < self._majority(now)):
             return QuorumState.NO_MAJORITY
-        if joined == healthy:
-            return QuorumState.COMPLETE
-        return QuorumState.LATE if now >= self._late_at() else QuorumState.STRAGGLERS
+        late = QuorumState.LATE if now >= self._late_at() else QuorumState.STRAGGLERS
+        return QuorumState.COMPLETE if joined == healthy else late
 
     def _candidates(self) -> int:
         """Return how many members a quorum of the replicas that have joined would have."""
@@ -397,6 +403,8 @@ class QuorumCore:
             if links or self._last_left_out[1]:
                 self._tell_left_out(links, decisions)
         self._deadline = self._healthy.next_expiry()
+        if state is QuorumState.STARTING:
+            self._deadline = min(self._deadline, self._not_before or now)
         if state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()

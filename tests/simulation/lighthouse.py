@@ -42,6 +42,7 @@ class SimLighthouse(Process):
             min_replicas=scenario.min_replicas,
             join_timeout_ms=int(scenario.join_timeout_s * 1000),
             reconnect_grace_ms=int(scenario.compute_s * 8000),
+            start_grace_ms=int(scenario.compute_s * 500),
         )
         self._numbers = 0
         self._life = 0

@@ -150,5 +150,8 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     )
     if scenario.join_timeout_s > SHORT_S:
         scenario = replace(scenario, idle=0)
+    else:  # as it should be, it is longer than a step of a replica that nothing has slowed down
+        messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * scenario.delay_s
+        scenario = replace(scenario, join_timeout_s=scenario.join_timeout_s + messages_s)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

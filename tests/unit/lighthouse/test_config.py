@@ -20,6 +20,7 @@ from lighthouse.errors import ConfigError
         ("heartbeat_timeout_ms", "5000"),
         ("keepalive_time_ms", 0),
         ("reconnect_grace_ms", None),
+        ("start_grace_ms", -1),
     ],
 )
 def test_a_bad_setting_is_an_error_that_names_flag_and_value(setting: str, value: object) -> None:

@@ -45,6 +45,7 @@ def _compare(seed: int) -> tuple[int, int, int]:
         join_timeout_ms=chance.choice((0, 1000, 4000)),
         heartbeat_timeout_ms=2000,
         reconnect_grace_ms=chance.choice((0, 1500)),
+        start_grace_ms=chance.choice((0, 0, 700)),
     )
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)

@@ -81,6 +81,7 @@ class Twin:
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
         self.standing: Standing | None = None
+        self.began: float | None = None  # when the first event came
         self.since: dict[str, float] = {}  # of the healthy: when they registered, or were in a quorum
 
     # -- facts
@@ -281,6 +282,7 @@ class Twin:
 
     def advance(self, now: float) -> list[Decision]:
         out: list[Decision] = []
+        self.began = now if self.began is None else self.began
         silent = [
             i
             for i, t in sorted(self.seen, key=lambda s: s[1])
@@ -360,6 +362,8 @@ class Twin:
             return False
         if last and last <= joined:
             return True
+        if not last and now < (self.began or 0.0) + self.config.start_grace_ms / 1000:
+            return False
         if not len(joined) > len(self.counted(now)) // 2:
             return False
         return joined == healthy or now >= self.first_join() + self.config.join_timeout_ms / 1000
