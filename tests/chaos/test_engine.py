@@ -129,11 +129,12 @@ def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
     assert [note["group_rank"] for note in job.log.notes] == [1]
 
 
-def test_a_job_without_any_backend_to_kill_has_no_victim(tmp_path: Path) -> None:
-    planned = Planned(number=0, at_s=0, kind="baby-kill", victim=0, duration_s=0, amount=0)
+@pytest.mark.parametrize("kind", ["baby-kill", "baby-stop"])
+def test_a_job_without_any_backend_to_hit_has_no_victim(tmp_path: Path, kind: str) -> None:
+    planned = Planned(number=0, at_s=0, kind=kind, victim=0, duration_s=0, amount=0)
     target = Target(ChaosJob(JobSettings(replicas=2), tmp_path, str(tmp_path)))
     with inject(target, planned) as injected:
-        assert injected == Injected((), {"killed": 0})
+        assert injected == Injected((), {"backends": 0})
 
 
 @pytest.mark.parametrize("job", ["trains"], indirect=True)

@@ -114,13 +114,14 @@ def test_a_full_disk_is_felt_by_a_checkpoint_that_failed_for_it() -> None:
     assert judge(injection, story.log, JOB, story.now).felt
 
 
-def test_a_killed_backend_is_felt_by_an_error_if_there_was_one_to_kill() -> None:
+@pytest.mark.parametrize("kind", ["baby-kill", "baby-stop"])
+def test_a_backend_that_is_hit_is_felt_by_an_error_if_there_was_one_to_hit(kind: str) -> None:
     story = Story().steps(5)
-    nothing, killed = (injection_of(story, "baby-kill", "r2", killed=count) for count in (0, 1))
-    assert not judge(killed, story.log, JOB, story.now).felt
+    nothing, hit = (injection_of(story, kind, "r2", backends=count) for count in (0, 1))
+    assert not judge(hit, story.log, JOB, story.now).felt
     story.event("error", "r2", reason="the subprocess is gone")
     assert not judge(nothing, story.log, JOB, story.now).felt
-    assert judge(killed, story.log, JOB, story.now).felt
+    assert judge(hit, story.log, JOB, story.now).felt
 
 
 def test_every_kind_that_is_offered_leaves_a_survivor() -> None:

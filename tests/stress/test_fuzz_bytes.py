@@ -252,7 +252,7 @@ def test_an_answer_settles_a_request_or_ends_the_child(message: Message) -> None
         child.close()
 
     channel = Channel(ours)
-    requests = Requests(channel, end, lambda: None)
+    requests = Requests(channel, lambda: None, end, lambda: None)
     request = requests.add(patience_s=60.0)
     assert request.number == 1
     child.send(message)
@@ -267,7 +267,7 @@ def test_an_answer_settles_a_request_or_ends_the_child(message: Message) -> None
 def test_descriptors_that_nobody_asked_for_are_closed() -> None:
     ours, theirs = Channel.pair()
     child, channel = Channel(theirs), Channel(ours)
-    requests = Requests(channel, lambda: None, lambda: None)
+    requests = Requests(channel, lambda: None, lambda: None, lambda: None)
     request = requests.add(patience_s=60.0)
     before = open_descriptors()
     child.send((1, 0), [child.fileno(), child.fileno()])

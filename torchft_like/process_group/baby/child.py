@@ -1,10 +1,10 @@
 """A fork's life: the trainer tells it which backend to create, and then which collectives to run.
 
-It runs on two kinds of threads. The first one reads requests and starts operations in the order in which they
-come, and never sleeps until one is over. The backend's thread that finishes an operation sends the answer;
-where a backend finishes only operations that are waited for, a thread that waits for the operation sends it.
-Operations that are over soon are answered by the first thread: to run Python on the backend's thread takes
-longer than an operation on a few bytes.
+It runs on three kinds of threads. One echoes the trainer's pings. The first one reads requests and starts
+operations in the order in which they come, and never sleeps until one is over. The backend's thread that
+finishes an operation sends the answer; where a backend finishes only operations that are waited for, a thread
+that waits for the operation sends it. Operations that are over soon are answered by the first thread: to run
+Python on the backend's thread takes longer than an operation on a few bytes.
 
 The fork ends when the trainer's end of the channel is closed, when the trainer is gone, and when its fork
 server is gone. It never runs the trainer's code, and never Python's cleanup at exit.
@@ -17,7 +17,7 @@ import functools
 import importlib
 import math
 import os
-import select
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -28,6 +28,7 @@ import torch
 from torch._C._distributed_c10d import Work
 
 from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.baby.heartbeat import echo
 from torchft_like.process_group.baby.messages import (
     UNASKED,
     Channel,
@@ -49,14 +50,16 @@ from torchft_like.runtime.spin_wait import AdaptiveSpin
 WATCHED_MAX = 16  # operations that are watched, of many that are asked for at once
 
 
-def serve(channel: Channel, trainer: int) -> None:
+def serve(channel: Channel, heartbeat: socket.socket, trainer: int) -> None:
     """Serve a trainer until it has gone.
 
     Args:
         channel: the channel to the trainer.
+        heartbeat: the socket on which the trainer asks whether this process runs.
         trainer: the trainer's pidfd.
     """
-    threading.Thread(target=_end_with, args=(trainer,), name="torchft-baby-watch", daemon=True).start()
+    watch = threading.Thread(target=echo, args=(heartbeat, trainer), name="torchft-baby-watch", daemon=True)
+    watch.start()
     try:
         _Server(channel).run()
     except ChannelClosedError:
@@ -65,13 +68,6 @@ def serve(channel: Channel, trainer: int) -> None:
         with contextlib.suppress(ChannelClosedError):
             channel.send((UNASKED, Outcome.FAILED.value, f"it failed with {error!r}"))
         raise
-
-
-def _end_with(trainer: int) -> None:
-    watch = select.poll()
-    watch.register(trainer, select.POLLIN)
-    watch.poll()
-    os._exit(0)
 
 
 class _Server:

@@ -42,6 +42,7 @@ from pathlib import Path
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.errors import SubprocessLostError
 from torchft_like.process_group.baby.child import serve
+from torchft_like.process_group.baby.heartbeat import Heartbeat, state_of
 from torchft_like.process_group.baby.messages import (
     FORK,
     Channel,
@@ -74,9 +75,12 @@ _SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NU
 class Child:
     """A fork, as long as a group uses it."""
 
-    def __init__(self, fork_pool: ForkPool, pid: int, watch: int, channel: Channel) -> None:
+    def __init__(
+        self, fork_pool: ForkPool, pid: int, watch: int, channel: Channel, heartbeat: Heartbeat
+    ) -> None:
         self.pid = pid
         self.channel = channel
+        self.heartbeat = heartbeat
         self._fork_pool = fork_pool
         self._lock = threading.Lock()
         self._watch: int | None = watch
@@ -104,6 +108,10 @@ class Child:
             events.register(self._watch, select.POLLIN)
         return bool(events.poll(seconds * 1000))
 
+    def is_usable(self) -> bool:
+        """Return whether the subprocess is there and is not stopped."""
+        return not self.has_ended() and (state := state_of(self.pid)) is not None and not state.is_stopped
+
     def how_ended(self) -> str:
         """Describe how the subprocess ended."""
         return self._fork_pool.how_ended(self.pid) if self.has_ended() else "it was killed and does not end"
@@ -111,6 +119,7 @@ class Child:
     def close(self) -> None:
         """Release the descriptors of a subprocess that is gone."""
         self.channel.close()
+        self.heartbeat.close()
         with self._lock:
             self._watch = None
             self._closing()
@@ -263,8 +272,10 @@ class _Server:
     def expect(self, count: int, first_message: Message | None = None) -> None:
         """Ask for forks until `count` of them are there or on their way; new ones get the first message."""
         self._first_message = first_message
-        while self.spares and self.spares[0].has_ended():
-            self.spares.popleft().close()
+        while self.spares and not self.spares[0].is_usable():
+            spare = self.spares.popleft()
+            spare.kill()
+            spare.close()
         while len(self.spares) + self._expected < count and not self.is_gone:
             try:
                 self._control.send(FORK)
@@ -328,9 +339,10 @@ class _Server:
                         del self.ends[next(iter(self.ends))]
             self._changed.notify_all()
 
-    def _add(self, pid: int, end: int, watch: int) -> None:
+    def _add(self, pid: int, end: int, heartbeat: int, watch: int) -> None:
         self._expected -= 1
-        child = Child(self._fork_pool, pid, watch, Channel(socket.socket(fileno=end)))
+        channel = Channel(socket.socket(fileno=end))
+        child = Child(self._fork_pool, pid, watch, channel, Heartbeat(pid, socket.socket(fileno=heartbeat)))
         self.spares.append(child)
         if self._first_message is not None:
             # A fork that cannot be written to is found dead when it is taken.
@@ -392,9 +404,9 @@ def main(control: int, trainer_pid: int) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a trainer that ignores the signal has passed that on
     code = 1
     try:
-        channel = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
-        if channel is not None:
-            serve(channel, trainer)
+        ends = _ForkServer(Channel(socket.socket(fileno=control)), trainer).run()
+        if ends is not None:
+            serve(*ends, trainer)
         code = 0
     except BaseException:  # noqa: BLE001 - after any error this process prints it and ends
         traceback.print_exc()
@@ -419,23 +431,23 @@ class _ForkServer:
         for descriptor in (control.fileno(), trainer):
             self._events.register(descriptor, select.POLLIN)
 
-    def run(self) -> Channel | None:
-        """Serve until the trainer is gone; in each fork, return its channel."""
+    def run(self) -> tuple[Channel, socket.socket] | None:
+        """Serve until the trainer is gone; in each fork, return its channel and its heartbeat's socket."""
         try:
             while True:
                 for descriptor, _ in self._events.poll():
                     if descriptor == self._trainer:
                         raise ChannelClosedError("the trainer is gone")
                     if descriptor == self._control.fileno():
-                        if (channel := self._obey()) is not None:
-                            return channel
+                        if (ends := self._obey()) is not None:
+                            return ends
                     else:
                         self._reap(descriptor)
         except ChannelClosedError:
             self._end_forks()
             return None
 
-    def _obey(self) -> Channel | None:
+    def _obey(self) -> tuple[Channel, socket.socket] | None:
         """Fork, which is all that the trainer asks for."""
         self._control.receive()
         server = os.getpid()
@@ -450,20 +462,23 @@ class _ForkServer:
             return None
         _die_with(server)
         self._forget_server()
-        return Channel(ours)
+        channel, heartbeat = ours
+        return Channel(channel), heartbeat
 
-    def _fork_and_tell(self) -> socket.socket | None:
-        """Fork and tell the trainer; return the fork's end of its channel in the fork only."""
-        theirs, ours = Channel.pair()
-        with theirs, ours:
+    def _fork_and_tell(self) -> list[socket.socket] | None:
+        """Fork and tell the trainer; in the fork only, return its ends of its channel and its heartbeat."""
+        with contextlib.ExitStack() as ends:
+            pairs = [[ends.enter_context(end) for end in Channel.pair()] for _ in range(2)]
             pid = os.fork()
             if pid == 0:
-                return socket.socket(fileno=ours.detach())
-            ours.close()
+                return [socket.socket(fileno=ours.detach()) for _, ours in pairs]
+            for _, ours in pairs:
+                ours.close()
             watch = _watched_fork(pid)
             self._forks[watch] = pid
             self._events.register(watch, select.POLLIN)
-            self._control.send((FromServer.FORKED.value, pid), [theirs.fileno(), watch])
+            theirs = [end.fileno() for end, _ in pairs]
+            self._control.send((FromServer.FORKED.value, pid), [*theirs, watch])
         return None
 
     def _forget_server(self) -> None:

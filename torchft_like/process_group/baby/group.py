@@ -240,7 +240,7 @@ class RemoteBackend:
         self._child = child
         self._exporter = exporter
         self._abort = abort
-        self._requests = Requests(child.channel, self._end_silent, self._await_end)
+        self._requests = Requests(child.channel, self._end_lost, self._end_silent, self._await_end)
         self._sending = threading.Lock()  # a request follows what the subprocess has to map for it
         self._timeout_s = 0.0
         self._why_ended: str | None = None
@@ -377,6 +377,10 @@ class RemoteBackend:
         """Return for how long the subprocess may send nothing: longer than the operation may take."""
         own = None if call is None else call.timeout
         return (self._timeout_s if own is None else own.total_seconds()) + SILENCE_S
+
+    def _end_lost(self) -> None:
+        if (why := self._child.heartbeat.why_lost(time.monotonic())) is not None:
+            self._end(why)
 
     def _end_silent(self) -> None:
         self._end(f"it said nothing for {SILENCE_S:g} s longer than an operation may take, and was ended")

@@ -42,6 +42,7 @@ from torchft_like.errors import NotSupportedError, PlainDataError
 from torchft_like.plain_data import CALLS, encoded_bytes, list_of
 from torchft_like.plain_data import decode as decode_plain
 from torchft_like.plain_data import encode as encode_plain
+from torchft_like.process_group.baby.heartbeat import LOOK_EVERY_S
 from torchft_like.process_group.work import FOREVER
 from torchft_like.runtime.descriptors import ancillary_bytes, descriptors_in, despite_reset, send_descriptors
 
@@ -181,10 +182,12 @@ class Channel:
                     self._socket.send(data, _DO_NOT_WAIT)
                 return
             except BlockingIOError:
+                events, until = select.POLLOUT, deadline
                 if while_full is not None:
                     while_full()
-                events = select.POLLOUT | (select.POLLIN if while_full else 0)
-                if not self._poll(events, _milliseconds(deadline)) and self._socket.fileno() >= 0:
+                    events, until = events | select.POLLIN, min(deadline, time.monotonic() + LOOK_EVERY_S)
+                took_none = not self._poll(events, _milliseconds(until))
+                if took_none and self._socket.fileno() >= 0 and time.monotonic() >= deadline:
                     raise TimeoutError("the other end takes no messages") from None
             except OSError as error:
                 if self._socket.fileno() >= 0 and error.errno not in _GONE:
@@ -272,7 +275,7 @@ FORK: Final = (0, 0)
 class FromServer(IntEnum):
     """Messages from the fork server to the trainer."""
 
-    FORKED = 0  # (pid,) with the channel to the fork and its pidfd
+    FORKED = 0  # (pid,) with the channel to the fork, the socket for its heartbeat, and its pidfd
     ENDED = 1  # (pid, how)                 sent for each fork that has ended
     NOT_FORKED = 2  # (0, why): the machine, or the process, has no room for a fork
 

@@ -7,6 +7,7 @@ for it. If requests have futures, a thread of this module reads while no waiter 
 runs the callbacks of futures. It starts with the first future.
 
 A subprocess is silent when it has answered nothing at all for longer than it may take over one request.
+Whether it runs is asked every LOOK_EVERY_S seconds of a wait in which no answer comes.
 
 INVARIANT: a request is settled exactly once: by its answer, or because the subprocess is gone. Until then it
 keeps its tensors alive, even if the caller has dropped its work.
@@ -28,6 +29,7 @@ import torch
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
+from torchft_like.process_group.baby.heartbeat import LOOK_EVERY_S
 from torchft_like.process_group.baby.messages import (
     UNASKED,
     Channel,
@@ -42,9 +44,6 @@ from torchft_like.process_group.work import FOREVER, ExplainedOperation
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a
 # trainer that was stopped itself finds every limit passed.
 LAST_CHANCE_S = 1.0
-# How long one look at the channel lasts at most: a request that is added meanwhile may have a shorter limit.
-SLICE_S = 1.0
-
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 _logger = logging.getLogger(__name__)
@@ -87,21 +86,31 @@ class Requests:
 
     Args:
         channel: the channel to the subprocess; its answers are read here and nowhere else.
+        on_pause: called again and again while a thread waits and no answer comes; it ends a subprocess that
+          does not run.
         on_silence: called when the subprocess is silent; it has to end the subprocess.
         on_closed: called when the subprocess's end of the channel is closed; it returns when the subprocess
           cannot touch a tensor any more.
     """
 
     def __init__(
-        self, channel: Channel, on_silence: Callable[[], None], on_closed: Callable[[], object]
+        self,
+        channel: Channel,
+        on_pause: Callable[[], object],
+        on_silence: Callable[[], object],
+        on_closed: Callable[[], object],
     ) -> None:
         self._channel = channel
+        self._on_pause = on_pause
         self._on_silence = on_silence
         self._on_closed = on_closed
         self._lock = threading.Lock()
         self._turn = threading.Condition(self._lock)
         self._open: dict[int, Request] = {}
         self._heard = 0.0
+        self._quiet_since = (
+            0.0  # when an answer came, or the subprocess was looked at, or a request was the first
+        )
         self._numbers = itertools.count(UNASKED + 1)
         self._is_being_read = False
         self._waiters = 0
@@ -117,6 +126,8 @@ class Requests:
         with self._lock:
             is_over = self._is_over
             if not is_over:
+                if not self._open:
+                    self._quiet_since = request.since
                 self._open[request.number] = request
         if is_over:
             self._settle(request)
@@ -151,7 +162,7 @@ class Requests:
 
     def look(self) -> None:
         """Read the answers that are there, without waiting."""
-        while self._open and self._channel.has_message() and self._take_turn(deadline=0):
+        while self._open and self._has_news() and self._take_turn(deadline=0):
             self._read_in_turn(deadline=0)
 
     def count(self) -> int:
@@ -163,6 +174,9 @@ class Requests:
         self._end()
         with self._lock:
             self._wait_in_line(lambda: not self._is_being_read)
+
+    def _has_news(self) -> bool:
+        return self._channel.has_message() or time.monotonic() >= self._quiet_since + LOOK_EVERY_S
 
     def _take_turn(self, deadline: float, request: Request = NOT_SENT) -> bool:
         """Become the thread that reads; return False once `request` is settled, or the deadline has come."""
@@ -189,9 +203,14 @@ class Requests:
         """Read one answer, or find out that there is none, and pass the turn on."""
         try:
             try:
-                self._read_one(min(deadline, time.monotonic() + SLICE_S))
+                # Not longer, as a request that is added meanwhile may have a shorter limit.
+                self._read_one(min(deadline, time.monotonic() + LOOK_EVERY_S))
             except TimeoutError:
-                if time.monotonic() >= self._quiet_until():
+                now = time.monotonic()
+                if now >= self._quiet_since + LOOK_EVERY_S:
+                    self._quiet_since = now
+                    self._on_pause()
+                if now >= self._quiet_until():
                     self._give_last_chance()
         finally:
             with self._lock:
@@ -222,7 +241,7 @@ class Requests:
             self._on_closed()
             self._end()
             return
-        self._heard = time.monotonic()
+        self._heard = self._quiet_since = time.monotonic()
         if number == UNASKED:
             self.last_words = str(answer[-1])
             return

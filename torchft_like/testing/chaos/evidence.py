@@ -231,7 +231,7 @@ def _backend_lost(view: View) -> str:
     connection.
     """
     errors = sorted(view.events("error"), key=view.is_victim, reverse=True)
-    if not errors or not view.injection.details.get("killed"):
+    if not errors or not view.injection.details.get("backends"):
         return ""
     return f"{name_of(str(errors[0]['replica_id']))}: {errors[0]['reason']}"
 
@@ -309,6 +309,7 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "lighthouse-kill": _disconnected,
         "lighthouse-away": _went_on,
         "baby-kill": _backend_lost,
+        "baby-stop": _backend_lost,
         "truncate": _transfer_refused,
         "bit-flip": _transfer_refused,
         "fd-exhaustion": _no_descriptors,

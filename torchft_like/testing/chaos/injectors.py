@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
@@ -153,14 +154,15 @@ def _kill_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
 
 
 @contextmanager
-def _kill_baby(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Kill the backends, which are the deepest descendants; the fork server above them stays."""
+def _hit_baby(target: Target, planned: Planned, number: signal.Signals) -> Iterator[Injected]:
+    """Signal the backends, which are the deepest descendants; the fork server above them stays."""
     found = ((replica, _backends(replica)) for replica in reversed(target.job.replicas))
     victim, backends = next(((replica, some) for replica, some in found if some), (None, []))
-    for backend in backends:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            backend.kill()
-    yield Injected((victim.name,) if victim else (), {"killed": len(backends)})
+    _signal_all(backends, number)
+    try:
+        yield Injected((victim.name,) if victim else (), {"backends": len(backends)})
+    finally:
+        _signal_all(backends, signal.SIGCONT)
 
 
 @contextmanager
@@ -281,7 +283,8 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "lighthouse-stop": _stop_lighthouse,
         "lighthouse-kill": _kill_lighthouse,
         "lighthouse-away": _kill_lighthouse,
-        "baby-kill": _kill_baby,
+        "baby-kill": partial(_hit_baby, number=signal.SIGKILL),
+        "baby-stop": partial(_hit_baby, number=signal.SIGSTOP),
         "truncate": _spoil,
         "bit-flip": _spoil,
         "fd-exhaustion": _exhaust_descriptors,
@@ -360,6 +363,12 @@ class SmallDisk:
 
 def _backends(replica: Group) -> list[psutil.Process]:
     return [process for rank in replica.ranks for process in rank.descendants() if not _children_of(process)]
+
+
+def _signal_all(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _children_of(process: psutil.Process) -> list[psutil.Process]:

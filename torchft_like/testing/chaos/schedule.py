@@ -52,6 +52,11 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "lighthouse-kill": Kind("SIGKILL of the lighthouse, started again at its address", (0.2, 1.0)),
         "lighthouse-away": Kind("SIGKILL of the lighthouse, started again half a minute later", (30.0, 30.0)),
         "baby-kill": Kind("SIGKILL of the process that runs a Baby group's backend", needs=("baby",)),
+        "baby-stop": Kind(
+            "SIGSTOP of the process that runs a Baby group's backend, later SIGCONT",
+            (2.0, 4.0),
+            needs=("baby",),
+        ),
         "truncate": Kind(
             "SIGKILL of a replica group; the state that it heals from is cut short", needs=("worker",)
         ),

@@ -36,6 +36,7 @@ from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.fork_pool import fork_pool
 from torchft_like.process_group.baby.group import RemoteBackend
+from torchft_like.testing.processes import wait_ended
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
@@ -150,10 +151,58 @@ def test_the_peers_of_a_killed_backend_hear_of_it(party: Party) -> None:
         waiter.result(LIMIT_S)
 
 
-def test_a_stopped_backend_is_ended_when_it_does_not_answer(
+@pytest.mark.progress
+@pytest.mark.parametrize("how", ["wait", "future", "full channel"])
+def test_a_stopped_backend_fails_what_waits_long_before_the_timeout_and_is_ended(
+    party: Party, how: str
+) -> None:
+    """The timeout is longer than the limit of the waits here."""
+    groups = party.meet(2, lambda: ProcessGroupBabyGloo(10 * LIMIT_S, check_collectives=False))
+    victim = process_of(groups[0])
+    victim.send_signal(signal.SIGSTOP)
+
+    def fill() -> None:
+        works = [groups[0].allreduce([torch.ones(3)]) for _ in range(5000)]
+        works[-1].wait()
+
+    work = groups[0].allreduce([torch.ones(3)])
+    waits = {"wait": work.wait, "future": lambda: work.get_future().wait(), "full channel": fill}
+    with pytest.raises(RuntimeError, match=r"was stopped \(SIGSTOP.*configure\(\) starts another"):
+        party.aside(waits[how]).result(LIMIT_S)
+    assert isinstance(groups[0].errored(), SubprocessLostError)
+    party.configure(groups)
+    assert not victim.is_running()
+    assert summed(party, groups)[0].tolist() == [3, 3, 3]
+
+
+def test_a_stopped_spare_is_not_used(party: Party) -> None:
+    (group,) = party.meet(1, baby)
+    assert fork_pool.wait_for_spare(LIMIT_S)
+    spare = psutil.Process(fork_pool.pids()["spare"])
+    spare.send_signal(signal.SIGSTOP)
+    party.configure([group])
+    assert process_of(group) != spare
+    assert wait_ended([spare], LIMIT_S)
+
+
+def test_a_backend_that_is_stopped_now_and_then_goes_on(party: Party) -> None:
+    groups = party.meet(2, baby)
+    waiter = party.aside(groups[0].allreduce([torch.ones(3)]).wait)
+    for _ in range(4):
+        process_of(groups[0]).suspend()
+        time.sleep(0.3)
+        process_of(groups[0]).resume()
+        time.sleep(0.3)
+    groups[1].allreduce([torch.ones(3)]).wait()
+    waiter.result(LIMIT_S)
+
+
+def test_a_backend_that_hangs_without_being_stopped_is_ended_when_it_is_silent_for_longer(
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Nobody asks it whether it runs."""
     groups = party.meet(2, baby)
+    monkeypatch.setattr(requests, "LOOK_EVERY_S", LIMIT_S)
     monkeypatch.setattr(backend, "SILENCE_S", 0.2)
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
     victim = process_of(groups[0])
@@ -312,15 +361,14 @@ def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
 
 
 def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party) -> None:
-    """The spare is taken before it is seen to be dead: nobody can say how it ended."""
+    """The spare dies after it was taken, while its peer has not come: nobody can say how it ended."""
     (group,) = party.meet(1, baby)
     assert fork_pool.wait_for_spare(LIMIT_S)
     pids = fork_pool.pids()
     server, spare = psutil.Process(pids["server"]), psutil.Process(pids["spare"])
     server.send_signal(signal.SIGSTOP)
     try:
-        spare.send_signal(signal.SIGSTOP)
-        configured = party.aside(party.configure, [group])
+        configured = party.aside(group.configure, party.prefix(), 0, 2)
         while fork_pool.pids().get("spare") == spare.pid:
             time.sleep(0.01)
         spare.kill()

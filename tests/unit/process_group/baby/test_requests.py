@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from torchft_like.process_group.baby import requests
+from torchft_like.process_group.baby.heartbeat import LOOK_EVERY_S
 from torchft_like.process_group.baby.messages import Channel, Outcome
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.work import FOREVER
@@ -25,7 +26,8 @@ class Correspondence:
         self.far = Channel(far)
         self.near = Channel(near)
         self.silences = threading.Semaphore(0)
-        self.requests = Requests(self.near, self.silences.release, lambda: None)
+        self.pauses = threading.Semaphore(0)
+        self.requests = Requests(self.near, self.pauses.release, self.silences.release, lambda: None)
 
     def answer(self, request: Request, *parts: object) -> None:
         self.far.send((request.number, Outcome.DONE.value, *parts))
@@ -199,6 +201,25 @@ def test_a_follower_notices_silence_while_another_waits_patiently(
         assert talk.silences.acquire(timeout=LIMIT_S)
         talk.answer(patient)
         assert wait.result(LIMIT_S)
+
+
+@pytest.mark.parametrize("how", ["waits", "follows", "looks"])
+def test_whether_the_subprocess_runs_is_asked_while_somebody_wants_an_answer_that_does_not_come(
+    talk: Correspondence, how: str
+) -> None:
+    request = talk.requests.add(FOREVER)
+    assert not talk.pauses.acquire(timeout=2 * LOOK_EVERY_S), "nobody waits"
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(talk.requests.wait, request, limit()) if how == "waits" else None
+        if how == "follows":
+            talk.requests.follow(request, lambda _: None)
+        for _ in range(2):
+            while not talk.pauses.acquire(timeout=0.01):
+                if how == "looks":
+                    talk.requests.look()
+        talk.answer(request)
+        assert talk.requests.wait(request, limit())
+        assert wait is None or wait.result(LIMIT_S)
 
 
 def test_who_asks_late_finds_the_answer_not_silence(talk: Correspondence) -> None:
