@@ -213,12 +213,14 @@ def test_whether_the_subprocess_runs_is_asked_while_somebody_wants_an_answer_tha
         wait = pool.submit(talk.requests.wait, request, limit()) if how == "waits" else None
         if how == "follows":
             talk.requests.follow(request, lambda _: None)
-        for _ in range(2):
-            while not talk.pauses.acquire(timeout=0.01):
-                if how == "looks":
-                    talk.requests.look()
+        paused, end = 0, limit()
+        while paused < 2 and time.monotonic() < end:
+            paused += talk.pauses.acquire(timeout=0.01)
+            if how == "looks":
+                talk.requests.look()
         talk.answer(request)
         assert talk.requests.wait(request, limit())
+        assert paused == 2
         assert wait is None or wait.result(LIMIT_S)
 
 
