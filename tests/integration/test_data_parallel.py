@@ -146,21 +146,21 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass_and_stay_as_they_a
     """Also after a step that was given up. Without a search nothing but buckets is reduced, but for one
     question in each quorum.
     """
-    kib = 256
+    width = 1 << 17  # half a MiB each; torch's compiler asks for buckets of a MiB at least
 
     class Sum(nn.ModuleList):
         def forward(self, rows: Tensor) -> Tensor:
             return torch.stack([layer(rows) for layer in self]).sum()
 
     def make_model() -> nn.Module:
-        return Sum([nn.Linear(kib, 1, bias=False) for _ in range(5)])
+        return Sum([nn.Linear(width, 1, bias=False) for _ in range(5)])
 
     def train(replica: Replica) -> list[list[list[int]]]:
         parallel = DistributedDataParallel(
             replica.manager,
             replica.model,
             find_unused_parameters=searches,
-            bucket_cap_mb=2 * kib / 1024**2 * 4,
+            bucket_cap_mb=1.0,
         )
         numbers = {id(one): number for number, one in enumerate(replica.model.parameters())}
         found: list[list[list[int]]] = []
@@ -179,7 +179,7 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass_and_stay_as_they_a
 
         replica.manager.group_allreduce = count  # type: ignore[method-assign]
         parallel._reducers_group.allreduce_bucket = spy  # type: ignore[method-assign]
-        rows = torch.ones(1, kib)
+        rows = torch.ones(1, width)
         for attempt in range(4):
             replica.manager.start_quorum()
             found.append([])
