@@ -11,6 +11,8 @@ from torchft_like.testing.processes import END_S_MAX, ForkedProcess, RunningProc
 
 LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)\n"
 START_S_MAX: Final = 60.0
+# No member of a quorum can be about to come back to an address at which there was no lighthouse before.
+FIRST_OF_ALL: Final = ("--start_grace_ms=0",)
 
 
 class LighthouseProcess:
@@ -33,7 +35,7 @@ class LighthouseProcess:
         event_file: Path | None = None,
         is_cold: bool = False,
     ) -> None:
-        command = ["lighthouse", "--bind", bind, *flags]
+        command = ["lighthouse", "--bind", bind, *(FIRST_OF_ALL if bind.endswith(":0") else ()), *flags]
         variables = {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
         self.process = (
             RunningProcess([sys.executable, "-m", *command], variables=variables)
