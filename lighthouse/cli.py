@@ -33,6 +33,7 @@ _HELP = {
     "heartbeat_timeout_ms": "how long a replica without a session is healthy after its last call",
     "reconnect_grace_ms": "after a restart, how long members of the last quorum are awaited",
     "start_grace_ms": "after a start, how long members of a quorum may come back before newcomers form one",
+    "standing_lease_ms": "how long a quorum that stands goes on without a word, and others wait",
     "keepalive_time_ms": "a connection silent for so long is probed",
     "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
     "replicas_max": "more replicas are refused",

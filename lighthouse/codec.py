@@ -87,7 +87,11 @@ def quorum_for_callers(quorum: pb.Quorum) -> bytes:
 
 def registered(config: LighthouseConfig) -> bytes:
     """Serialize the lighthouse's first message in a session."""
-    job = pb.JobConfig(min_replicas=config.min_replicas, join_timeout_ms=config.join_timeout_ms)
+    job = pb.JobConfig(
+        min_replicas=config.min_replicas,
+        join_timeout_ms=config.join_timeout_ms,
+        standing_lease_ms=config.standing_lease_ms,
+    )
     return pb.SessionResponse(registered=job).SerializeToString()
 
 

@@ -10,6 +10,7 @@ or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms
 
 from __future__ import annotations
 
+import asyncio
 import os
 import resource
 from collections.abc import Sequence
@@ -169,6 +170,17 @@ def make_aio_server(
         raise bind_error(bind, None)
     disown(bound := Address(bind.host, port))
     return server, bound
+
+
+async def refuses(address: Address, timeout_s: float) -> bool:
+    """Return whether a host answers within `timeout_s` seconds that no process listens at this address."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except OSError as error:  # a TimeoutError is one, too
+        return isinstance(error, ConnectionRefusedError)
+    writer.close()
+    return False
 
 
 def allow_many_files() -> int:

@@ -14,18 +14,19 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
 from lighthouse import admission, codec
-from lighthouse.address import Address
+from lighthouse.address import Address, parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
+    FindMembers,
     HoldQuorum,
     LeftOut,
     MemberLost,
@@ -35,8 +36,9 @@ from lighthouse.core.quorum import (
     QuorumOver,
     QuorumReleased,
 )
+from lighthouse.errors import AddressError
 from lighthouse.events import EventLog
-from lighthouse.net import Keepalive, ServerLimits, make_aio_server
+from lighthouse.net import Keepalive, ServerLimits, make_aio_server, refuses
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.starvation import RECOVERY_S, StarvationWatch
 from lighthouse.wire import torchft_pb2 as pb
@@ -48,6 +50,8 @@ R = TypeVar("R")
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
 _REGISTER_S = 10.0  # seconds in which a session has to begin with its register
+_FIND_S = 0.8  # seconds in which a member's host has to answer
+_FIND_AT_ONCE = 64
 _LINKS_TOLD_MAX = 32  # links that an event names at most
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
@@ -77,6 +81,8 @@ class Lighthouse:
         self._starvation = StarvationWatch()
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
+        self._addresses: dict[str, str] = {}  # by replica with a session, or of the last quorum
+        self._search: asyncio.Task[None] | None = None  # for members of a quorum that may be training
         # By replica, the oldest call first.
         self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}
         self._server: grpc.aio.Server | None = None
@@ -126,6 +132,8 @@ class Lighthouse:
             self._answer(replica_id, _SHUTDOWN)
         await server.stop(_STOP_GRACE_S)
         self._starvation.stop()
+        if self._search is not None:
+            self._search.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -196,6 +204,7 @@ class Lighthouse:
             self.config.session_queue_max,
         )
         self._sessions[session.number] = session
+        self._addresses[session.replica_id] = session.address
         session.send(codec.registered(self.config))
         self.events.emit("register", member=session.replica_id)
         decisions = self._core.register(
@@ -311,6 +320,9 @@ class Lighthouse:
                 self.events.emit("hold", quorum_id=decision.quorum_id, member=decision.replica_id)
             elif isinstance(decision, QuorumReleased):
                 self._send_all(decision.sessions, codec.released(decision))
+            elif isinstance(decision, FindMembers):
+                if self._search is None or self._search.done():
+                    self._search = self._loop.create_task(self._find(decision.replica_ids))
             else:
                 self._end(decision.session, _SUPERSEDED)
         self._arm()
@@ -331,8 +343,27 @@ class Lighthouse:
                 joined=list(formed.joined),
                 left=list(formed.left),
             )
+            kept = {member.replica_id for member in formed.quorum.participants}
+            kept.update(session.replica_id for session in self._sessions.values())
+            self._addresses = {i: address for i, address in self._addresses.items() if i in kept}
         if formed.quorum.stands:
             self.events.emit("stands", quorum_id=formed.quorum.quorum_id)
+
+    async def _find(self, replica_ids: Sequence[str]) -> None:
+        """Tell the core of the first of these replicas whose process is gone."""
+        for first in range(0, len(replica_ids), _FIND_AT_ONCE):
+            some = replica_ids[first : first + _FIND_AT_ONCE]
+            are_gone = await asyncio.gather(*map(self._is_gone, some))
+            for replica_id in itertools.compress(some, are_gone):
+                self._apply(self._core.gone(replica_id, self._loop.time()))
+                return
+
+    async def _is_gone(self, replica_id: str) -> bool:
+        try:
+            address = parse_address(self._addresses.get(replica_id, ""))
+        except AddressError:
+            return False
+        return await refuses(address, _FIND_S)
 
     def _alarm(self, lost: MemberLost) -> None:
         self._send_all(lost.sessions, codec.member_lost(lost))

@@ -27,6 +27,7 @@ _BOUNDS = {
     "heartbeat_timeout_ms": (1, _DAY_MS),
     "reconnect_grace_ms": (0, _DAY_MS),
     "start_grace_ms": (0, _DAY_MS),
+    "standing_lease_ms": (0, _DAY_MS),
     "keepalive_time_ms": (10, _DAY_MS),
     "keepalive_timeout_ms": (10, _DAY_MS),
     "replicas_max": (1, 100_000),
@@ -71,6 +72,12 @@ class LighthouseConfig:
     without them. It should be longer than the clients' reconnect backoff; the daemon's default is 500.
     """
 
+    standing_lease_ms: int = 30_000
+    """How long members of a quorum that stands go on without a word from this lighthouse, unless they know
+    that its process is gone; and, with time for both sides to notice, how long it forms no quorum without any
+    of them, unless it knows that the process of one is gone. 0 is no limit, and no wait.
+    """
+
     keepalive_time_ms: int = 500
     """How long a connection may be silent before an HTTP/2 PING probes it."""
 
@@ -82,6 +89,15 @@ class LighthouseConfig:
 
     session_queue_max: int = 64
     """How many messages may wait for one session's reader; with one more the session counts as lost."""
+
+    @property
+    def lease_s(self) -> float:
+        """How long no quorum forms without any member of one that stood, after the last word from them, in
+        seconds. A member notices silence a little later than this lighthouse, by what their PINGs take.
+        """
+        if self.standing_lease_ms == 0:
+            return 0.0
+        return (self.standing_lease_ms + 2 * (self.keepalive_time_ms + self.keepalive_timeout_ms)) / 1000
 
     @property
     def member_bytes_max(self) -> int:

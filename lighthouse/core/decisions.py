@@ -25,6 +25,7 @@ class QuorumState(enum.Enum):
     TOO_FEW = "fewer than min_replicas"
     NO_MAJORITY = "no more than half of the healthy have joined"
     STRAGGLERS = "not all of the healthy have joined"
+    LEASED = "members of a quorum that stands may be training, cut off from this lighthouse"
     FAST = "every member of the last quorum has joined"
     COMPLETE = "all of the healthy have joined"
     LATE = "join_timeout is over"
@@ -152,6 +153,12 @@ class QuorumReleased(NamedTuple):
     sessions: tuple[int, ...]
 
 
+class FindMembers(NamedTuple):
+    """Find out whether the process of one of these replicas is gone, so that their quorum cannot go on."""
+
+    replica_ids: tuple[str, ...]
+
+
 Decision = (
     QuorumFormed
     | MemberLost
@@ -161,4 +168,5 @@ Decision = (
     | LeftOut
     | HoldQuorum
     | QuorumReleased
+    | FindMembers
 )

@@ -49,7 +49,10 @@ A member may also find that it cannot use the process group of the last quorum, 
 met the others in it. Its join says so, and the others are told not to wait for it.
 Only sessions report. Nothing is concluded about unary callers, which report nothing.
 
-A quorum may stand: then its members ask for no other one until they are told to (`standing.py`).
+A quorum may stand: then its members ask for no other one until they are told to (`standing.py`). Where all
+of them are silent they may be training, cut off from here. A quorum without any of them is formed only when
+it is known that one of them has given that quorum up, or that its process is gone, or when the time is over
+for which they go on (`standing_lease_ms`).
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
+    FindMembers,
     HoldQuorum,
     LeftOut,
     Link,
@@ -84,6 +88,7 @@ __all__ = [
     "ALARMS_PER_QUORUM_MAX",
     "NO_QUORUM",
     "Decision",
+    "FindMembers",
     "HoldQuorum",
     "LeftOut",
     "Member",
@@ -104,6 +109,8 @@ ALARMS_PER_QUORUM_MAX = 16
 # If the clock was set back, the next ids begin this far above a reported one at most; each start has its own
 # distance.
 _LEAP_MAX = 1_000_003
+
+_FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
 
 @dataclass(slots=True)
@@ -129,6 +136,7 @@ class QuorumCore:
         self._join_timeout = config.join_timeout_ms / 1000
         self._reconnect_grace = config.reconnect_grace_ms / 1000
         self._start_grace = config.start_grace_ms / 1000
+        self._lease = config.lease_s
         self._not_before: float | None = None  # until then it forms no quorum, if it knows of none
         self._healthy = HealthyReplicas(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
@@ -142,6 +150,11 @@ class QuorumCore:
         self._alarms = 0
         self._has_formed = False
         self._standing: StandingQuorum | None = None  # the last quorum, while it stands
+        self._may_go_on = False  # it stood, and no member is known to have given it up, or to be gone
+        self._heard_at = 0.0  # when the last word of its members came, or went to them
+        self._find_at: float | None = (
+            None  # when the members that may go on are looked for, if they have to be
+        )
 
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._missing = 0  # members of the last quorum that have not joined
@@ -176,6 +189,7 @@ class QuorumCore:
         self._learn(last, last_ids, now, decisions, stands)
         if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
+            self._goes_on_no_more(replica_id)
         else:
             self._remind(session, replica_id, decisions)
         if self._is_over(last):
@@ -225,6 +239,7 @@ class QuorumCore:
         replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
             self._forget(replica_id)
+            self._goes_on_no_more(replica_id)
             if replica_id in self._last:
                 self._departed.add(replica_id)
                 self._stand_no_more(replica_id, step, decisions)
@@ -236,7 +251,15 @@ class QuorumCore:
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
-            self._lose(replica_id, reason, decisions)
+            self._lose(replica_id, reason, now, decisions)
+            self._form(now, decisions)
+        return decisions
+
+    def gone(self, replica_id: str, now: float) -> list[Decision]:
+        """Handle that the process of a member is gone: nobody goes on in a quorum with it."""
+        decisions = self.advance(now)
+        if self.session_of(replica_id) is None:
+            self._goes_on_no_more(replica_id)
             self._form(now, decisions)
         return decisions
 
@@ -278,9 +301,9 @@ class QuorumCore:
         if now >= self._deadline:
             silent, missed = self._healthy.expire(now)
             for replica_id in silent:
-                self._lose(replica_id, "no heartbeat within heartbeat_timeout", decisions)
+                self._lose(replica_id, "no heartbeat within heartbeat_timeout", now, decisions)
             for replica_id in missed:
-                self._lose(replica_id, "did not come back within reconnect_grace", decisions)
+                self._lose(replica_id, "did not come back within reconnect_grace", now, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -336,6 +359,7 @@ class QuorumCore:
             majority=self._majority(now),
             idle=self._idle(now),
             late_s=self._late_at() - now if self._joined else math.inf,
+            lease_s=self._heard_at + self._lease - now,
             expiry_s=self._healthy.next_expiry() - now,
         )
         return describe(facts)
@@ -343,6 +367,13 @@ class QuorumCore:
     # -- the rules
 
     def _state(self, now: float) -> QuorumState:
+        state = self._state_but_for_leases(now)
+        if self._may_go_on and state in (QuorumState.COMPLETE, QuorumState.LATE):
+            is_over = self._find_at is not None and now >= self._heard_at + self._lease
+            return state if is_over else QuorumState.LEASED
+        return state
+
+    def _state_but_for_leases(self, now: float) -> QuorumState:
         joined, healthy = len(self._joined), len(self._healthy)
         if not joined:
             return QuorumState.NOBODY
@@ -391,6 +422,8 @@ class QuorumCore:
         return until
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
+        if self._may_go_on and self._state(now) is QuorumState.LEASED:
+            self._find_members(now, decisions)
         while (state := self._state(now)).forms:
             last_id = self._number.quorum_id
             chosen, links = self._choose(now)
@@ -409,6 +442,21 @@ class QuorumCore:
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
+        if state is QuorumState.LEASED and self._find_at is not None:
+            self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
+
+    def _find_members(self, now: float, decisions: list[Decision]) -> None:
+        """Tell members that are there to give the last quorum up, and look for the others."""
+        ids = sorted(self._last)
+        there = [(i, session) for i in ids if (session := self.session_of(i)) is not None]
+        if self._find_at is None and there:
+            decisions += [QuorumOver(session, i, self._number.quorum_id) for i, session in there]
+            self._alarms += 1
+            self._standing = None
+            self._heard_at = now
+        if self._find_at is None or now >= self._find_at:
+            self._find_at = now + _FIND_EVERY_S
+            decisions.append(FindMembers(tuple(ids)))
 
     def _choose(self, now: float) -> tuple[dict[str, _Join], tuple[Link, ...]]:
         """Choose the members of the quorum that is about to be formed; return them, and the broken links
@@ -452,7 +500,7 @@ class QuorumCore:
         self._healthy.were_in_a_quorum(last | self._last, now)
         self._begin_round(chosen, now)
         stands = not self._joined and _can_stand(chosen.values())
-        self._standing = StandingQuorum(self._last, now) if stands else None
+        self._stands(stands, now)
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
         for replica_id in callers:
@@ -494,6 +542,7 @@ class QuorumCore:
         stays.
         """
         self._use_up(member.commit_quorum_id)
+        self._goes_on_no_more(member.replica_id)
         join = self._joined.get(member.replica_id)
         if join is None:
             join = self._joined[member.replica_id] = _Join(member, now)
@@ -526,8 +575,10 @@ class QuorumCore:
         self._links.forget(replica_id)
         self._unjoin(replica_id)
 
-    def _lose(self, replica_id: str, reason: str, decisions: list[Decision]) -> None:
+    def _lose(self, replica_id: str, reason: str, now: float, decisions: list[Decision]) -> None:
         self._forget(replica_id)
+        if replica_id in self._last:
+            self._heard_at = now
         if not self._depart(replica_id, reason, decisions):
             decisions.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 
@@ -618,7 +669,7 @@ class QuorumCore:
         if number.quorum_id <= 0 or number <= self._number or not ids or self._has_formed:
             return
         self._adopt(number, ids)
-        self._standing = StandingQuorum(ids, now) if stands else None
+        self._stands(stands, now)
         decisions += [
             QuorumOver(session.number, replica_id, session.last.quorum_id)
             for replica_id, session in self._healthy.sessions()
@@ -630,13 +681,25 @@ class QuorumCore:
             session = self._healthy.session_of(replica_id)
             if session is not None and session.last != number:
                 self._depart(replica_id, "came back without the quorum", decisions)
+                self._goes_on_no_more(replica_id)
         for replica_id in sorted(self._joined):  # before this lighthouse knew that a quorum stands
+            self._goes_on_no_more(replica_id)
             self._stand_no_more(replica_id, self._joined[replica_id].member.step, decisions)
 
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
         self._departed = set()
         self._alarms = 0
+
+    def _stands(self, stands: bool, now: float) -> None:
+        """Record whether the last quorum stands."""
+        self._standing = StandingQuorum(self._last, now) if stands else None
+        self._may_go_on = stands and self._lease > 0
+        self._heard_at, self._find_at = now, None
+
+    def _goes_on_no_more(self, replica_id: str) -> None:
+        """Record that a replica is in the last quorum no more: no other member can commit a step in it."""
+        self._may_go_on = self._may_go_on and replica_id not in self._last
 
     def _use_up(self, quorum_id: int) -> None:
         if quorum_id > self._highest_id:

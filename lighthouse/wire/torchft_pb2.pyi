@@ -180,12 +180,14 @@ class LeftOut(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class JobConfig(_message.Message):
-    __slots__ = ("min_replicas", "join_timeout_ms")
+    __slots__ = ("min_replicas", "join_timeout_ms", "standing_lease_ms")
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    STANDING_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     min_replicas: int
     join_timeout_ms: int
-    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ...) -> None: ...
+    standing_lease_ms: int
+    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ...) -> None: ...
 
 class MemberLost(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "reason", "is_alive")

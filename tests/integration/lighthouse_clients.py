@@ -35,6 +35,7 @@ class SessionClient:
         last: tuple[int, int, list[str]] = (0, 0, []),
         *,
         reads: bool = True,
+        serves_at: str = "",
     ) -> None:
         self.replica_id = replica_id
         self._channel = make_channel(parse_address(address))
@@ -52,6 +53,7 @@ class SessionClient:
         self.send(
             register=pb.Register(
                 replica_id=replica_id,
+                address=serves_at,
                 last_quorum_id=last[0],
                 last_quorum_round=last[1],
                 last_quorum_replica_ids=last[2],

@@ -85,6 +85,23 @@ def test_training_goes_on_while_the_lighthouse_is_stopped(tmp_path: Path) -> Non
         assert [group.failures(since) for group in groups] == [[], []]
 
 
+def test_training_waits_for_a_lighthouse_that_is_silent_for_longer_than_its_lease(tmp_path: Path) -> None:
+    with Cluster(tmp_path, lighthouse_flags=["--standing_lease_ms=1500"]) as cluster:
+        groups = cluster.start_all("ab")
+        wait_for_steps(cluster, groups)
+        since = time.time()
+        cluster.lighthouse.signal(signal.SIGSTOP)
+        cluster.wait_until(lambda: all(group.failures(since) for group in groups), "the end of the lease")
+        aborts = [group.events("abort", since) for group in groups]
+        assert "--standing_lease_ms" in str(aborts)  # of one; the other may have felt that one's abort first
+        time.sleep(ABSENCE_S)  # the fault itself has this length
+        steps = [group.step for group in groups]
+        time.sleep(ABSENCE_S)
+        assert [group.step for group in groups] == steps
+        cluster.lighthouse.signal(signal.SIGCONT)
+        wait_for_steps(cluster, groups)
+
+
 @pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
 def test_a_replica_that_joins_costs_the_others_no_step(tmp_path: Path, size: int) -> None:
     with Cluster(tmp_path) as cluster:

@@ -8,6 +8,7 @@ ends the run.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,7 +31,6 @@ class Checker:
         "_awaited",
         "_committed",
         "_connected",
-        "_decisions",
         "_ids",
         "_left_at",
         "_newest",
@@ -38,8 +38,10 @@ class Checker:
         "_previous",
         "_seen",
         "_spared",
+        "_standing",
         "_states",
         "_steps",
+        "_steps_of",
         "_stronghold",
         "_verdicts",
         "_world",
@@ -58,6 +60,8 @@ class Checker:
         # A quorum of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
+        # By quorum that stands, and that no member is known to have left: when one of others was formed.
+        self._standing: dict[tuple[int, Ids], float] = {}
         self._previous: Ids = ()  # the last quorum of this life of the lighthouse
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
         self._ids: dict[int, Ids] = {}  # by quorum id: its members
@@ -66,9 +70,9 @@ class Checker:
         self._order: dict[tuple[int, Ids], int] = {}  # quorums in the order in which they were formed
         self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and its quorum there
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
-        self._decisions: dict[str, int] = {}  # by process: how many steps were decided
-        self._verdicts: dict[tuple[str, int], tuple[int, bool]] = {}
-        self._left_at: dict[str, int] = {}  # by replica group: after how many verdicts it left
+        self._steps_of: dict[str, int] = {}  # by process: how many steps it has committed
+        self._verdicts: dict[tuple[str, int, int], bool] = {}  # by replica group, quorum and step
+        self._left_at: dict[str, int] = {}  # by replica group: after how many steps it left
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
@@ -86,7 +90,16 @@ class Checker:
         """Forget all sessions: a new lighthouse knows no replica."""
         self._connected.clear()
         self._stronghold = frozenset()
+        self._standing.clear()
         self._previous = ()
+
+    @property
+    def standing(self) -> list[int]:
+        """The places of the members of the last quorum, if it stands."""
+        stands = any(
+            ids == self._previous and since == math.inf for (_, ids), since in self._standing.items()
+        )
+        return [self._world.homes[f"http://{replica_id}"].slot for replica_id in self._previous if stands]
 
     def lighthouse_died(self) -> None:
         """Forget all sessions: no replica has one with a dead lighthouse."""
@@ -104,7 +117,7 @@ class Checker:
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
 
-    def announced(self, quorum_id: int, ids: Ids) -> None:
+    def announced(self, quorum_id: int, ids: Ids, stands: bool) -> None:
         """Check a quorum that was formed: it must share a member with any older one that could still commit.
 
         Also, the replicas that are left out must not be so many that they could form a quorum themselves.
@@ -130,6 +143,13 @@ class Checker:
             )
         self._connected.update({i: now for i in members if i in self._connected})
         self._previous = ids
+        self._standing = {
+            number: min(since, now)
+            for number, since in self._standing.items()
+            if since <= now or not set(number[1]) & set(ids)
+        }
+        if stands:
+            self._standing[quorum_id, ids] = math.inf
         if 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids):
             self._stronghold, self._newest = frozenset(ids), quorum_id
 
@@ -206,6 +226,13 @@ class Checker:
                 f"{rank.name} and {state[1]} commit step {step} in quorum {quorum_id}, and differ after it",
             )
         self._check_step(rank, step, quorum_id, ids)
+        replaced_at = self._standing.get((quorum_id, ids), math.inf)
+        if rank.entered_at > replaced_at and rank.resumed_at < replaced_at:
+            self.violate(
+                "one_quorum_per_step",
+                f"{rank.name} begins step {step} and commits it in quorum {quorum_id}, after the lighthouse "
+                "has formed one without any of its members",
+            )
         if self._awaited:
             self._pay(rank.name)
 
@@ -242,23 +269,31 @@ class Checker:
 
     def decided(self, rank: Rank, committed: bool) -> None:
         """Check that a process learns the same verdict on its step as the other ranks of its group."""
-        replica = rank.replica
+        replica, protocol = rank.replica, rank.protocol
         if len(replica.ranks) == 1:
             return
-        count = self._decisions[rank.name] = self._decisions.get(rank.name, 0) + 1
-        verdict = rank.protocol.step if committed else -1, committed
-        if self._verdicts.setdefault((replica.replica_id, count), verdict) != verdict:
+        step = protocol.step if committed else protocol.step + 1
+        self._steps_of[rank.name] = self._steps_of.get(rank.name, 0) + committed
+        if self._verdicts.setdefault((replica.replica_id, protocol.quorum_id, step), committed) != committed:
             self.violate(
-                "agreement", f"{rank.name} decides otherwise than another rank of its group at {verdict[0]}"
+                "agreement", f"{rank.name} decides otherwise than another rank of its group at {step}"
+            )
+
+    def released(self, process: str, promised: int, ask_at: int) -> None:
+        """Check the step at which a process is told to ask, while it begins none from the promised one on."""
+        if ask_at < promised:
+            self.violate(
+                "no_zombie",
+                f"{process} is told to ask at attempt {ask_at}, and has begun all before {promised}",
             )
 
     def left(self, rank: Rank) -> None:
         """Check that a process leaves in good order after the same step as the other ranks of its group."""
-        step = self._decisions.get(rank.name, 0)
+        step = self._steps_of.get(rank.name, 0)
         if self._left_at.setdefault(rank.replica.replica_id, step) != step:
             self.violate(
                 "leave_together",
-                f"{rank.name} leaves after {step} verdicts, another rank of its group after "
+                f"{rank.name} leaves after {step} steps, another rank of its group after "
                 f"{self._left_at[rank.replica.replica_id]}",
             )
 

@@ -44,6 +44,7 @@ class Faults:
             (kind, getattr(self, f"_{kind}")) for kind in EVENT_KINDS if kind in scenario.kinds
         ]
         self._cut: list[list[tuple[int, int]]] = []
+        self._cut_off_s = 0.0  # for so long, a quorum that stands is to be cut off from the lighthouse
         self._is_over = False
         self.count = 0
 
@@ -59,6 +60,7 @@ class Faults:
         # committed.
         world.after(self._gap * (0.2 + 12 * gap**6), world.nobody, self.next)
         number, self.count = self.count, self.count + 1
+        self._cut_a_quorum_off()
         kinds = self._kinds
         if kinds and (self._only is None or number in self._only):
             kind, inject = kinds[int(which * len(kinds))]
@@ -129,9 +131,11 @@ class Faults:
         return f"of {rank.name} in quorum {rank.group_mesh.quorum_id}"
 
     def _partition(self, draws: Draws) -> str | None:
-        """Cut off halves, one place alone, or the two sides of a bridge; in both directions or in one."""
+        """Cut off halves, one place alone, the two sides of a bridge, or the next quorum that stands without
+        a replica group, that one from the lighthouse; in both directions or in one.
+        """
         world = self._world
-        slots = world.scenario.replicas
+        slots, time = world.scenario.replicas, self._long(draws[2])
         places = [LIGHTHOUSE, *range(slots)]
         one = places[int(draws[0] * len(places))]
         if draws[1] < 0.4:
@@ -140,6 +144,9 @@ class Faults:
             half = 1 + int(draws[0] * (slots - 1))
             sides = list(range(half)), list(range(half, slots))
             sides[int(draws[0] * 100) % 2].append(LIGHTHOUSE)
+        elif draws[1] > 0.9:
+            self._cut_off_s = 6 * time
+            return None
         else:  # `one` can talk to both sides, which cannot talk to each other
             others = [place for place in places if place != one]
             half = 1 + int(draws[0] * 100) % (len(others) - 1)
@@ -153,9 +160,20 @@ class Faults:
         links = [link for link in links if link not in world.blocked]
         if not links:
             return None
-        self._cut_links(links, self._long(draws[2]))
+        self._cut_links(links, time)
         how = "cannot reach" if direction < 2 else "and back cannot reach"
-        return f"{sides[0]} {how} {sides[1]} for {self._long(draws[2]):.3f} s ({LIGHTHOUSE}: lighthouse)"
+        return f"{sides[0]} {how} {sides[1]} for {time:.3f} s ({LIGHTHOUSE}: lighthouse)"
+
+    def _cut_a_quorum_off(self) -> None:
+        world = self._world
+        if self._cut_off_s and (members := world.checker.standing) and len(members) < world.scenario.replicas:
+            links = [(a, b) for i in members for a, b in ((i, LIGHTHOUSE), (LIGHTHOUSE, i))]
+            self._cut_links([link for link in links if link not in world.blocked], self._cut_off_s)
+            world.feel("partition")
+            world.tell(
+                "FAULT", f"{members} cannot reach the lighthouse for {self._cut_off_s:.3f} s, nor back"
+            )
+            self._cut_off_s = 0.0
 
     def _link(self, draws: Draws) -> str | None:
         """Cut the link of two replica groups, for longer than a collective waits for data."""

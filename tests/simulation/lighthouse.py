@@ -5,7 +5,7 @@ It does over the simulated network what `lighthouse/server.py` does over gRPC, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lighthouse.core.config import LighthouseConfig
@@ -13,6 +13,7 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     NO_QUORUM,
     Decision,
+    FindMembers,
     HoldQuorum,
     LeftOut,
     Member,
@@ -23,7 +24,7 @@ from lighthouse.core.quorum import (
     QuorumOver,
     QuorumReleased,
 )
-from tests.simulation.world import DEAD, RUNNING, Process, Session
+from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, Process, Session
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -43,6 +44,9 @@ class SimLighthouse(Process):
             join_timeout_ms=int(scenario.join_timeout_s * 1000),
             reconnect_grace_ms=int(scenario.compute_s * 8000),
             start_grace_ms=int(scenario.compute_s * 500),
+            standing_lease_ms=max(1, int(scenario.lease_s * 1000)),
+            keepalive_time_ms=max(10, int(scenario.keepalive_s * 500)),
+            keepalive_timeout_ms=max(10, int(scenario.keepalive_s * 500)),
         )
         self._numbers = 0
         self._life = 0
@@ -182,6 +186,9 @@ class SimLighthouse(Process):
                 self._leave_out(decision)
             elif isinstance(decision, HoldQuorum | QuorumReleased):
                 self._hold_or_release(decision)
+            elif isinstance(decision, FindMembers):
+                world.tell("lighthouse", "looks for", *decision.replica_ids)
+                world.after(2 * world.latency(), self, self._find, decision.replica_ids, self._life)
             elif isinstance(decision, QuorumOver):
                 if decision.session in sessions:
                     world.tell("lighthouse", "says that it is over to", decision.replica_id)
@@ -190,6 +197,16 @@ class SimLighthouse(Process):
                 world.tell("lighthouse", "ends the older session", older.number, "of", decision.replica_id)
                 self._end(older)
         self._arm()
+
+    def _find(self, replica_ids: Sequence[str], life: int) -> None:
+        """Tell the core of the first whose process is gone, among those that can be reached."""
+        world = self._world
+        for replica_id in replica_ids if life == self._life else ():
+            replica = world.homes[f"http://{replica_id}"]
+            if not replica.is_alive and not world.is_cut(replica.slot, LIGHTHOUSE):
+                world.tell("lighthouse", "finds that", replica_id, "is gone")
+                self._apply(self._core.gone(replica_id, world.now))
+                return
 
     def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -224,7 +241,7 @@ class SimLighthouse(Process):
         if world.story is not None:
             verb = "forms, to stand," if quorum.stands else "forms"
             world.tell("lighthouse", verb, f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
-        world.checker.announced(quorum.quorum_id, ids)
+        world.checker.announced(quorum.quorum_id, ids, quorum.stands)
         for number in formed.sessions:
             session = self.sessions.get(number)
             if session is not None:

@@ -166,6 +166,12 @@ class _AwaitsTheIdleForEver(QuorumCore):
         return {i: math.inf for i in self._healthy.ids() if i not in self._joined}
 
 
+class _FormsBesideTheSilent(QuorumCore):
+    def _stands(self, stands: bool, now: float) -> None:
+        super()._stands(stands, now)
+        self._may_go_on = False
+
+
 class _NeverLetsBack(QuorumCore):
     def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
         return super().report_links(session, unreachable, now) if unreachable else self.advance(now)
@@ -336,6 +342,11 @@ class _HoldsWithoutALighthouse(ReplicaGroup):
         return []
 
 
+class _GoesOnForEver(ReplicaGroup):
+    def lease_ended(self) -> list[Effect]:
+        return []
+
+
 class _TellsOneRankOnly(ReplicaGroup):
     def released(self, quorum_id: int, round_number: int, ask_at: int) -> list[Effect]:
         effects = super().released(quorum_id, round_number, ask_at)
@@ -503,6 +514,10 @@ MUTANTS = (
     _lighthouse("names the first step", _NamesTheFirstStep, "no member has begun the step that is named"),
     _lighthouse("waits for one answer", _WaitsForOneAnswer, "every member answers before a step is named"),
     _lighthouse("lets all quorums stand", _StandsAlone, "a quorum in which somebody heals does not stand"),
+    _lighthouse(
+        "forms beside the silent", _FormsBesideTheSilent, "members that are silent may go on in their quorum"
+    ),
+    _group("goes on for ever", _GoesOnForEver, "members that hear nothing give their quorum up in time"),
     _group("answers for one rank", _AnswersForOneRank, "the steps of all ranks in the answer"),
     _group(
         "holds without a lighthouse", _HoldsWithoutALighthouse, "who holds goes on when nobody tells when"
@@ -522,51 +537,53 @@ CAUGHT_BY = {
     "ignores min_replicas": Caught(1, "one_quorum_per_step"),
     "keeps the id after a failure": Caught(0, "progress"),
     "forgets rounds": Caught(4383, "progress"),
-    "does not say it is over": Caught(102, "progress"),
+    "does not say it is over": Caught(167, "progress"),
     "does not warn of broken groups": Caught(13, "progress"),
     "learns too late": Caught(33, "progress"),
     "keeps the dead": Caught(1, "progress"),
-    "leaves nobody out": Caught(16, "progress"),
+    "leaves nobody out": Caught(22, "progress"),
     "leaves both ends out": Caught(2, "one_quorum_per_step"),
     "awaits the idle for ever": Caught(72, "progress"),
     "leaves too many out": Caught(61, "one_quorum_per_step"),
     "never lets back": Caught(2, "progress"),
     "counts members only": Caught(304, "monotonic"),
-    "drops member_lost": Caught(3, "progress"),
+    "drops member_lost": Caught(5, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
     "keeps its no to itself": Caught(19, "progress"),
     "joins once only": Caught(0, "progress"),
-    "compares steps only": Caught(39, "heal_is_clean"),
+    "compares steps only": Caught(82, "heal_is_clean"),
     "speaks for its first rank": Caught(0, "heal_is_clean"),
     "survives its ranks": Caught(1, "progress"),
     "probes nobody": Caught(26, "progress"),
     "probes once": Caught(2, "progress"),
-    "never tries again": Caught(16, "progress"),
-    "gives nothing up": Caught(16, "progress"),
-    "reports links once": Caught(16, "progress"),
-    "applies late errors": Caught(1, "no_zombie"),
+    "never tries again": Caught(25, "progress"),
+    "gives nothing up": Caught(22, "progress"),
+    "reports links once": Caught(22, "progress"),
+    "applies late errors": Caught(13, "no_zombie"),
     "commits before healing": Caught(0, "heal_is_clean"),
     "healing takes part": Caught(0, "heal_is_clean"),
     "counts who heals": Caught(0, "no_zombie"),
     "lets others go on": Caught(51, "no_zombie"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
-    "keeps the old commit quorum": Caught(39, "heal_is_clean"),
+    "keeps the old commit quorum": Caught(82, "heal_is_clean"),
     "keeps its process group": Caught(2, "no_zombie"),
     "leaves quietly": Caught(29, "progress"),
     "hides broken groups": Caught(5, "progress"),
     "forgets the healed version": Caught(0, "progress"),
-    "holds nobody": Caught(14, "progress"),
+    "holds nobody": Caught(15, "progress"),
     "asks nobody again": Caught(145, "progress"),
-    "forgets that it stands": Caught(145, "progress"),
-    "names the first step": Caught(303, "agreement"),
-    "waits for one answer": Caught(303, "agreement"),
+    "forgets that it stands": Caught(16, "progress"),
+    "names the first step": Caught(15, "no_zombie"),
+    "waits for one answer": Caught(39, "no_zombie"),
     "lets all quorums stand": Caught(5, "progress"),
+    "forms beside the silent": Caught(88, "one_quorum_per_step"),
+    "goes on for ever": Caught(1791, "one_quorum_per_step"),
     "answers for one rank": Caught(424, "progress"),
-    "tells one rank only": Caught(59, "progress"),
-    "does not hold": Caught(106, "agreement"),
-    "forgets what it began": Caught(303, "agreement"),
-    "asks at once": Caught(14, "progress"),
+    "tells one rank only": Caught(40, "progress"),
+    "does not hold": Caught(706, "no_zombie"),
+    "forgets what it began": Caught(424, "no_zombie"),
+    "asks at once": Caught(15, "progress"),
     "goes on after failures": Caught(26, "no_zombie"),
-    "holds without a lighthouse": Caught(690, "progress"),
+    "holds without a lighthouse": Caught(16, "progress"),
 }

@@ -60,6 +60,7 @@ class Rank(Process):
         "_operation",
         "_own",
         "_plan",
+        "_promised",
         "_replica_rank",
         "_result",
         "_source",
@@ -67,6 +68,7 @@ class Rank(Process):
         "_trouble",
         "_trouble_attempt",
         "_waiters",
+        "entered_at",
         "failed_quorum",
         "group_mesh",
         "name",
@@ -103,6 +105,7 @@ class Rank(Process):
         self._result: QuorumResult | None = None
         self._replica_rank = 0
         self._plan: Plan | None = None
+        self._promised: int | None = None  # the first step that it does not begin, as it was asked to hold
         self._own: Join
         self._is_waiting = False
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
@@ -112,6 +115,7 @@ class Rank(Process):
         self._bucket = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
         self._trouble_attempt = 0  # the newest attempt in which the training script had an error
+        self.entered_at = 0.0
         self._hurt: Mesh | None = None  # a group with a connection that broke while no collective used it
         self.failed_quorum = 0
         saved = world.saved.get((replica.slot, number))
@@ -141,6 +145,8 @@ class Rank(Process):
     def _enter(self) -> bool:
         """Take part in the attempt, if this rank need not hold."""
         self._is_waiting = not self.protocol.enter()
+        if not self._bucket:
+            self.entered_at = self.replica.world.now
         return not self._is_waiting
 
     def _ask(self) -> None:
@@ -274,6 +280,7 @@ class Rank(Process):
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)
         self._result, self._is_agreed = result, True
+        self._promised = None
         if self.protocol.is_broken(result.quorum_id):
             self._abort(result.quorum_id)
         self._plan = plan
@@ -284,16 +291,19 @@ class Rank(Process):
 
     def hear_hold(self, quorum_id: int) -> None:
         """Begin no further step in this quorum, until told more."""
-        step = self.protocol.hold(quorum_id)
+        self._promised = step = self.protocol.hold(quorum_id)
         self.replica.world.tell(self.name, "holds before attempt", step)
         self.replica.say(self.number, self.replica.holds, self.number, quorum_id, step)
 
     def hear_released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step."""
-        protocol = self.protocol
+        protocol, promised = self.protocol, self._promised
+        self._promised = None
         if ask_at is None:
             protocol.resume()
         elif not protocol.released(quorum_id, ask_at):
+            if promised is not None and quorum_id == protocol.quorum_id:
+                self.replica.world.checker.released(self.name, promised, ask_at)
             self._fail(quorum_id, TOO_LATE)
         if protocol.is_due and protocol.ask_instead():
             self.replica.world.tell(self.name, "asks at attempt", protocol.step)

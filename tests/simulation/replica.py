@@ -60,6 +60,7 @@ class Replica:
         "_backoff",
         "_connected",
         "_down_at",
+        "_lease",
         "_leaving",
         "_up_at",
         "address",
@@ -86,6 +87,7 @@ class Replica:
         self.session: Session | None = None
         self._connected = False
         self._leaving = False
+        self._lease = 0  # changes when the lease that runs is ended or renewed
         self._backoff = BACKOFF_MIN_S
         self.ranks = [Rank(self, number) for number in range(world.scenario.ranks)]
         self.server: Process = self.ranks[0]
@@ -109,7 +111,10 @@ class Replica:
         if self._leaving or self.session is not None:
             return
         lighthouse = world.lighthouse
-        if lighthouse.state == DEAD or world.is_cut(self.slot, LIGHTHOUSE):
+        is_cut = world.is_cut(self.slot, LIGHTHOUSE)
+        if lighthouse.state == DEAD or is_cut:
+            if not is_cut:  # a refusal
+                self._renew_lease()
             self._retry()
             return
         session = self.session = Session(self)
@@ -130,6 +135,7 @@ class Replica:
         """Send what waits for the session: the lighthouse listens."""
         if session is self.session and not session.lost_down:
             self._connected = True
+            self._lease += 1
             self._backoff = BACKOFF_MIN_S
             self.perform(self.core.lighthouse_connected())
 
@@ -173,7 +179,17 @@ class Replica:
             self.session = None
             self._connected = False
             self.perform(self.core.lighthouse_disconnected())
+            self._renew_lease()
             self._retry()
+
+    def _renew_lease(self) -> None:
+        self._lease += 1
+        world = self.world
+        world.after(world.scenario.lease_s, self.server, self._lease_ended, self._lease)
+
+    def _lease_ended(self, number: int) -> None:
+        if number == self._lease and not self._leaving:
+            self.perform(self.core.lease_ended())
 
     def _hang_up(self) -> None:
         """Close the session without a message, or after the last one."""

@@ -69,6 +69,7 @@ class Scenario:
         stall_s: how long a replica group waits for data over a link that is cut before it looks for the link.
         stands: whether quorums stand; otherwise every step asks for one.
         waits: whether replica groups wait for a lighthouse that is away, instead of going on.
+        lease_s: how long members of a quorum that stands go on without a word from the lighthouse.
         idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
             majority until `join_timeout_s`, so only runs in which that is short have them.
     """
@@ -98,6 +99,7 @@ class Scenario:
     stands: bool
     waits: bool
     idle: int
+    lease_s: float
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -147,11 +149,15 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         stands=flip() < 0.6,
         waits=flip() < 0.2,
         idle=int(flip() * 5),
+        lease_s=keepalive_s * (0.5 + 3 * flip()),
     )
     if scenario.join_timeout_s > SHORT_S:
         scenario = replace(scenario, idle=0)
     else:  # as it should be, it is longer than a step of a replica that nothing has slowed down
         messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * scenario.delay_s
         scenario = replace(scenario, join_timeout_s=scenario.join_timeout_s + messages_s)
+    if seed % 128 == 127:  # with few faults of these kinds, quorums stand for long enough to be cut off whole
+        kinds = ["partition", "crash", "rank_crash"]
+        scenario = replace(scenario, kinds=tuple(kinds), gap_s=12 * compute_s, min_replicas=1, stands=True)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

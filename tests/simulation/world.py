@@ -35,11 +35,11 @@ Action = Callable[..., object]
 class Process:
     """A process that runs, is stopped or is dead. Events that reach it while it is stopped wait."""
 
-    __slots__ = ("inbox", "paused_at", "state")
+    __slots__ = ("inbox", "paused_at", "resumed_at", "state")
 
     def __init__(self) -> None:
         self.state = RUNNING
-        self.paused_at = 0.0
+        self.paused_at = self.resumed_at = 0.0
         self.inbox: list[tuple[Action, tuple[Any, ...]]] = []
 
 
@@ -155,6 +155,7 @@ class World:
     def resume(self, process: Process) -> None:
         """Let a process go on, as SIGCONT does: the events that waited happen now, in their order."""
         process.state = RUNNING
+        process.resumed_at = self.now
         inbox, process.inbox = process.inbox, []
         for action, args in inbox:
             self.after(0.0, process, action, *args)

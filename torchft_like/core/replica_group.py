@@ -26,6 +26,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -209,6 +210,7 @@ class ReplicaGroup:
     last_quorum_replica_ids: tuple[str, ...] = ()
     last_quorum_stands: bool = False
     _held: dict[int, int] | None = None  # by rank: the first step that it has not begun, while all hold
+    _to_answer: Counter[int] = field(default_factory=Counter)  # by rank: requests to hold without an answer
     _is_released: bool = False  # the ranks know the step at which they ask
     _is_over: bool = False  # a member is gone, or gave the last quorum up
     _joins: dict[int, RankJoin] = field(default_factory=dict)
@@ -271,6 +273,14 @@ class ReplicaGroup:
             return self.hold(self.last_quorum_id, self.last_quorum_round)
         return self._go_on()
 
+    def lease_ended(self) -> list[Effect]:
+        """Handle the end of the time for which members go on without a word from the lighthouse."""
+        number = self.last_quorum_id, self.last_quorum_round
+        if not self._is_standing(*number) or self._open_join is not None:
+            return []
+        reason = "the lighthouse is silent for too long (--standing_lease_ms): it may form a quorum of others"
+        return [self._give_up_for(reason)]
+
     def _go_on(self) -> list[Effect]:
         if self._held is None:
             return []
@@ -286,11 +296,19 @@ class ReplicaGroup:
         if self._held is not None or self._is_released:
             return []
         self._held = {rank: join.step for rank, join in self._joins.items()}
-        return [HoldRanks(self._not_joined(), quorum_id)]
+        others = self._not_joined()
+        self._to_answer.update(others)
+        return [HoldRanks(others, quorum_id)]
 
     def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> list[Effect]:
-        """Handle a rank that has not begun this step, and does not until it is told more."""
-        if self._held is None or quorum_id != self.last_quorum_id:
+        """Handle a rank that has not begun this step, and does not until it is told more.
+
+        A rank answers each request to hold in turn. One that was told to go on may have begun a step since an
+        earlier answer, so only the answer to the last request counts.
+        """
+        self._to_answer[group_rank] -= 1
+        is_early = self._to_answer[group_rank] > 0
+        if is_early or self._held is None or quorum_id != self.last_quorum_id:
             return []
         self._held[group_rank] = step
         return self._all_hold()

@@ -31,6 +31,7 @@ RECONNECT_MAX_S = 0.25
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the lighthouse takes the end for a death
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
+_REFUSED = "refused"  # in what gRPC says of a connection attempt for which nobody listens
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,9 @@ class LighthouseListener(Protocol):
 
     def lighthouse_disconnected(self, reason: str) -> None:
         """Note that the connection is down; it is being restored."""
+
+    def lease_ended(self) -> None:
+        """Go on in a quorum that stands no longer: the lighthouse may form another one by now."""
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
         """Handle a quorum that contains this replica group."""
@@ -74,6 +78,8 @@ class LighthouseLink:
         self._leaving = False
         self.last_error = "no answer"
         self.join_timeout_s = math.inf  # of the lighthouse, once it has told
+        self._lease_s = 0.0  # likewise, how long a quorum may stand without a word from it; 0 is for ever
+        self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
         self._serve = self._serve_session
@@ -101,6 +107,11 @@ class LighthouseLink:
             links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
             self._say(pb.SessionRequest(broken_links=links))
 
+    @property
+    def lease_ends_at(self) -> float | None:
+        """When members go on no longer, in the loop's time; None while the lighthouse is not silent."""
+        return None if self._lease is None else self._lease.when()
+
     def holds(self, holds: pb.Holds) -> None:
         """Say which step was not begun, and is not before the listener hears more."""
         if self._say is not None:
@@ -120,6 +131,7 @@ class LighthouseLink:
         """Close without a leave: the lighthouse takes that for a death."""
         self._task.cancel()
         await asyncio.wait([self._task])
+        self._renew_lease(0.0)
         await self._close_channel()
 
     async def _keep_open(self) -> None:
@@ -146,6 +158,9 @@ class LighthouseLink:
             if self._connected.is_set() and not self._leaving:
                 backoff = RECONNECT_MIN_S
                 self._mark_disconnected(reason)
+                self._renew_lease(self._lease_s)
+            elif _REFUSED in reason.lower():  # while no lighthouse listens there, none forms a quorum
+                self._renew_lease(self._lease_s)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             backoff = min(2 * backoff, RECONNECT_MAX_S)
 
@@ -157,7 +172,16 @@ class LighthouseLink:
     def _mark_connected(self, say: Callable[[pb.SessionRequest], None]) -> None:
         self._say = say
         self._connected.set()
+        self._renew_lease(0.0)
         self._listener.lighthouse_connected()
+
+    def _renew_lease(self, seconds: float) -> None:
+        """Let the lease run for so many seconds from now; 0 ends it without effect."""
+        if self._lease is not None:
+            self._lease.cancel()
+        self._lease = None
+        if seconds > 0:
+            self._lease = asyncio.get_running_loop().call_later(seconds, self._listener.lease_ended)
 
     def _mark_disconnected(self, reason: str) -> None:
         self._connected.clear()
@@ -179,6 +203,7 @@ class LighthouseLink:
             while response is not None:
                 if response.WhichOneof("response") == "registered":
                     self.join_timeout_s = response.registered.join_timeout_ms / 1000
+                    self._lease_s = response.registered.standing_lease_ms / 1000
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)

@@ -225,6 +225,9 @@ class ManagerServer:
         for rank in self._ranks.values():
             rank.lighthouse_disconnected(reason)
 
+    def lease_ended(self) -> None:
+        self._perform(self._group.lease_ended())
+
     def quorum_formed(self, quorum: pb.Quorum) -> None:
         self._perform(
             self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round, quorum.stands)

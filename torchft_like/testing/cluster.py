@@ -221,6 +221,7 @@ class Cluster:
         folder: the folder for logs, journals and event files.
         min_replicas: the lighthouse's setting.
         join_timeout_ms: the lighthouse's setting; by default so long that no recovery can come from it.
+        lighthouse_flags: further flags of its command line.
         limit_s: the limit of every wait, in seconds.
     """
 
@@ -230,11 +231,13 @@ class Cluster:
         *,
         min_replicas: int = 1,
         join_timeout_ms: int = 120_000,
+        lighthouse_flags: Sequence[str] = (),
         limit_s: float = LIMIT_S,
     ) -> None:
         self.folder = folder
         self._limit_s = limit_s
-        self._options = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
+        settings = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
+        self._options = [*settings, *lighthouse_flags]
         self._daemons: list[Daemon] = []
         self._indices: dict[str, int] = {}
         self.groups: list[Group] = []

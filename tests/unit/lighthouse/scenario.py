@@ -10,6 +10,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
     links R [S,...]                 R cannot reach these; the same
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
     leave R [STEP], lost R          the same
+    gone R                          the process of R is known to be gone
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
     deadline, describe
 """
@@ -22,6 +23,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
+    FindMembers,
     HoldQuorum,
     LeftOut,
     Member,
@@ -111,6 +113,9 @@ class _Player:
     def _lost(self, who: str) -> list[Decision]:
         return self._core.lost(self._session(who)[1], "connection closed", self._now)
 
+    def _gone(self, replica_id: str) -> list[Decision]:
+        return self._core.gone(replica_id, self._now)
+
     def _call(self, replica_id: str, **named: str) -> list[Decision]:
         return self._core.call(_member(replica_id, named), self._now)
 
@@ -158,6 +163,8 @@ def _show(decision: Decision) -> str:
         return f"tells {_sessions(decision.sessions)} of quorum {number} to ask at step {decision.ask_at}"
     if isinstance(decision, QuorumOver):
         return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
+    if isinstance(decision, FindMembers):
+        return f"finds out whether one is gone: {' '.join(decision.replica_ids)}"
     return f"superseded #{decision.session} of {decision.replica_id}"
 
 

@@ -12,7 +12,15 @@ import pytest
 
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import Decision, LeftOut, Member, QuorumCore, QuorumFormed, QuorumReleased
+from lighthouse.core.quorum import (
+    Decision,
+    FindMembers,
+    LeftOut,
+    Member,
+    QuorumCore,
+    QuorumFormed,
+    QuorumReleased,
+)
 from tests.unit.lighthouse.twin import Twin
 
 CASES = 10_000
@@ -29,15 +37,16 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold"})
 @pytest.mark.progress
 @pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
-    quorums, left_out, named = map(sum, zip(*map(_compare, range(CASES)), strict=True))
+    quorums, left_out, named, looked_for = map(sum, zip(*map(_compare, range(CASES)), strict=True))
     assert quorums > CASES  # the stories are about something
     assert left_out > CASES / 50
     assert named > CASES / 50
+    assert looked_for > CASES / 50
 
 
-def _compare(seed: int) -> tuple[int, int, int]:
-    """Tell one story to both; return how many quorums were in it, how often some were left out, and how
-    often a step was named at which a quorum ends that stood.
+def _compare(seed: int) -> tuple[int, int, int, int]:
+    """Tell one story to both; return how many quorums were in it, how often some were left out, how often a
+    step was named at which a quorum ends that stood, and how often its members were looked for.
     """
     chance = random.Random(seed)
     config = LighthouseConfig(
@@ -46,11 +55,12 @@ def _compare(seed: int) -> tuple[int, int, int]:
         heartbeat_timeout_ms=2000,
         reconnect_grace_ms=chance.choice((0, 1500)),
         start_grace_ms=chance.choice((0, 0, 700)),
+        standing_lease_ms=chance.choice((0, 2000)),
     )
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, left_out, named, now = 0, 0, 0, 0.0
+    quorums, left_out, named, looked_for, now = 0, 0, 0, 0, 0.0
     for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
@@ -61,9 +71,10 @@ def _compare(seed: int) -> tuple[int, int, int]:
         assert deadline is None or deadline > now or at_once, f"seed {seed}"
         quorums += sum(isinstance(decision, QuorumFormed) for decision in ours)
         named += sum(isinstance(decision, QuorumReleased) for decision in ours)
+        looked_for += sum(isinstance(decision, FindMembers) for decision in ours)
         story.hear(ours)
         left_out += sum(isinstance(decision, LeftOut) and bool(decision.replica_ids) for decision in ours)
-    return quorums, left_out, named
+    return quorums, left_out, named, looked_for
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
@@ -84,13 +95,13 @@ class _Story:
         self._joins = chance.choice((3, 8))
         self.plan = self._rounds() if chance.random() < 0.2 else []
         if self._may_stand and chance.random() < 0.3:
-            self.plan = self._standing()
+            self.plan = chance.choice((self._standing, self._cut_off))()
 
     def next(self) -> Event:
         chance = self._chance
         if self.plan and chance.random() < 0.9:
             return self._planned(*self.plan.pop(0))
-        kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance"]
+        kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance", "gone"]
         holds = ["hold"] * 4 * self._may_stand
         kind = chance.choice([*kinds, "register", "report_links", *["join"] * self._joins, *holds])
         replica_id = chance.choice(self._replicas)
@@ -135,6 +146,13 @@ class _Story:
         plan = [(kind, replica_id) for kind in ("register", "join") for replica_id in members]
         plan += chance.choice(([("register", other), ("join", other)], [("leave", members[0])]))
         return plan + [(kind, i) for kind in ("hold", "join") for i in chance.sample(members, 3)]
+
+    def _cut_off(self) -> list[tuple[str, str]]:
+        """Two have a quorum that perhaps stands, and two others come; the first two are lost, or hang."""
+        members, others = self._replicas[:2], self._replicas[2:]
+        plan = [(kind, replica_id) for kind in ("register", "join") for replica_id in members]
+        plan += [("lost", i) for i in self._chance.sample(members, self._chance.choice((1, 2, 2)))]
+        return plan + [(kind, replica_id) for kind in ("register", "join") for replica_id in others]
 
     def _planned(self, kind: str, replica_id: str) -> Event:
         numbers = [number for number, owner in self._sessions if owner == replica_id]

@@ -14,6 +14,7 @@ from lighthouse.core.quorum import (
     ALARMS_PER_QUORUM_MAX,
     NO_QUORUM,
     Decision,
+    FindMembers,
     HoldQuorum,
     LeftOut,
     Member,
@@ -81,6 +82,9 @@ class Twin:
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
         self.standing: Standing | None = None
+        self.cut_off = False  # the members of the last quorum may all go on in it, without this lighthouse
+        self.heard = 0.0  # the last word from them, or to them
+        self.looked: float | None = None  # when this lighthouse last looked for them
         self.began: float | None = None  # when the first event came
         self.since: dict[str, float] = {}  # of the healthy: when they registered, or were in a quorum
 
@@ -134,6 +138,7 @@ class Twin:
             self.learn(last, frozenset(ids), now, out, stands)
         if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
+            self.gave_up(replica_id)
         elif self.standing and self.standing.held_for and replica_id not in self.standing.ends:
             if self.standing.ask_at is None:
                 self.standing.holds.pop(replica_id, None)
@@ -163,14 +168,28 @@ class Twin:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last, ids), [], 0
         self.standing = Standing() if stands else None
+        self.cut_off, self.heard, self.looked = stands, now, None
         out += self.over(self.sessions)
         self.expected = []
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
             if session.last != last:
                 self.depart(session.replica_id, "came back without the quorum", out)
+                self.gave_up(session.replica_id)
         for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
+            self.gave_up(joined.member.replica_id)
             self.end_standing(joined.member.replica_id, joined.member.step, out)
+
+    def gave_up(self, replica_id: str) -> None:
+        if replica_id in self.last[1]:
+            self.cut_off = False
+
+    def gone(self, replica_id: str, now: float) -> list[Decision]:
+        out = self.advance(now)
+        if not self.has_session(replica_id):
+            self.gave_up(replica_id)
+            out += self.form(now)
+        return out
 
     def end_standing(self, replica_id: str, step: int, out: list[Decision]) -> None:
         """End the quorum that stands for a replica that asks at this step, or leaves before it."""
@@ -239,6 +258,7 @@ class Twin:
         replica_id = self.owner(number)
         if replica_id is not None:
             self.clear(replica_id)
+            self.gave_up(replica_id)
             if replica_id in self.last[1]:
                 self.departed.append(replica_id)
                 self.end_standing(replica_id, step, out)
@@ -248,7 +268,7 @@ class Twin:
         out = self.advance(now)
         replica_id = self.owner(number)
         if replica_id is not None:
-            self.lose(replica_id, reason, out)
+            self.lose(replica_id, reason, now, out)
         return out + self.form(now)
 
     def call(self, member: Member, now: float) -> list[Decision]:
@@ -290,15 +310,17 @@ class Twin:
         ]
         missed = self.expected if now >= self.expected_until else []
         for replica_id in silent:
-            self.lose(replica_id, "no heartbeat within heartbeat_timeout", out)
+            self.lose(replica_id, "no heartbeat within heartbeat_timeout", now, out)
         for replica_id in missed:
-            self.lose(replica_id, "did not come back within reconnect_grace", out)
+            self.lose(replica_id, "did not come back within reconnect_grace", now, out)
         return out + self.form(now)
 
     # -- the rules
 
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
+        if self.has_majority(now) and self.all_have_joined(now) and self.may_go_on(now):
+            out += self.look_for_members(now)
         while self.is_quorum(now):
             last_id = self.last[0].quorum_id
             chosen, links = self.without_broken_links(self.chosen(), self.counted(now))
@@ -357,16 +379,47 @@ class Twin:
         return self.joined
 
     def is_quorum(self, now: float) -> bool:
-        joined, healthy, last = {j.member.replica_id for j in self.joined}, self.healthy(), self.last[1]
-        if not joined or len(self.chosen()) < self.config.min_replicas:
-            return False
-        if last and last <= joined:
+        joined, last = {j.member.replica_id for j in self.joined}, self.last[1]
+        if last and last <= joined and len(self.chosen()) >= self.config.min_replicas:
             return True
-        if not last and now < (self.began or 0.0) + self.config.start_grace_ms / 1000:
+        if not self.has_majority(now):
             return False
-        if not len(joined) > len(self.counted(now)) // 2:
+        return self.all_have_joined(now) and not self.may_go_on(now)
+
+    def has_majority(self, now: float) -> bool:
+        if not self.joined or len(self.chosen()) < self.config.min_replicas:
             return False
-        return joined == healthy or now >= self.first_join() + self.config.join_timeout_ms / 1000
+        if not self.last[1] and now < (self.began or 0.0) + self.config.start_grace_ms / 1000:
+            return False
+        return len(self.joined) > len(self.counted(now)) // 2
+
+    def all_have_joined(self, now: float) -> bool:
+        joined = {j.member.replica_id for j in self.joined}
+        return joined == self.healthy() or now >= self.first_join() + self.config.join_timeout_ms / 1000
+
+    def may_go_on(self, now: float) -> bool:
+        """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
+        lease, ping = (
+            self.config.standing_lease_ms,
+            self.config.keepalive_time_ms + self.config.keepalive_timeout_ms,
+        )
+        if not self.cut_off or lease == 0:
+            return False
+        return self.looked is None or now < self.heard + (lease + 2 * ping) / 1000
+
+    def look_for_members(self, now: float) -> list[Decision]:
+        quorum_id, there = self.last[0].quorum_id, [s for s in self.sessions if s.replica_id in self.last[1]]
+        out: list[Decision] = []
+        if self.looked is None and there:
+            out += [
+                QuorumOver(s.number, s.replica_id, quorum_id)
+                for s in sorted(there, key=lambda s: s.replica_id)
+            ]
+            self.alarms, self.standing, self.heard = self.alarms + 1, None, now
+        if self.looked is None or now >= self.looked + 1:
+            self.looked = now
+            out.append(FindMembers(tuple(sorted(self.last[1]))))
+        return out
 
     def first_join(self) -> float:
         return min([j.since for j in self.joined if not j.left_out] or [j.since for j in self.joined])
@@ -396,6 +449,7 @@ class Twin:
         for j in chosen:
             stands = stands and j.in_session and j.member.may_stand and not j.member.commit_failures
         self.standing = Standing() if stands else None
+        self.cut_off, self.heard, self.looked = stands, now, None
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
             self.end_call(replica_id, now)
@@ -412,6 +466,7 @@ class Twin:
 
     def enter(self, member: Member, now: float, *, session: bool) -> None:
         self.use_up(member.commit_quorum_id)
+        self.gave_up(member.replica_id)
         older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
         self.joined = [j for j in self.joined if j is not older]
         if older and older.left_out:
@@ -440,8 +495,10 @@ class Twin:
                 kept.append(j)
         self.joined = kept
 
-    def lose(self, replica_id: str, reason: str, out: list[Decision]) -> None:
+    def lose(self, replica_id: str, reason: str, now: float, out: list[Decision]) -> None:
         self.clear(replica_id)
+        if replica_id in self.last[1]:
+            self.heard = now
         if not self.depart(replica_id, reason, out):
             out.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import socket
 
 import pytest
 
@@ -25,6 +27,7 @@ class Listener:
         self.failing = {failing}
         self.link: LighthouseLink | None = None
         self.quorums = asyncio.Queue[int]()
+        self.leases = asyncio.Queue[str]()
 
     def fail(self, kind: str) -> None:
         if kind in self.failing:
@@ -59,6 +62,9 @@ class Listener:
     def released(self, release: pb.ReleaseQuorum) -> None:
         """There is nobody else."""
 
+    def lease_ended(self) -> None:
+        self.leases.put_nowait("ended")
+
 
 async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
     """Those before and after a failure that ends the first session."""
@@ -86,6 +92,41 @@ def test_a_listener_that_fails_does_not_deafen_the_line(
         first, second = coordination_loop().run(quorums_in_two_sessions(failing))
     assert second >= first
     assert "RuntimeError: abort failed" in caplog.text
+
+
+async def lease_without_a_lighthouse(lease_ms: int, *, is_silent: bool) -> None:
+    """Wait until the lease has ended where the lighthouse is silent, or was renewed where it is gone."""
+    config = LighthouseConfig(standing_lease_ms=lease_ms)
+    lighthouse = await Lighthouse.start(config, parse_address("127.0.0.1:0"))
+    listener = Listener("nothing")
+    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
+    try:
+        assert await link.wait_connected(LIMIT_S)
+        await lighthouse.stop()
+        address = lighthouse.address
+        with socket.create_server((address.host, address.port)) if is_silent else contextlib.nullcontext():
+            async with asyncio.timeout(LIMIT_S):
+                if is_silent:
+                    await listener.leases.get()
+                    return
+                while (first := link.lease_ends_at) is None:
+                    await asyncio.sleep(0.01)
+                while link.lease_ends_at == first:
+                    await asyncio.sleep(0.01)
+    finally:
+        await link.close()
+        await lighthouse.stop()
+    assert link.lease_ends_at is None
+
+
+@pytest.mark.one_quorum_per_step
+def test_a_lease_ends_while_the_lighthouse_is_silent() -> None:
+    coordination_loop().run(lease_without_a_lighthouse(200, is_silent=True))
+
+
+@pytest.mark.progress
+def test_a_lease_does_not_end_while_no_lighthouse_listens() -> None:
+    coordination_loop().run(lease_without_a_lighthouse(60_000, is_silent=False))
 
 
 class BusyLighthouse(Lighthouse):

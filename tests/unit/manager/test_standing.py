@@ -247,6 +247,25 @@ class TestGroup:
         assert group.lighthouse_connected() == [ReleaseRanks((0, 1), 9, None)]
         assert group.hold(9, 1) == [HoldRanks((0, 1), 9)]
 
+    def test_an_answer_to_an_earlier_request_to_hold_does_not_count(self) -> None:
+        group = formed(2)
+        group.hold(9, 1)
+        group.rank_holds(0, 9, 4)
+        assert group.lighthouse_disconnected() == [ReleaseRanks((0, 1), 9, None)]
+        group.hold(9, 1)
+        assert group.rank_holds(0, 9, 4) == []
+        assert group.rank_holds(1, 9, 4) == []  # of the first request; then it went on
+        assert group.rank_holds(1, 9, 5) == [GroupHolds(9, 1, 5)]
+
+    def test_a_quorum_that_stands_is_given_up_when_its_lease_has_ended(self) -> None:
+        group = formed(1)
+        (notice,) = group.lease_ended()
+        assert isinstance(notice, LossNotice)
+        assert notice.is_alive
+        assert "--standing_lease_ms" in notice.reason
+        group.rank_joined(join(0))
+        assert group.lease_ended() == []
+
     def test_a_step_that_waits_for_too_long_is_given_up(self) -> None:
         group = formed(1)
         (notice,) = group.step_overdue(9, 60.0)
