@@ -201,8 +201,8 @@ def test_a_backend_that_hangs_without_being_stopped_is_ended_when_it_is_silent_f
     party: Party, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody asks it whether it runs."""
+    monkeypatch.setattr(RemoteBackend, "_end_lost", lambda _: None)
     groups = party.meet(2, baby)
-    monkeypatch.setattr(requests, "LOOK_EVERY_S", LIMIT_S)
     monkeypatch.setattr(backend, "SILENCE_S", 0.2)
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
     victim = process_of(groups[0])
