@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -39,6 +40,9 @@ SECONDS_MAX = 90.0
 KILL = "SIGKILL of a replica"
 STOP = "SIGSTOP inside a collective"
 AWAY = "lighthouse killed, back after 2 s: longest pause"
+JOIN = "a newcomer joins and heals: longest pause of the others"
+STEP = "the step beside it"
+LOST = "steps that the others lose by it"
 
 # The DDP wrapper of torchft 0.2.0 does not outlive a dead peer, so its gradients go through its allreduce.
 PEERS = (replace(TORCHFT, worker_options=("--gradients=allreduce",)), TORCHFT_NIGHTLY)
@@ -68,6 +72,9 @@ METHOD = [
     f"timeout is {STOP_OPERATION_TIMEOUT_S} s for every system (the default of torchft is 60 s).",
     f"Between faults the victim is started again and all three replicas commit {SETTLED_STEPS} steps "
     "together. Every lighthouse outage is that of a fresh job.",
+    "A newcomer is the victim of SIGKILL that comes back. From the moment at which its Manager is made until "
+    "it commits: the longest time between two commits of a survivor, and how many of their steps were lost. "
+    "The step beside it is the survivors' median one in the same seconds, three processes on two cores.",
     f"{PEER_VERSIONS} 0.2.0 averages gradients with Manager.allreduce, because its DistributedDataParallel "
     "raises in the survivors when a peer dies; the nightly and ours use DistributedDataParallel.",
 ]
@@ -108,7 +115,17 @@ def _bars(result: Result) -> list[Bar]:
         ),
         Bar("SIGSTOP to next committed step, median", result.median(STOP, OURS.name), 1.6, "s"),
         Bar("longest pause while the lighthouse is away, median", result.median(AWAY, OURS.name), 0.8, "s"),
+        Bar(
+            "longest pause while a newcomer joins, beyond a step, median",
+            _difference(result.median(JOIN, OURS.name), result.median(STEP, OURS.name)),
+            20,
+            "ms",
+        ),
     ]
+
+
+def _difference(longer: float | None, shorter: float | None) -> float | None:
+    return None if longer is None or shorter is None else longer - shorter
 
 
 def _measure_kills(result: Result, plan: Plan) -> None:
@@ -116,6 +133,9 @@ def _measure_kills(result: Result, plan: Plan) -> None:
         count = plan.kills if system is OURS else plan.kills_peer
         with standing_job(system) as job:
             result.add(KILL, system.name, "s", [job.sample(kill) for _ in range(count)])
+        result.add(JOIN, system.name, "ms", [join.pause_s * 1e3 for join in job.joins])
+        result.add(STEP, system.name, "ms", [join.step_s * 1e3 for join in job.joins])
+        result.add(LOST, system.name, "steps", [join.lost for join in job.joins])
 
 
 def _measure_stops(result: Result, plan: Plan) -> None:
@@ -149,6 +169,15 @@ def standing_job(system: System, *options: str) -> Iterator[_Job]:
         yield job
 
 
+@dataclass(frozen=True)
+class _Join:
+    """What a newcomer cost the others: their longest pause, their median step, their lost steps."""
+
+    pause_s: float
+    step_s: float
+    lost: int
+
+
 class _Job:
     """Three replicas and their lighthouse, through many faults."""
 
@@ -159,6 +188,7 @@ class _Job:
         self._lighthouse: Lighthouse = start_lighthouse(fleet, system, min_replicas=2)
         self._replicas = [self._start(rank) for rank in range(REPLICAS)]
         self._faults = 0
+        self.joins: list[_Join] = []
 
     def sample(self, fault: _Fault) -> float:
         """Return the seconds from the fault to the last survivor's first step without the victim."""
@@ -176,6 +206,7 @@ class _Job:
         victim.kill()
         self._replicas[rank] = self._start(rank)
         self.wait_settled()
+        self.joins.append(_join_of(self._replicas[rank], survivors))
         return max(ends) - since
 
     def lighthouse_outage(self) -> float:
@@ -250,6 +281,24 @@ def _first_commit(replica: FleetProcess, since: float, participants_max: int) ->
 def _longest_pause(replica: FleetProcess, since: float) -> float:
     commits = sorted(float(record["time"]) for record in _steps_since(replica, since) if record["committed"])
     return max(after - before for before, after in pairwise([since, *commits]))
+
+
+def _join_of(newcomer: FleetProcess, others: list[FleetProcess]) -> _Join:
+    made = next(float(r["time"]) for r in newcomer.records if r["event"] == "ready")
+    joined = _first_commit(newcomer, made, REPLICAS)
+    assert joined is not None, "it has settled"
+    steps = [
+        [r for r in sorted(_steps_since(other, made), key=lambda r: r["time"]) if r["time"] <= joined + 1.0]
+        for other in others
+    ]
+    pauses = [
+        after - before
+        for records in steps
+        for before, after in pairwise(float(r["time"]) for r in records if r["committed"])
+        if before <= joined
+    ]
+    lost = sum(not r["committed"] for records in steps for r in records)
+    return _Join(max(pauses), statistics.median(pauses), lost)
 
 
 def _are_joint(replica: FleetProcess, since: float) -> bool | None:

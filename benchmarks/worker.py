@@ -57,6 +57,9 @@ class Trainer(Protocol):
 def main() -> None:
     options = _options()
     sys.path += options.beside
+    if options.own_core:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[options.rank % len(cores)]})
     # One thread for each process: what is compared is the runtimes, not the schedulers.
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -278,6 +281,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--timeout", type=float, default=60, help="of operations, in seconds")
     parser.add_argument("--quorum-timeout", type=float, default=60, help="in seconds")
     parser.add_argument("--quorum-retries", type=int, default=0)
+    parser.add_argument("--own-core", action="store_true", help="keep to the core of the number `rank`")
     parser.add_argument("--digest", action="store_true", help="add a digest of the parameters to each step")
     parser.add_argument("--pause", type=float, default=0, help="seconds between two steps, without turns")
     parser.add_argument("--turns", action="store_true", help="take steps as standard input asks for them")
