@@ -131,8 +131,12 @@ def _difference(longer: float | None, shorter: float | None) -> float | None:
 def _measure_kills(result: Result, plan: Plan) -> None:
     for system in (OURS, *PEERS, *QUICK_HEARTBEAT):
         count = plan.kills if system is OURS else plan.kills_peer
-        with standing_job(system) as job:
-            result.add(KILL, system.name, "s", [job.sample(kill) for _ in range(count)])
+        samples: list[float] = []
+        with standing_job(system) as job, contextlib.suppress(NotReportedError):
+            for _ in range(count):
+                samples.append(job.sample(kill))  # noqa: PERF401 - those before an error count
+        missed = f"the job did not go on after kill {len(samples) + 1}" if len(samples) < count else ""
+        result.add(KILL, system.name, "s", samples, missed)
         result.add(JOIN, system.name, "ms", [join.pause_s * 1e3 for join in job.joins])
         result.add(STEP, system.name, "ms", [join.step_s * 1e3 for join in job.joins])
         result.add(LOST, system.name, "steps", [join.lost for join in job.joins])

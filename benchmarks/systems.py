@@ -105,7 +105,7 @@ def start_job(fleet: Fleet, system: System, replicas: int, model: str) -> Job:
     """Replicas that step in turns. They are started, not yet joined: `take_turn` waits for that."""
     options = [f"--replicas={replicas}", f"--model={model}", "--turns"]
     lighthouse = None
-    if system is PLAIN_DDP:
+    if system.package == PLAIN_DDP.package:
         options.append(f"--rendezvous={fleet.folder / f'{model}-{replicas}.rendezvous'}")
     else:
         lighthouse = start_lighthouse(fleet, system, min_replicas=replicas)
