@@ -48,7 +48,7 @@ plain = st.recursive(
 KEYS = st.sampled_from(
     ["version", "name", "token", "slots", "slot_bytes", "local_ranks", "n_remote", "address", "server_key"]
 )
-HANDLE = QueueHandle("name", bytes(32), GEOMETRY, (0, 1), 0, None).to_plain()
+HANDLE = QueueHandle("name", bytes(32), *GEOMETRY, (0, 1), 0).to_plain()
 
 
 @fuzz

@@ -30,37 +30,27 @@ RANK_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
-class RemoteHandle:
-    """The address to which remote readers connect, and the key of the encrypted connection."""
-
-    address: str
-    server_key: bytes = field(repr=False)
-
-
-@dataclass(frozen=True)
 class QueueHandle:
-    """The description of one queue. `local_ranks` read shared memory, `n_remote` others the socket."""
+    """The description of one queue: its ring, and who reads it.
+
+    `local_ranks` read shared memory, `n_remote` others connect to `address`, where `server_key` encrypts.
+    """
 
     name: str
     token: bytes = field(repr=False)
-    geometry: Geometry
+    slots: int
+    slot_bytes: int
     local_ranks: tuple[int, ...]
     n_remote: int
-    remote: RemoteHandle | None
+    address: str | None = None
+    server_key: bytes | None = field(default=None, repr=False)
+
+    @property
+    def geometry(self) -> Geometry:
+        return Geometry(self.slots, self.slot_bytes)
 
     def to_plain(self) -> dict[str, object]:
-        """Return the handle as plain data."""
-        return {
-            "version": VERSION,
-            "name": self.name,
-            "token": self.token,
-            "slots": self.geometry.slots,
-            "slot_bytes": self.geometry.slot_bytes,
-            "local_ranks": list(self.local_ranks),
-            "n_remote": self.n_remote,
-            "address": self.remote.address if self.remote else None,
-            "server_key": self.remote.server_key if self.remote else None,
-        }
+        return {"version": VERSION, **vars(self), "local_ranks": list(self.local_ranks)}
 
     @classmethod
     def from_plain(cls, value: object) -> QueueHandle:
@@ -70,36 +60,34 @@ class QueueHandle:
                 f"this is no handle of a message queue, or one of another version, but a "
                 f"{type(value).__name__}: pass what the writer's export_handle() returns"
             )
-        name, token, slots, slot_bytes, local_ranks, n_remote = (
-            _field(value, key, kind, most) for key, kind, most in _FIELDS
-        )
-        if slots < 1 or slot_bytes < SLOT_BYTES_MIN:
-            raise ValueError(f"a queue's handle has {slots} slots of {slot_bytes} bytes")
-        remote = None
-        if value.get("address") is not None:
-            remote = RemoteHandle(_field(value, "address", str), _field(value, "server_key", bytes))
-        if not all(map(is_rank, local_ranks)) or len({*local_ranks}) < len(local_ranks):
+        has_address = value.get("address") is not None
+        known = {key: _field(value, key, *limits) for key, limits in _FIELDS.items()}
+        remote = {key: _field(value, key, *limits) for key, limits in _REMOTE_FIELDS.items() if has_address}
+        ranks = known["local_ranks"]
+        if known["slots"] < 1 or known["slot_bytes"] < SLOT_BYTES_MIN:
+            raise ValueError(f"a queue's handle has {known['slots']} slots of {known['slot_bytes']} bytes")
+        if not all(map(is_rank, ranks)) or len({*ranks}) < len(ranks):
             raise ValueError("'local_ranks' of a queue's handle are not distinct ranks")
-        return cls(name, token, Geometry(slots, slot_bytes), tuple(local_ranks), n_remote, remote)
+        return cls(**{**known, **remote, "local_ranks": tuple(ranks)})
 
 
 # The fields of a handle, their types, and the largest number, or the greatest length of a list.
-_FIELDS: tuple[tuple[str, type, int | None], ...] = (
-    ("name", str, None),
-    ("token", bytes, None),
-    ("slots", int, SLOTS_MAX),
-    ("slot_bytes", int, SLOT_BYTES_MAX),
-    ("local_ranks", list, READERS_MAX),
-    ("n_remote", int, READERS_MAX),
-)
+_FIELDS: dict[str, tuple[type, int | None]] = {
+    "name": (str, None),
+    "token": (bytes, None),
+    "slots": (int, SLOTS_MAX),
+    "slot_bytes": (int, SLOT_BYTES_MAX),
+    "local_ranks": (list, READERS_MAX),
+    "n_remote": (int, READERS_MAX),
+}
+_REMOTE_FIELDS: dict[str, tuple[type, int | None]] = {"address": (str, None), "server_key": (bytes, None)}
 
 
 def is_rank(value: object) -> TypeGuard[int]:
-    """Return whether a reader can have this rank."""
     return type(value) is int and 0 <= value <= RANK_MAX
 
 
-def _field(value: dict[str, Any], key: str, kind: type, most: int | None = None) -> Any:
+def _field(value: dict[str, Any], key: str, kind: type, most: int | None) -> Any:
     found = value.get(key)
     if not isinstance(found, kind) or isinstance(found, bool):
         raise ValueError(f"{key!r} of a queue's handle is a {type(found).__name__}, not a {kind.__name__}")
@@ -142,7 +130,6 @@ class Endpoint(ABC):
         """Wait until this reader has joined; at the writer's end, until all readers have."""
 
     def enqueue(self, value: object, limit: Limit) -> None:
-        """Write a message."""
         raise NotSupportedError("this is a reader's end of the queue: the writer enqueues, readers dequeue")
 
     def dequeue(self, limit: Limit, is_expected: bool = False) -> object:

@@ -19,8 +19,8 @@ from torchft_like.message_queue.memory import available_bytes, creating, seal_co
 from torchft_like.message_queue.ring import Bytes, RingReader
 from torchft_like.plain_data import MESSAGES, Structure, TensorSpec
 
-# The message's number, the attempt, bytes of its structure, bytes in all.
-FILE_RECORD = struct.Struct("<QQQQ")
+# The file's number, bytes of the structure, bytes in all.
+FILE_RECORD = struct.Struct("<QQQ")
 
 
 def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
@@ -51,7 +51,6 @@ class Source:
         self._fill = fill
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Return the next leaf, which is a tensor."""
         if not (nbytes := spec.nbytes):
             return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
         self._claim(nbytes)
@@ -63,7 +62,6 @@ class Source:
         return raw.view(spec.dtype).view(spec.shape)
 
     def memory(self, nbytes: int) -> memoryview:
-        """Return the memory of the next leaf, for an array."""
         self._claim(nbytes)
         raw = np.empty(nbytes, np.uint8).data
         if nbytes:
@@ -71,7 +69,6 @@ class Source:
         return raw
 
     def data(self, nbytes: int) -> bytes:
-        """Return the next leaf, which is bytes."""
         self._claim(nbytes)
         if not nbytes:
             return b""
@@ -88,11 +85,7 @@ class Source:
         self.left -= nbytes
 
 
-def _never(_: memoryview) -> None:
-    raise QueueCorruptError("a message without leaves has one")
-
-
-NO_LEAVES = Source(0, _never)
+NO_LEAVES = Source(0, lambda _: None)  # no leaf can be claimed, so that none is filled
 
 
 def assembled(structure: bytes, source: Source) -> object:

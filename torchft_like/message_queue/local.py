@@ -34,7 +34,6 @@ import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 from torchft_like.errors import (
     PlainDataError,
@@ -96,17 +95,10 @@ _REFUSAL_BYTES_MAX = 512
 FILES_UNREAD_MAX = 8
 WAKE = b"!"
 _LEAVE = b"."
-_FILE = struct.Struct("<cQQ")  # the bytes that go with the descriptor of a message's own file
+_FILE = struct.Struct("<cQ")  # the bytes that go with the descriptor of a message's own file
 _FILE_TAG = b"f"
 
 _logger = logging.getLogger(__name__)
-
-
-class Arrival(NamedTuple):
-    """A reader that was let in."""
-
-    rank: int
-    connection: socket.socket
 
 
 class JoinListener:
@@ -137,8 +129,8 @@ class JoinListener:
         """Return the descriptor that is readable when `admit` has something to do."""
         return self._events.fileno()
 
-    def admit(self) -> Iterator[Arrival]:
-        """Yield the readers that are let in now."""
+    def admit(self) -> Iterator[tuple[int, socket.socket]]:
+        """Yield the rank and the connection of each reader that is let in now."""
         self.shortage = None
         for descriptor, _ in self._events.poll(0):
             if descriptor == self._listener.fileno():
@@ -153,7 +145,6 @@ class JoinListener:
                 yield from self._hear(descriptor)
 
     def close(self) -> None:
-        """Let no reader in any more."""
         for caller, _ in self._callers.values():
             caller.close()
         self._callers.clear()
@@ -175,7 +166,7 @@ class JoinListener:
             self._callers[caller.fileno()] = caller, time.monotonic() + HELLO_S_MAX
             self._events.register(caller, select.EPOLLIN)
 
-    def _hear(self, descriptor: int) -> Iterator[Arrival]:
+    def _hear(self, descriptor: int) -> Iterator[tuple[int, socket.socket]]:
         caller, _ = self._callers.pop(descriptor)
         self._events.unregister(caller)
         try:
@@ -189,7 +180,7 @@ class JoinListener:
         problem = self._problem(magic, token, rank)
         if problem is None:
             self.expected.discard(rank)
-            yield Arrival(rank, caller)
+            yield rank, caller
             return
         with contextlib.suppress(OSError):
             caller.send(_REFUSED + problem.encode())
@@ -309,14 +300,14 @@ class LocalReaders:
             if until > reader.words[CONSUMED] + self._geometry.slots
         ]
 
-    def send_file(self, descriptor: int, number: int, attempt: int, end: int) -> None:
-        """Send the file of message `number` to every reader; there may have been an earlier attempt."""
+    def send_file(self, descriptor: int, number: int, end: int) -> None:
+        """Send a message's file to every reader; `end` is the slot after the message."""
         self._files.append(end)
         for reader in list(self._readers.values()):
             if reader.connection is None:
                 continue
             try:
-                note = _FILE.pack(_FILE_TAG, number, attempt)
+                note = _FILE.pack(_FILE_TAG, number)
                 send_descriptors(reader.connection, note, [descriptor], socket.MSG_DONTWAIT)
             except OSError as error:
                 self._evict(reader, f"it takes no file ({error.strerror})")
@@ -336,14 +327,17 @@ class LocalReaders:
 
     def attend(self) -> None:
         """Let readers in, hear what they say, and find those that are gone. This waits for nothing."""
-        for arrival in self.listener.admit():
-            self._join(arrival)
+        for rank, connection in self.listener.admit():
+            reader = self._readers[rank]
+            reader.connection = connection
+            try:
+                welcome(connection, [self._ring_descriptor, reader.descriptor, self._wake_up])
+            except OSError as error:
+                self._evict(reader, f"it is gone ({error.strerror})")
         for reader in list(self._readers.values()):
-            if reader.connection is not None:
-                self._listen(reader)
+            self._listen(reader)
 
     def close(self) -> None:
-        """Release everything of all readers."""
         self.listener.close()
         while self._readers:
             self._readers.popitem()[1].close()
@@ -362,14 +356,6 @@ class LocalReaders:
             if culprit is None:
                 return slowest
             self._evict(culprit, "its memory holds an impossible number")
-
-    def _join(self, arrival: Arrival) -> None:
-        reader = self._readers[arrival.rank]
-        reader.connection = arrival.connection
-        try:
-            welcome(arrival.connection, [self._ring_descriptor, reader.descriptor, self._wake_up])
-        except OSError as error:
-            self._evict(reader, f"it is gone ({error.strerror})")
 
     def _listen(self, reader: _Reader) -> None:
         if (connection := reader.connection) is None:
@@ -461,13 +447,6 @@ def _user_of(connection: socket.socket) -> int:
     return int(user)
 
 
-class _File(NamedTuple):
-    """The file of a message that is longer than the ring."""
-
-    attempt: int
-    descriptor: int
-
-
 class LocalReader(Endpoint):
     """The reader's end of a `MessageQueue`, over shared memory."""
 
@@ -477,7 +456,8 @@ class LocalReader(Endpoint):
         self._writer_is_gone = False
         self._sleeps = 0
         self._woken = 0
-        self._files: dict[int, _File] = {}
+        self._files: dict[int, int] = {}  # the descriptors of messages longer than the ring, by number
+        self._file_read = 0  # the number of the last of them
         self._lacked_descriptors = False  # for a file, whose descriptor the kernel has dropped
         self._ring: RingReader | None = None
         self._wake_up = -1
@@ -513,7 +493,7 @@ class LocalReader(Endpoint):
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
             self._free(ring, slots)
             if self._files:
-                self._close_files(ring.consumed)
+                self._close_files(self._file_read + 1)
             return value
 
     def _say_goodbye(self) -> None:
@@ -595,26 +575,25 @@ class LocalReader(Endpoint):
     def _read_file(self, note: bytes) -> object:
         if len(note) != FILE_RECORD.size:
             raise QueueCorruptError("a message in a file has no record of it")
-        number, attempt, structure_bytes, nbytes = FILE_RECORD.unpack(note)
-        fill = reading_file(self._file(number, attempt), nbytes)
+        self._file_read, structure_bytes, nbytes = FILE_RECORD.unpack(note)
+        fill = reading_file(self._file(self._file_read), nbytes)
         if structure_bytes > nbytes:
             raise QueueCorruptError("the structure of a message is longer than the message")
         structure = bytearray(structure_bytes)
         fill(memoryview(structure))
         return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
 
-    def _file(self, number: int, attempt: int) -> int:
+    def _file(self, number: int) -> int:
         """Return the descriptor of a message's file, which was sent before the message was published.
 
         It is kept until the slot is free: a caller that is interrupted before that reads the message once
         more.
         """
-        file = self._files.get(number)
-        while (file is None or file.attempt != attempt) and self._hear():
-            file = self._files.get(number)
+        while number not in self._files and self._hear():
+            pass
         self._close_files(number)
-        if file is not None and file.attempt == attempt:
-            return file.descriptor
+        if number in self._files:
+            return self._files[number]
         if self._lacked_descriptors:
             raise QueueDescriptorsError(
                 f"a message needs a file descriptor, and none was left: reader {self._rank} has left "
@@ -623,9 +602,8 @@ class LocalReader(Endpoint):
         raise QueueCorruptError("the file of a message did not arrive")
 
     def _close_files(self, until: float = math.inf) -> None:
-        """Close the files of the messages before that number."""
-        for older in [known for known in self._files if known < until]:
-            os.close(self._files.pop(older).descriptor)
+        for older in [number for number in self._files if number < until]:
+            os.close(self._files.pop(older))
 
     def _free(self, ring: RingReader, slots: int) -> None:
         ring.consumed += slots
@@ -681,10 +659,10 @@ class LocalReader(Endpoint):
         except OSError:
             data, descriptors = b"", []
         if len(data) == _FILE.size and data[:1] == _FILE_TAG and len(descriptors) == 1:
-            _, number, attempt = _FILE.unpack(data)
-            if number in self._files:  # the writer was interrupted and began once more
-                os.close(self._files[number].descriptor)
-            self._files[number] = _File(attempt, descriptors[0])
+            _, number = _FILE.unpack(data)
+            if number in self._files:
+                os.close(self._files[number])
+            self._files[number] = descriptors[0]
             return True
         for descriptor in descriptors:
             os.close(descriptor)

@@ -83,7 +83,6 @@ def seal(descriptor: int) -> None:
 
 
 def seal_size(descriptor: int) -> None:
-    """Fix the size of the file."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SIZE_SEALS)
 
 

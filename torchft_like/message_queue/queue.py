@@ -66,7 +66,7 @@ class Writer(Endpoint):
         self._is_broken = False  # an exception interrupted it while it wrote
         self._is_ready = False
         self._sleeps = 0
-        self._attempts = 0  # to send a file: a reader that has one from before an interrupt must not read it
+        self._files_sent = 0  # readers may have files of attempts that an exception has interrupted
         self._n_readers = len(local_ranks) + (remote.n_readers if remote else 0)
         purpose = f"a ring of {geometry.slots} x {geometry.slot_bytes} bytes"
         self._remote = remote
@@ -80,15 +80,11 @@ class Writer(Endpoint):
             undo.callback(self._ring.release)
             self._local = LocalReaders(geometry, self._descriptor, local_ranks, token)
             undo.callback(self._local.close)
+            self.name = self._local.listener.name  # to which local readers connect
             self._readers: list[LocalReaders | RemoteReaders] = [self._local, *([remote] if remote else [])]
             super().__init__("this queue was shut down")
             undo.callback(os.close, self._stop)
             self._undo = undo.pop_all()
-
-    @property
-    def name(self) -> str:
-        """The name to which local readers connect."""
-        return self._local.listener.name
 
     def ranks(self, choose: Callable[[LocalReaders | RemoteReaders], list[int]], late: bool) -> list[int]:
         """Return the ranks that `choose` returns of the readers on this machine, and of the others.
@@ -157,14 +153,13 @@ class Writer(Endpoint):
         """Send a message that is longer than the ring as a file in memory; its slot only says so."""
         slots = self._geometry.slots_for(FILE_RECORD.size)
         self._await_room(slots, True, limit)
-        number = self._ring.published
         descriptor = file_of(parts, nbytes)
         try:
-            self._attempts += 1
-            self._local.send_file(descriptor, number, self._attempts, number + slots)
+            self._files_sent += 1
+            self._local.send_file(descriptor, self._files_sent, self._ring.words[PUBLISHED] + slots)
         finally:
             os.close(descriptor)
-        record = FILE_RECORD.pack(number, self._attempts, len(parts[0]), nbytes)
+        record = FILE_RECORD.pack(self._files_sent, len(parts[0]), nbytes)
         self._write(IN_FILE, [record], len(record), slots, prepared)
 
     def _write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int, prepared: Prepared) -> None:
@@ -179,7 +174,7 @@ class Writer(Endpoint):
             raise
 
     def _await_room(self, slots: int, is_file: bool, limit: Limit) -> None:
-        local, remote, published = self._local, self._remote, self._ring.published
+        local, remote, published = self._local, self._remote, self._ring.words[PUBLISHED]
         until = published + slots
         if local.has_room(until, published) and not is_file and remote is None:
             if local.is_empty and self._n_readers:
@@ -291,8 +286,8 @@ class MessageQueue:
                 if remote is not None:
                     remote.close()
                 raise
-        handle = QueueHandle(writer.name, token, geometry, ranks, n_remote, remote.handle if remote else None)
-        self._become(writer, handle, None)
+        where = (remote.address, remote.server_key) if remote else ()
+        self._become(writer, QueueHandle(writer.name, token, *geometry, ranks, n_remote, *where), None)
 
     @classmethod
     def create_from_handle(cls, handle: object, rank: int) -> Self:

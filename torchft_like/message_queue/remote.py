@@ -22,6 +22,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import zmq
@@ -40,7 +41,6 @@ from torchft_like.message_queue.endpoint import (
     Endpoint,
     Limit,
     QueueHandle,
-    RemoteHandle,
     nothing_written,
 )
 from torchft_like.message_queue.leaves import Source, assembled
@@ -71,12 +71,12 @@ _logger = logging.getLogger(__name__)
 Prepared: TypeAlias = "Sequence[bytes | zmq.Frame]"
 
 
+@dataclass
 class _Reader:
     """A reader that has joined."""
 
-    def __init__(self, rank: int, read: int) -> None:
-        self.rank = rank
-        self.read = read
+    rank: int
+    read: int  # how many messages
 
 
 class RemoteReaders:
@@ -114,8 +114,9 @@ class RemoteReaders:
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._router.setsockopt(zmq.MAXMSGSIZE, _SMALL_BYTES_MAX)
         self._router.setsockopt(zmq.IPV6, ":" in host)
+        place = f"tcp://[{host}]" if ":" in host else f"tcp://{host}"
         try:
-            port = self._router.bind_to_random_port(f"tcp://{f'[{host}]' if ':' in host else host}")
+            port = self._router.bind_to_random_port(place)
         except zmq.ZMQError as error:
             self._context.destroy(0)
             if error.errno not in _NO_ADDRESS:
@@ -126,7 +127,7 @@ class RemoteReaders:
             ) from error
         disown(Address(host, port))
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.handle = RemoteHandle(f"tcp://{f'[{host}]' if ':' in host else host}:{port}", public)
+        self.address, self.server_key = f"{place}:{port}", public
 
     @property
     def ranks(self) -> list[int]:
@@ -134,7 +135,6 @@ class RemoteReaders:
 
     @property
     def n_missing(self) -> int:
-        """The number of readers that have not joined yet."""
         return self.n_readers - self._joined
 
     @property
@@ -276,7 +276,7 @@ class RemoteReader(Endpoint):
     """The reader's end of a `MessageQueue`, over a socket."""
 
     def __init__(self, handle: QueueHandle, rank: int) -> None:
-        if handle.remote is None:
+        if handle.address is None or handle.server_key is None:
             raise ValueError(
                 f"rank {rank} is no local reader ({list(handle.local_ranks)} are), and no remote one is due"
             )
@@ -290,7 +290,7 @@ class RemoteReader(Endpoint):
             undo.callback(self._context.destroy, 0)
             self._dealer = self._context.socket(zmq.DEALER)
             self._monitor = self._dealer.get_monitor_socket(_ENDS)
-            self._connect(handle.remote)
+            self._connect(handle.address, handle.server_key)
             super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
             undo.pop_all()
         self._tell(HELLO.pack(TAG_HELLO, handle.token, rank))
@@ -315,21 +315,21 @@ class RemoteReader(Endpoint):
                 self._leave()
                 raise QueueCorruptError(f"{error}; reader {self._rank} has left the queue") from error
 
-    def _connect(self, remote: RemoteHandle) -> None:
+    def _connect(self, address: str, server_key: bytes) -> None:
         public, secret = zmq.curve_keypair()
         _configure(self._dealer)
         self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, public)
         self._dealer.setsockopt(zmq.CURVE_SECRETKEY, secret)
         self._dealer.setsockopt(zmq.MAXMSGSIZE, PART_BYTES_MAX)
-        self._dealer.setsockopt(zmq.IPV6, "[" in remote.address)
+        self._dealer.setsockopt(zmq.IPV6, "[" in address)
         try:
-            self._dealer.setsockopt(zmq.CURVE_SERVERKEY, remote.server_key)
-            self._dealer.connect(remote.address)
+            self._dealer.setsockopt(zmq.CURVE_SERVERKEY, server_key)
+            self._dealer.connect(address)
         except zmq.ZMQError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise
             raise ValueError(f"the address or the key in a queue's handle is none: {error}") from error
-        disown(parse_address(remote.address.removeprefix("tcp://")))
+        disown(parse_address(address.removeprefix("tcp://")))
 
     def _join(self, limit: Limit) -> None:
         if self._number is not None:

@@ -99,13 +99,7 @@ class Geometry(NamedTuple):
         """The size of the whole file in bytes."""
         return PAGE_BYTES + self.slots * self.slot_bytes
 
-    @property
-    def message_bytes_max(self) -> int:
-        """The size in bytes of the longest message that fits into an empty ring."""
-        return self.slots * self.slot_bytes - RECORD_BYTES
-
     def slots_for(self, nbytes: int) -> int:
-        """Return how many slots a message of so many bytes takes."""
         return -(-(nbytes + RECORD_BYTES) // self.slot_bytes)
 
 
@@ -117,11 +111,6 @@ class RingWriter:
         self.words = memory[:PAGE_BYTES].cast("Q")
         self._area = memory[PAGE_BYTES:]
         self._size = len(self._area)
-
-    @property
-    def published(self) -> int:
-        """The number of the first slot that holds nothing yet."""
-        return self.words[PUBLISHED]
 
     def write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int) -> None:
         """Write a message; the caller knows that its slots are free.
@@ -157,7 +146,6 @@ class RingWriter:
         return (at + len(data)) % self._size
 
     def release(self) -> None:
-        """Release the memory."""
         self.words.release()
         self._area.release()
 
@@ -199,13 +187,11 @@ class RingReader:
         return [self.area[at:], self.area[: at + nbytes - size]]
 
     def read(self, at: int, nbytes: int) -> bytes:
-        """Return a copy of so many bytes from a place on."""
         end = at + nbytes
         if end > len(self.area):
             return b"".join(self.segments(at, nbytes))
         return self.area[at:end].tobytes()
 
     def release(self) -> None:
-        """Release the memory."""
         self.words.release()
         self.area.release()

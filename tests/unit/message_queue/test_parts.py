@@ -22,14 +22,12 @@ from torchft_like.message_queue.leaves import file_of
 from torchft_like.message_queue.local import (
     CALLERS_MAX,
     HELLO_S_MAX,
-    Arrival,
     JoinListener,
     call,
     hear_welcome,
     welcome,
 )
 from torchft_like.message_queue.memory import available_bytes, map_received, reserve, seal
-from torchft_like.message_queue.ring import Geometry
 from torchft_like.plain_data import assemble, disassemble
 
 TOKEN = bytes(range(32))
@@ -38,7 +36,7 @@ TOKEN = bytes(range(32))
 
 
 def _handle(**changes: object) -> dict[str, object]:
-    plain = QueueHandle("name", TOKEN, Geometry(4, 256), (0, 2), 1, None).to_plain()
+    plain = QueueHandle("name", TOKEN, 4, 256, (0, 2), 1).to_plain()
     return {**plain, **changes}
 
 
@@ -143,19 +141,19 @@ def listener() -> Iterator[JoinListener]:
 
 
 def _known(listener: JoinListener, token: bytes = TOKEN) -> QueueHandle:
-    return QueueHandle(listener.name, token, Geometry(1, 256), (0, 3), 0, None)
+    return QueueHandle(listener.name, token, 1, 256, (0, 3), 0)
 
 
-def _admit(listener: JoinListener) -> list[Arrival]:
+def _admit(listener: JoinListener) -> list[tuple[int, socket.socket]]:
     assert select.select([listener], [], [], 10)[0]
     return list(listener.admit())
 
 
 def test_who_knows_the_token_is_let_in_and_gets_the_memory(listener: JoinListener) -> None:
     caller = call(_known(listener), 3)
-    (arrival,) = _admit(listener)
+    ((_, connection),) = _admit(listener)
     files = [os.memfd_create(name) for name in ("ring", "page", "wake-up")]
-    welcome(arrival.connection, files)
+    welcome(connection, files)
     received = hear_welcome(caller)
     assert [os.fstat(got).st_ino for got in received] == [os.fstat(sent).st_ino for sent in files]
     assert not any(os.get_inheritable(got) for got in received)
@@ -163,7 +161,7 @@ def test_who_knows_the_token_is_let_in_and_gets_the_memory(listener: JoinListene
     for descriptor in (*files, *received):
         os.close(descriptor)
     caller.close()
-    arrival.connection.close()
+    connection.close()
 
 
 @pytest.mark.parametrize(
@@ -174,12 +172,12 @@ def test_others_are_told_why_they_are_not(
     listener: JoinListener, rank: int, token: bytes, reason: str
 ) -> None:
     first = call(_known(listener), 3)
-    (arrival,) = _admit(listener)
+    ((_, connection),) = _admit(listener)
     caller = call(_known(listener, token), rank)
     assert _admit(listener) == []
     with pytest.raises(QueueError, match=reason):
         hear_welcome(caller)
-    for end in (first, arrival.connection, caller):
+    for end in (first, connection, caller):
         end.close()
 
 
@@ -207,16 +205,16 @@ def test_callers_who_say_nothing_keep_nobody_out_for_long(
     later = time.monotonic() + HELLO_S_MAX + 1  # the clock jumps, instead of a wait
     monkeypatch.setattr("torchft_like.message_queue.local.time.monotonic", lambda: later)
     list(listener.admit())
-    (arrival,) = list(listener.admit())
-    assert arrival.rank == 0
-    for end in (*silent, honest, arrival.connection):
+    ((rank, connection),) = listener.admit()
+    assert rank == 0
+    for end in (*silent, honest, connection):
         end.close()
 
 
 def test_all_readers_can_knock_before_the_writer_looks() -> None:
     ranks = range(CALLERS_MAX + 10)
     listener = JoinListener(ranks, TOKEN)
-    known = QueueHandle(listener.name, TOKEN, Geometry(1, 256), tuple(ranks), 0, None)
+    known = QueueHandle(listener.name, TOKEN, 1, 256, tuple(ranks), 0)
     with ThreadPoolExecutor(1) as threads:
         calling = threads.submit(lambda: [call(known, rank) for rank in ranks])
         try:
@@ -224,8 +222,8 @@ def test_all_readers_can_knock_before_the_writer_looks() -> None:
             arrived = [arrival for _ in range(2) for arrival in listener.admit()]
         finally:
             listener.close()
-    assert [arrival.rank for arrival in arrived] == [*ranks]
-    for end in (*callers, *(arrival.connection for arrival in arrived)):
+    assert [rank for rank, _ in arrived] == [*ranks]
+    for end in (*callers, *(connection for _, connection in arrived)):
         end.close()
 
 
@@ -242,8 +240,8 @@ def test_a_crowd_at_the_door_is_a_timeout(listener: JoinListener, monkeypatch: p
             arrived += listener.admit()
         finally:
             listener.close()
-    assert [arrival.rank for arrival in arrived] == [0, 3]
-    for end in (*crowd, honest, *(arrival.connection for arrival in arrived)):
+    assert [rank for rank, _ in arrived] == [0, 3]
+    for end in (*crowd, honest, *(connection for _, connection in arrived)):
         end.close()
 
 

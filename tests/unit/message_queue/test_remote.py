@@ -16,7 +16,6 @@ from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
-from torchft_like.message_queue.endpoint import RemoteHandle
 from torchft_like.message_queue.remote import (
     HELLO,
     NUMBERED,
@@ -123,8 +122,8 @@ def test_a_connection_that_fails_before_the_first_word_holds_nobody_up(
 ) -> None:
     connect = RemoteReader._connect
 
-    def connect_in_vain(reader: RemoteReader, remote: RemoteHandle) -> None:
-        connect(reader, remote)
+    def connect_in_vain(reader: RemoteReader, address: str, server_key: bytes) -> None:
+        connect(reader, address, server_key)
         assert reader._monitor.poll(int(LIMIT_S) * 1000)
 
     monkeypatch.setattr(RemoteReader, "_connect", connect_in_vain)

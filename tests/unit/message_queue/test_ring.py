@@ -52,7 +52,7 @@ class Pair:
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(1, 256), (3, 256), (7, 320), (2, 64 * 1024)])
 def test_messages_of_every_size_come_out_as_they_went_in(slots: int, slot_bytes: int) -> None:
     pair, luck = Pair(slots, slot_bytes), random.Random(1)
-    most = pair.geometry.message_bytes_max
+    most = slots * slot_bytes - RECORD_BYTES
     for length in [0, 1, most, most - 1, *(luck.randint(0, most) for _ in range(200))]:
         message = luck.randbytes(length)
         cut = luck.randint(0, length)
@@ -63,8 +63,7 @@ def test_messages_of_every_size_come_out_as_they_went_in(slots: int, slot_bytes:
 def test_a_message_takes_as_many_slots_as_it_needs() -> None:
     geometry = Geometry(4, 256)
     assert [geometry.slots_for(n) for n in (0, 256 - RECORD_BYTES, 257 - RECORD_BYTES)] == [1, 1, 2]
-    assert geometry.slots_for(geometry.message_bytes_max) == 4
-    assert geometry.slots_for(geometry.message_bytes_max + 1) == 5
+    assert [geometry.slots_for(n) for n in (4 * 256 - RECORD_BYTES, 4 * 256 - RECORD_BYTES + 1)] == [4, 5]
 
 
 def test_a_message_that_was_overwritten_is_not_believed() -> None:
