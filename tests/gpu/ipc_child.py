@@ -17,7 +17,6 @@ import torch
 from torchft_like.process_group.baby.cuda_sharing import (
     EventMessage,
     Export,
-    MemoryMessage,
     MirroredStreams,
     OwnEvents,
     PeerEvents,
@@ -69,7 +68,7 @@ class Child:
             export = self.exports[storage.data_ptr()] = Export(storage)
         if export.number not in self.told:
             self.told.add(export.number)
-            assert self.ask("map", export.message)
+            assert self.ask("map", (export.number, *export.details))
         return export.number
 
     def add(self, tensor: torch.Tensor, value: float, cycles: int = 0) -> int:
@@ -113,7 +112,7 @@ class _Server:
             self.peer_events.open(message)
         return self.events.prepare(torch.cuda.current_stream(), EVENTS_PREPARED)
 
-    def map(self, message: MemoryMessage) -> bool:
+    def map(self, message: tuple[int, int, bytes, int, int]) -> bool:
         number, device, handle, nbytes, offset = message
         self.mapped[number] = TorchCuda().open(device, handle, nbytes, offset)
         return True

@@ -111,7 +111,7 @@ def storage_of(count: int = 4) -> torch.UntypedStorage:
 
 def test_each_memory_has_a_number_of_its_own(machine: Machine) -> None:
     first, second = (Export(storage_of(), machine) for _ in range(2))
-    assert first.message == (first.number, 0, b"handle", 16, 512)
+    assert first.details == (0, b"handle", 16, 512)
     assert second.number != first.number
     assert machine.counters == [1, 1]
 

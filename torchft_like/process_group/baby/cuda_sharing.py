@@ -35,7 +35,6 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
-import itertools
 import struct
 import threading
 import weakref
@@ -51,7 +50,7 @@ from torch.futures import Future
 
 from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
-from torchft_like.process_group.baby.messages import UNASKED, Outcome, TensorSpec
+from torchft_like.process_group.baby.messages import UNASKED, Outcome
 from torchft_like.process_group.baby.requests import RemoteOperation, Request
 from torchft_like.process_group.baby.tensor_sharing import (
     SLAB_BYTES_MAX,
@@ -60,6 +59,7 @@ from torchft_like.process_group.baby.tensor_sharing import (
     CallTensors,
     Exporter,
     Importer,
+    Segment,
     copy_all,
 )
 from torchft_like.process_group.collectives import Call
@@ -68,8 +68,6 @@ from torchft_like.process_group.work import FOREVER
 # Returns whether the device has passed a certain point.
 IsPast = Callable[[], bool]
 
-# (number, device, handle of the allocation, bytes, offset in it)
-MemoryMessage = tuple[int, int, bytes, int, int]
 # (number, device, handle the first time and None later)
 EventMessage = tuple[int, int, bytes | None]
 # (device, torch's id of the stream, priority)
@@ -138,8 +136,10 @@ class TorchCuda:
 TORCH_CUDA = TorchCuda()
 
 
-class Export:
+class Export(Segment):
     """Memory of this process that any number of subprocesses may map, one after the other.
+
+    Its details are the device, the handle of the allocation, the bytes, and the offset in the allocation.
 
     Raises:
         NotSupportedError: the memory cannot be shared; the text says why.
@@ -154,20 +154,12 @@ class Export:
                 f"CUDA memory cannot be shared with the subprocess: {error}. Memory from torch's own "
                 "allocator without expandable_segments can"
             ) from error
+        super().__init__(device, handle, nbytes, offset)
         self._counter = counter, counter_offset
-        self.message: MemoryMessage = (next(_numbers), device, handle, nbytes, offset)
-
-    @property
-    def number(self) -> int:
-        """The number of the memory in messages."""
-        return self.message[0]
 
     def release(self) -> None:
         """Return the memory to torch with its storage: no subprocess maps it any more, and none will."""
         self._cuda.decrement(*self._counter)
-
-
-_numbers = itertools.count(1)
 
 
 class OwnEvents:
@@ -302,7 +294,7 @@ def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
     return (number, device, note[_NOTE.size + 8 * count :] or None), numbers
 
 
-class Arena(Blocks[Export]):
+class Arena(Blocks):
     """A pool of blocks on one device."""
 
     BLOCK_BYTES_MIN = 512  # the alignment of torch's own allocator
@@ -312,10 +304,10 @@ class Arena(Blocks[Export]):
         self.device = device
         self._cuda = cuda
         self._exports: list[Export] = []
-        self._late: list[tuple[IsPast, list[Block[Export]]]] = []
+        self._late: list[tuple[IsPast, list[Block]]] = []
         weakref.finalize(self, _release, self._exports).atexit = False
 
-    def give_back_when(self, is_past: IsPast, blocks: Iterable[Block[Export]]) -> None:
+    def give_back_when(self, is_past: IsPast, blocks: Iterable[Block]) -> None:
         """Take blocks back as soon as the device has passed the point that `is_past` asks about."""
         with _settling:
             self._late.append((is_past, list(blocks)))
@@ -325,7 +317,7 @@ class Arena(Blocks[Export]):
         """Keep the arena for ever, because a subprocess that cannot be killed maps it."""
         _lost.append(self)
 
-    def _take(self, nbytes: int) -> Block[Export]:
+    def _take(self, nbytes: int) -> Block:
         with _settling:
             for arena in tuple(_with_late_blocks):
                 arena._collect()
@@ -425,13 +417,13 @@ class RemoteCudaOperation(RemoteOperation):
         return self.explain(error) or error
 
 
-class CudaExporter(Exporter[Export]):
+class CudaExporter(Exporter):
     """The trainer's side, with the device and the memory of the group."""
 
     OPERATION = RemoteCudaOperation
 
     def __init__(self, device: torch.device, arena: Arena, cuda: TorchCuda = TORCH_CUDA) -> None:
-        super().__init__()
+        super().__init__(arena)
         self.cuda = cuda
         self.device = device
         self._lock = threading.Lock()
@@ -442,7 +434,6 @@ class CudaExporter(Exporter[Export]):
         self.running: deque[_CudaCallTensors] = deque()  # until their operations are over
         self.failed: list[_CudaCallTensors] = []  # until the subprocess is dead
         self.is_dead = False  # or cannot be killed
-        self._is_abandoned = False
 
     def export(self, call: Call) -> _CudaCallTensors:
         self._forget_what_is_over()
@@ -470,7 +461,7 @@ class CudaExporter(Exporter[Export]):
 
     def abandon(self) -> None:
         """Keep the arena for ever. The caller's tensors are safe: the subprocess sees only the arena."""
-        self._is_abandoned = True
+        super().abandon()
         self._arena.lose()
 
     def close(self) -> None:
@@ -483,23 +474,16 @@ class CudaExporter(Exporter[Export]):
             while self.failed:
                 self.failed.pop().let_go()
 
-    def stage(self, tensor: Tensor) -> tuple[Block[Export], TensorSpec]:
+    def find(self, tensor: Tensor) -> None:
         if tensor.device != self.device or tensor.layout is not torch.strided:
             raise NotSupportedError(
                 f"a {tensor.layout} tensor on {tensor.device} cannot be handed to the subprocess of a "
                 f"group on {self.device}: only dense tensors of that device can"
             )
-        block, spec = self._arena.stage(tensor)
-        self._map(*block.segment.message)
-        return block, spec
 
-    def give_back(self, blocks: list[Block[Export]], is_past: IsPast | None = None) -> None:
-        """Take back unused blocks, once the device has passed a point of this process's, if one is given."""
-        if self._is_abandoned:
-            return
-        if is_past is None:
-            self._arena.give_back(blocks)
-        else:
+    def give_back_when(self, is_past: IsPast, blocks: list[Block]) -> None:
+        """Take back unused blocks, once the device has passed a point of this process's."""
+        if not self._is_abandoned:
             self._arena.give_back_when(is_past, blocks)
 
     def context(self, stream: torch.cuda.Stream) -> bytes:
@@ -552,7 +536,7 @@ class CudaExporter(Exporter[Export]):
                 self._peers.skip(number)
 
 
-class _CudaCallTensors(CallTensors[Export]):
+class _CudaCallTensors(CallTensors):
     """The tensors of a call on a device.
 
     It goes through three states: a stream has to wait for the end of the operation (`_end`), the results have
@@ -667,8 +651,10 @@ class _CudaCallTensors(CallTensors[Export]):
                 is_past: IsPast | None = keeping(self._call, self._done.query)
             else:
                 is_past = None if self._stream is None else self._exporter.cuda.mark(self._stream)
-        if blocks:
-            self._exporter.give_back(blocks, is_past)
+        if blocks and is_past is not None:
+            self._exporter.give_back_when(is_past, blocks)
+        else:
+            self._exporter.give_back(blocks)
 
     def _bring_back(self, stream: torch.cuda.Stream) -> None:
         """Make a stream that comes after the operation copy its outputs, once."""
@@ -681,7 +667,7 @@ class _CudaCallTensors(CallTensors[Export]):
 
 
 # Stands in for blocks that were given back.
-_GONE: list[Block[Export]] = []
+_GONE: list[Block] = []
 
 
 class CudaImporter(Importer):

@@ -98,7 +98,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         backend = self._remote()
         return 0 if backend is None else backend.num_active_work()
 
-    def _exporter(self) -> Exporter[Any]:
+    def _exporter(self) -> Exporter:
         """Make the exporter of the tensors of a new generation."""
         raise NotImplementedError
 
@@ -236,7 +236,7 @@ class RemoteBackend:
 
     rest_s_max = None
 
-    def __init__(self, child: Child, exporter: Exporter[Any], abort: AbortSignal) -> None:
+    def __init__(self, child: Child, exporter: Exporter, abort: AbortSignal) -> None:
         self._child = child
         self._exporter = exporter
         self._abort = abort
@@ -351,7 +351,7 @@ class RemoteBackend:
         operation.wait()
         return None
 
-    def _encoded(self, call: Call, call_tensors: CallTensors[Any]) -> tuple[Any, ...]:
+    def _encoded(self, call: Call, call_tensors: CallTensors) -> tuple[Any, ...]:
         try:
             data = encode_call(call.collective.name, call.args, call.kwargs, call_tensors.locate)
             context = call_tensors.context()

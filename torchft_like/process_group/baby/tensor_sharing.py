@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -61,39 +61,47 @@ Send = Callable[[Message, tuple[int, ...]], None]
 Copies = list[tuple[Tensor, Tensor]]
 
 
-class Numbered(Protocol):
-    """A segment of shared memory."""
-
-    @property
-    def number(self) -> int:
-        """The segment's number, which never stands for two segments."""
+_numbers = itertools.count(1)
 
 
-S = TypeVar("S", bound=Numbered)
+class Segment:
+    """Memory that both processes see.
+
+    Args:
+        details, descriptors: what the subprocess needs to map it.
+
+    Attributes:
+        number: never stands for two segments.
+    """
+
+    def __init__(self, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
+        self.number = next(_numbers)
+        self.details = details
+        self.descriptors = descriptors
 
 
 @dataclass(frozen=True, eq=False)
-class Block(Generic[S]):
+class Block:
     """A part of a segment. `life` identifies the blocks made between two calls of `Blocks.close`."""
 
-    segment: S
+    segment: Segment
     storage: torch.UntypedStorage
     start: int
     nbytes: int
     life: object
 
 
-class Blocks(ABC, Generic[S]):
+class Blocks(ABC):
     """A pool of blocks. Until `close` it keeps as many as were ever in use at once."""
 
     BLOCK_BYTES_MIN = 64
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._free: dict[int, list[Block[S]]] = defaultdict(list)
+        self._free: dict[int, list[Block]] = defaultdict(list)
         self._life = object()
 
-    def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
+    def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
         """Return a block with room for the tensor's elements, in contiguous order, and its description.
 
         Raises:
@@ -102,8 +110,7 @@ class Blocks(ABC, Generic[S]):
         block = self._take(tensor.numel() * tensor.element_size())
         return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
 
-    def give_back(self, blocks: Iterable[Block[S]]) -> None:
-        """Let the blocks be used for other tensors."""
+    def give_back(self, blocks: Iterable[Block]) -> None:
         with self._lock:
             for block in blocks:
                 if block.life is self._life:
@@ -116,38 +123,37 @@ class Blocks(ABC, Generic[S]):
             self._life = object()
 
     @abstractmethod
-    def _make_segment(self, nbytes: int) -> tuple[S, torch.UntypedStorage]:
+    def _make_segment(self, nbytes: int) -> tuple[Segment, torch.UntypedStorage]:
         """Make a segment; return it, and the storage that it is in this process."""
 
     def _size(self, nbytes: int) -> int:
-        """Return the size of the block that is used for `nbytes` bytes."""
         return max(self.BLOCK_BYTES_MIN, 1 << (nbytes - 1).bit_length())
 
-    def _take(self, nbytes: int) -> Block[S]:
+    def _take(self, nbytes: int) -> Block:
         size = self._size(nbytes)
         with self._lock:
             if not self._free[size]:
                 self._free[size].extend(self._make(size))
             return self._free[size].pop()
 
-    def _make(self, size: int) -> Iterator[Block[S]]:
+    def _make(self, size: int) -> Iterator[Block]:
         slab = max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX))
         segment, storage = self._make_segment(slab)
         for start in range(0, slab, size):
             yield Block(segment, storage, start, size, self._life)
 
 
-class CallTensors(ABC, Generic[S]):
+class CallTensors(ABC):
     """The tensors of one call, which are kept alive while the subprocess may use them.
 
     One thread at a time makes and fills them.
     """
 
-    def __init__(self, call: Call, exporter: Exporter[S]) -> None:
+    def __init__(self, call: Call, exporter: Exporter) -> None:
         self._call: Call | None = call
         self._exporter = exporter
         self._located: dict[int, TensorSpec] = {}  # a tensor that is output and input is one for both sides
-        self._blocks: list[Block[S]] = []
+        self._blocks: list[Block] = []
         self._inputs: Copies = []
         self._outputs: Copies = []
 
@@ -201,8 +207,11 @@ def copy_all(copies: Copies) -> None:
             torch._foreach_copy_(targets, sources)
 
 
-class Exporter(ABC, Generic[S]):
+class Exporter(ABC):
     """The trainer's side of one subprocess's memory.
+
+    Args:
+        blocks: where tensors are staged.
 
     Attributes:
         send: sends the subprocess what it has to know before a request; the backend sets it.
@@ -211,26 +220,39 @@ class Exporter(ABC, Generic[S]):
     # The class of the operations behind the caller's works.
     OPERATION: ClassVar[type[RemoteOperation]] = RemoteOperation
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: Blocks) -> None:
+        self._blocks = blocks
         self._mapped: set[int] = set()
+        self._is_abandoned = False
         self.send: Send = drop
 
     @abstractmethod
-    def export(self, call: Call) -> CallTensors[S]:
+    def export(self, call: Call) -> CallTensors:
         """Return an object for the tensors of one call."""
 
-    def find(self, tensor: Tensor) -> TensorSpec | None:
-        """Return where the subprocess sees the tensor itself; None if it has to be staged."""
-        return None
-
     @abstractmethod
-    def stage(self, tensor: Tensor) -> tuple[Block[S], TensorSpec]:
-        """Make room for a tensor, and tell the subprocess of its memory."""
+    def find(self, tensor: Tensor) -> TensorSpec | None:
+        """Return where the subprocess sees the tensor itself; None if it has to be staged.
 
-    def greeting(self) -> Any:
+        Raises:
+            NotSupportedError: the subprocess cannot be given the tensor; the text says why.
+        """
+
+    def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
+        """Make room for a tensor, and tell the subprocess of its memory."""
+        block, spec = self._blocks.stage(tensor)
+        self._map(block.segment)
+        return block, spec
+
+    def give_back(self, blocks: Iterable[Block]) -> None:
+        """Take back the blocks of a request that is settled."""
+        if not self._is_abandoned:
+            self._blocks.give_back(blocks)
+
+    def greeting(self) -> Any:  # noqa: B027 - not every kind of memory needs one
         """Return what the subprocess's side is made of, as plain data."""
 
-    def greeted(self, greeting: Any) -> None:
+    def greeted(self, greeting: Any) -> None:  # noqa: B027
         """Take the greeting of the subprocess's side, which it sent when it was made."""
 
     def cut_off(self) -> int:
@@ -244,19 +266,19 @@ class Exporter(ABC, Generic[S]):
         """Return whether a device has yet to pass an answered operation, or the copies of its results."""
         return False
 
-    @abstractmethod
     def abandon(self) -> None:
         """Never use again what the subprocess may still touch, because it does not die."""
+        self._is_abandoned = True
 
     @abstractmethod
     def close(self) -> None:
         """Take everything back: the subprocess is dead and reaped."""
 
-    def _map(self, number: int, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
+    def _map(self, segment: Segment) -> None:
         """Let the subprocess map a segment, unless it has."""
-        if number not in self._mapped:
-            self._mapped.add(number)
-            self.send((ToChild.MAP.value, UNASKED, number, *details), descriptors)
+        if segment.number not in self._mapped:
+            self._mapped.add(segment.number)
+            self.send((ToChild.MAP.value, UNASKED, segment.number, *segment.details), segment.descriptors)
 
 
 def drop(message: Message, descriptors: tuple[int, ...]) -> None:
@@ -285,7 +307,6 @@ class Importer:
         self._tensors.pop(number, None)
 
     def tensor(self, spec: TensorSpec) -> Tensor:
-        """Return the tensor that a request describes."""
         number = storage_of(spec)
         known = self._tensors[number]
         if (tensor := known.get(spec)) is None:
@@ -310,27 +331,15 @@ class Importer:
 _NOTHING = contextlib.nullcontext()
 
 
-_numbers = itertools.count(1)
 _maps = Path("/proc/self/maps")
 
 
-@dataclass(frozen=True, eq=False)
-class Segment:
-    """A file in memory: its number, and its descriptor in this process."""
-
-    number: int
-    descriptor: int
-    nbytes: int
-
-
-class CpuExporter(Exporter[Segment]):
+class CpuExporter(Exporter):
     """The trainer's side; tensors that do not live in shared memory are staged in blocks of `staging`."""
 
     def __init__(self, staging: Staging) -> None:
-        super().__init__()
-        self._staging = staging
+        super().__init__(staging)
         self._exports = Exports()
-        self._is_abandoned = False
 
     def export(self, call: Call) -> _CpuCallTensors:
         for number in self._exports.take_dead():
@@ -342,33 +351,15 @@ class CpuExporter(Exporter[Segment]):
         require_dense(tensor)
         if (found := self._exports.find(tensor)) is None:
             return None
-        self._map_segment(found[0])
+        self._map(found[0])
         return found[1]
-
-    def stage(self, tensor: Tensor) -> tuple[Block[Segment], TensorSpec]:
-        block, spec = self._staging.stage(tensor)
-        self._map_segment(block.segment)
-        return block, spec
-
-    def abandon(self) -> None:
-        self._is_abandoned = True
 
     def close(self) -> None:
         """Drop the exports; the subprocess's view of the memory went with the process."""
         self._exports.close()
 
-    def give_back(self, blocks: Iterable[Block[Segment]]) -> None:
-        """Take back the blocks of a request that is settled."""
-        if not self._is_abandoned:
-            self._staging.give_back(blocks)
 
-    def _map_segment(self, segment: Segment) -> None:
-        self._map(segment.number, segment.nbytes, descriptors=(segment.descriptor,))
-
-
-class _CpuCallTensors(CallTensors[Segment]):
-    _exporter: CpuExporter
-
+class _CpuCallTensors(CallTensors):
     def context(self) -> None:
         copy_all(self._inputs)
 
@@ -436,7 +427,7 @@ class Exports:
         if not storage.is_shared() or tensor.is_conj() or tensor.is_neg():
             return None
         segment = self._known.get(storage._cdata)
-        if segment is None or segment.nbytes != storage.nbytes():
+        if segment is None or segment.details != (storage.nbytes(),):
             segment = self._export(storage) if _is_nameless(storage) else None
         return None if segment is None else (segment, spec_of(tensor, segment.number))
 
@@ -445,7 +436,6 @@ class Exports:
         return [self._dead.popleft() for _ in range(len(self._dead))]
 
     def close(self) -> None:
-        """Stop watching all storages."""
         for watch in list(self._watches.values()):
             watch.detach()
         self._watches.clear()
@@ -455,7 +445,7 @@ class Exports:
         descriptor, nbytes = storage._share_fd_cpu_()
         if descriptor < 0:  # torch has kept no descriptor of a file that was mapped and then unlinked
             return None
-        segment = Segment(next(_numbers), descriptor, nbytes)
+        segment = Segment(nbytes, descriptors=(descriptor,))
         key = storage._cdata
         self._known[key] = segment
         watch = self._watches[segment.number] = weakref.finalize(storage, self._forget, key, segment)
@@ -480,24 +470,19 @@ def _is_nameless(storage: torch.UntypedStorage) -> bool:
     return False
 
 
-class Staging(Blocks[Segment]):
+class Staging(Blocks):
     """Blocks for tensors that do not live in shared memory."""
 
     def _make_segment(self, nbytes: int) -> tuple[Segment, torch.UntypedStorage]:
-        segment = _make_segment(nbytes)
-        return segment, open_segment(segment.descriptor, segment.nbytes)
-
-
-def _make_segment(nbytes: int) -> Segment:
-    descriptor = os.memfd_create("torchft-staging", os.MFD_CLOEXEC)
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        os.close(descriptor)
-        raise ProcessGroupError(
-            f"no shared memory left for {nbytes} bytes ({error.strerror}): use fewer or smaller tensors at a "
-            "time, or tensors that live in shared memory (Tensor.share_memory_)"
-        ) from error
-    segment = Segment(next(_numbers), descriptor, nbytes)
-    weakref.finalize(segment, os.close, descriptor)
-    return segment
+        descriptor = os.memfd_create("torchft-staging", os.MFD_CLOEXEC)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            os.close(descriptor)
+            raise ProcessGroupError(
+                f"no shared memory left for {nbytes} bytes ({error.strerror}): use fewer or smaller tensors "
+                "at a time, or tensors that live in shared memory (Tensor.share_memory_)"
+            ) from error
+        segment = Segment(nbytes, descriptors=(descriptor,))
+        weakref.finalize(segment, os.close, descriptor)
+        return segment, open_segment(descriptor, nbytes)

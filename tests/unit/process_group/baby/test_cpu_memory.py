@@ -32,7 +32,7 @@ def shared(tensor: torch.Tensor) -> torch.Tensor:
 
 def seen_through(segment: Segment, spec: TensorSpec) -> torch.Tensor:
     """The tensor as another process would map it."""
-    return tensor_at(open_segment(segment.descriptor, segment.nbytes), spec)
+    return tensor_at(open_segment(*segment.descriptors, *segment.details), spec)
 
 
 def test_views_of_one_storage_are_one_segment() -> None:

@@ -379,7 +379,7 @@ def test_a_tensor_of_another_device_is_refused_by_name() -> None:
     device, machine = torch.device("cuda", 0), OneDevice()
     exporter = CudaExporter(device, Arena(device, machine), machine)
     with pytest.raises(NotSupportedError, match=r"cpu.*cuda:0"):
-        exporter.stage(torch.zeros(2))
+        exporter.find(torch.zeros(2))
 
 
 def test_the_work_says_how_it_ended(pair: Pair) -> None:
