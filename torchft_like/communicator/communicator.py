@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Concatenate, NamedTuple, NoReturn, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,6 +56,9 @@ from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.long_waits import calls, watch_calls
+
+if TYPE_CHECKING:  # queues know communicators
+    from torchft_like.message_queue import MessageQueue
 
 # Any object that has torch's collectives as methods.
 Group = Any
@@ -193,17 +196,6 @@ class CoordinatorOptions:
             raise ValueError(f"message_bytes_max is {self.message_bytes_max}: it must be positive")
 
 
-class Ending(Protocol):
-    """An object that ends with the groups."""
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether the object has ended."""
-
-    def shutdown(self, timeout: float) -> None:
-        """End the object; any thread may call this, any number of times."""
-
-
 class ToldToAllError(Exception):
     """An error kept this rank from a call: the other ranks know, and none has begun the call."""
 
@@ -271,7 +263,7 @@ class Communicator:
         self.is_watched = epoch is not None or any(each.hides_errors for each in self._each)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
-        self._ending: list[Ending] = []
+        self._queues: list[MessageQueue] = []
         watch_calls()
 
     @classmethod
@@ -370,12 +362,12 @@ class Communicator:
         """End operations under way, on this rank and on the peers."""
         for channel in self._each:
             channel.break_off(reason)
-        for end in self._ending:
-            end.shutdown(timeout=0)
+        for queue in self._queues:
+            queue.shutdown(timeout=0)
 
-    def when_broken_off(self, end: Ending) -> None:
-        """End this object when the groups are taken down."""
-        self._ending = [*(known for known in self._ending if not known.is_closed), end]
+    def when_broken_off(self, queue: MessageQueue) -> None:
+        """End the queue when the groups are taken down."""
+        self._queues = [*(known for known in self._queues if not known.is_closed), queue]
 
     # ---------------------------------------------------------------------- agreement
 

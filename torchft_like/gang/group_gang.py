@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, Self, final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, TCPStore
+from torch._C._distributed_c10d import AllreduceOptions
 from torch.distributed import ReduceOp
 
 from lighthouse.address import Address
@@ -74,7 +74,7 @@ from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.collectives import ALLREDUCE
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, serve_store, server_of
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of, serving_store
 from torchft_like.runtime.hosts import own_host
 
 # Constants, because an enum looks its members up in Python.
@@ -516,10 +516,8 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
     ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
     own = next((ranks for ranks in partition if rank in ranks), ())
     timeout = timeout_of(group, communicator.device)
-    store, text = _serve(group, timeout) if len(own) > 1 and own[0] == rank else (None, "")
     with ExitStack() as until_met:
-        until_met.callback(_let_go, store)
-        del store  # an error that the caller keeps would keep this frame, and the server
+        text = _serve(group, timeout, until_met) if len(own) > 1 and own[0] == rank else ""
         statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
         payload = text.encode()[:PAYLOAD_BYTES_MAX]
         records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
@@ -535,12 +533,11 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
         return Part(made, group, ending)
 
 
-def _serve(group: dist.ProcessGroup, timeout: timedelta) -> tuple[TCPStore | None, str]:
+def _serve(group: dist.ProcessGroup, timeout: timedelta, until_met: ExitStack) -> str:
     try:
-        store, address = serve_store(own_host(_store_of(group)), timeout)
+        return str(until_met.enter_context(serving_store(own_host(_store_of(group)), timeout)))
     except (BindError, RuntimeError) as error:
-        return None, f"{_NOT_SERVED}{error}"
-    return store, str(address)
+        return f"{_NOT_SERVED}{error}"
 
 
 def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:
@@ -557,10 +554,6 @@ def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communic
         )
         part.group.barrier().wait()
     part.ending.check()
-
-
-def _let_go(store: object) -> None:
-    """Drop the last reference to a store, which is this call's argument, and with it the server."""
 
 
 def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:

@@ -37,7 +37,7 @@ from torchft_like.communicator.communicator import Communicator, CoordinatorOpti
 from torchft_like.communicator.handle import Epoch, Handle
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.candidate import Answer, Candidate, Request, Stage
-from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin
 from torchft_like.core.stall_watch import Wait
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
@@ -555,20 +555,10 @@ class Member:
             return None
         return Wait("meeting", change.membership.epoch)
 
-    def group_lost(self, reason: str) -> None:
-        """Do nothing: it is this member that has hung up."""
+    def group_lost(self, *_: object) -> None:
+        """Do nothing: it has no other ranks and no steps to vote on, and asks for every quorum."""
 
-    def verdict(self, verdict: Verdict) -> None:
-        """Do nothing: there is no step to vote on."""
-
-    def step_lost(self, quorum_id: int) -> None:
-        """Do nothing: there is no other rank that could lose a step."""
-
-    def hold(self, quorum_id: int) -> None:
-        """Do nothing: it asks for every quorum."""
-
-    def released(self, quorum_id: int, ask_at: int | None) -> None:
-        """Do nothing: it asks for every quorum."""
+    verdict = step_lost = hold = released = group_lost
 
 
 NAME_CHARACTERS_MAX = 200

@@ -26,11 +26,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from lighthouse.address import Address
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.store import StoreAddress, parse_store_address, serve_store, server_of
+from torchft_like.process_group.store import StoreAddress, parse_store_address, server_of, serving_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
 
@@ -90,7 +89,7 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
     key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
     with contextlib.ExitStack() as until_met:
         if rank == 0:
-            published = server or until_met.enter_context(_served_store(timeout))
+            published = server or until_met.enter_context(serving_store(own_host(), timeout))
             store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         try:
             store.wait([key], timeout)
@@ -101,12 +100,3 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
         place = parse_store_address(store.get(key).decode())
         # Each member uses torch's store by a name that is valid on its host.
         yield StoreAddress(server or place.server, place.prefix)
-
-
-@contextlib.contextmanager
-def _served_store(timeout: timedelta) -> Iterator[Address]:
-    server, address = serve_store(own_host(), timeout)
-    try:
-        yield address
-    finally:
-        del server  # an error that the caller keeps would keep this frame, and the server

@@ -129,6 +129,16 @@ def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
     return server, Address(host, port)
 
 
+@contextlib.contextmanager
+def serving_store(host: str, timeout: timedelta) -> Iterator[Address]:
+    """Serve a store, as `serve_store` does, for the time of a block."""
+    server, address = serve_store(host, timeout)
+    try:
+        yield address
+    finally:
+        del server  # an error that the caller keeps would keep this frame, and the server
+
+
 def server_of(store: Store) -> Address | None:
     """Return the address of a TCPStore, under any number of prefixes; None for a store of another kind."""
     while isinstance(store, PrefixStore):

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self, TypeVar, Unpack
 
-import torch
 from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
@@ -40,6 +39,18 @@ class _OpenToOthers(type(ProcessGroup), ABCMeta):  # type: ignore[misc] # pybind
     """A metaclass that lets a class count as one that it does not derive from."""
 
 
+_REQUIRED = object()
+
+
+def _of_inner(name: str, otherwise: object = _REQUIRED) -> Any:
+    """Return the property of a wrapper that has the inner group's value; `otherwise` before there is one."""
+
+    def read(self: ProcessGroupWrapper) -> object:
+        return otherwise if self._pg is None and otherwise is not _REQUIRED else getattr(self.parent, name)
+
+    return property(read)
+
+
 class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     """A group that hands every call to `parent`.
 
@@ -48,6 +59,14 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
           keeps its own.
         pg: the inner group.
     """
+
+    configuration = _of_inner("configuration")
+    timeout = _of_inner("timeout")
+    _device_types = _of_inner("_device_types")
+    store_address = _of_inner("store_address", None)
+    divides = _of_inner("divides", False)
+    hides_errors = _of_inner("hides_errors", False)
+    counts_participants = _of_inner("counts_participants", False)
 
     def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT, pg: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -84,36 +103,12 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     def hidden_error(self) -> Exception | None:
         return None if self._pg is None else self._pg.hidden_error()
 
-    @property
-    def configuration(self) -> Configuration:
-        return self.parent.configuration  # type: ignore[no-any-return]
-
-    @property
-    def store_address(self) -> StoreAddress | None:
-        return None if self._pg is None else self._pg.store_address
-
     def innermost(self) -> ProcessGroup:
         return self if self._pg is None else self._pg.innermost()
 
     def make_alike(self) -> ProcessGroup | None:
         """Make another group like the inner one, without the wrapper."""
         return None if self._pg is None else self._pg.make_alike()
-
-    @property
-    def timeout(self) -> timedelta:
-        return self.parent.timeout  # type: ignore[no-any-return]
-
-    @property
-    def divides(self) -> bool:  # type: ignore[override] # no caller sets it
-        return self._pg is not None and self._pg.divides
-
-    @property
-    def hides_errors(self) -> bool:  # type: ignore[override] # no caller sets it
-        return self._pg is not None and self._pg.hides_errors
-
-    @property
-    def counts_participants(self) -> bool:  # type: ignore[override] # no caller sets it
-        return self._pg is not None and self._pg.counts_participants
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
@@ -127,10 +122,6 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
 
     def getBackendName(self) -> str:  # noqa: N802
         return self.parent.getBackendName()  # type: ignore[no-any-return]
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return self.parent._device_types  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"

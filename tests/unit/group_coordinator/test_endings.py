@@ -78,7 +78,7 @@ def test_queues_that_were_shut_down_are_let_go_of(party: Party) -> None:
     for coordinator in coordinators:
         assert len(coordinator._queues) == 1
         assert coordinator._communicator is not None
-        assert len(coordinator._communicator._ending) == 1
+        assert len(coordinator._communicator._queues) == 1
 
 
 def test_who_has_left_counts_nobody(crew: Crew) -> None:
