@@ -223,7 +223,6 @@ def _shown_key(key: object) -> str:
 
 
 def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """Return the tensor on this memory."""
     if not data:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return torch.frombuffer(data, dtype=dtype).view(shape)
@@ -246,7 +245,6 @@ def settled(tensor: Tensor) -> Tensor:
 
 
 def nbytes_of(leaf: Leaf) -> int:
-    """Return the bytes of a leaf's elements."""
     return len(leaf) if isinstance(leaf, bytes) else leaf.nbytes
 
 
@@ -458,7 +456,6 @@ class Sheet:
             self.meshes: dict[object, int] = {}
 
     def write(self, value: object, depth: int) -> None:
-        """Write any value."""
         self.writers.get(type(value), self.schema.other)(value, self, depth)
 
     def claim(self, nbytes: int) -> None:
@@ -470,7 +467,6 @@ class Sheet:
             )
 
     def put_data(self, tag: int, data: bytes) -> None:
-        """Write a tag, a length and that many bytes."""
         self.claim(len(data))
         self.put(LENGTH.pack(tag, len(data)))
         self.put(data)
@@ -499,7 +495,6 @@ class Sheet:
 
 
 def refuse(value: object, sheet: Sheet, _: int) -> None:
-    """Refuse a value of a type that cannot be sent."""
     name = name_of(value)
     article = "an" if name[0] in "aeiou" else "a"
     cure, allowed = next(cure for fits, cure in _CURES if fits(value)), sheet.schema.allowed
@@ -569,14 +564,12 @@ def write_ordered_dict(value: OrderedDict[object, object], sheet: Sheet, depth: 
 
 
 def about_key(key: object, schema: Schema) -> str:
-    """Describe what is wrong with a key that cannot be sent."""
     names = sorted(kind.__name__ for kind in schema.keys - {tuple, type(None)})
     tuples = " and tuples of these" if tuple in schema.keys else ""
     return f"is under a key of type {name_of(key)}; keys that travel are None, {', '.join(names)}{tuples}"
 
 
 def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
-    """Write a dense tensor, as a leaf beside the structure."""
     if value.is_nested:
         raise UnfitType("is a nested tensor: only dense ones travel; pass `.unbind()`")
     if value.layout is not torch.strided or value.is_quantized:
@@ -833,7 +826,6 @@ class Reader:
         return spec, self.leaves
 
     def next_data(self) -> bytes:
-        """Return the next leaf, which is bytes."""
         spec, leaves = self.next_spec()
         return leaves.data(spec.nbytes)
 

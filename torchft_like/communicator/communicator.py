@@ -97,7 +97,6 @@ class Channel:
             raise GroupCoordinatorError("its process group was configured anew: make a new coordinator")
 
     def hidden_error(self) -> Exception | None:
-        """Return the error that the group has hidden."""
         return None if self._own is None else self._own.hidden_error()
 
     def break_off(self, reason: str) -> None:
@@ -113,7 +112,6 @@ class Channel:
         return getattr(self.group, collective.name)(*args)
 
     def start(self, method: str, *args: Any) -> Started:
-        """Begin one collective."""
         return Started(getattr(self.group, method)(*args), self)
 
 

@@ -92,7 +92,6 @@ class Begun(NamedTuple):
 
 @call("broadcast_object")
 def broadcast_object(communicator: Communicator, obj: object, src: int) -> Any:
-    """Return the object of rank `src`, on every rank."""
     begun = start_broadcast(communicator, "broadcast_object", obj, src)
     return begun.wait() if begun.started or begun.finish is not None else begun.value
 
@@ -213,7 +212,6 @@ def send_object(communicator: Communicator, obj: object, dst: int) -> None:
 
 @call("recv_object")
 def recv_object(communicator: Communicator, src: int) -> Any:
-    """Return the object that `src` sent."""
     return start_receiving(communicator, src, communicator.tag("from", src), OBJECT).wait()
 
 
@@ -294,7 +292,6 @@ def disassembled(communicator: Communicator, value: object) -> Message:
 
 
 def check_size(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    """Check that a message is small enough."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     if nbytes > communicator.options.message_bytes_max:
         raise PlainDataError(
@@ -373,7 +370,6 @@ Received = Callable[[], tuple[TensorDict, Slices]]
 
 
 def checked_dict(value: object) -> TensorDict:
-    """Return the value, if it is a dict."""
     if type(value) is not dict:
         raise TypeError(f"a dict of tensors and plain data was expected, not a {type(value).__name__}")
     return value

@@ -34,14 +34,12 @@ def checked_dim(dim: int, dimensions: int) -> int:
 
 
 def checked_rank(rank: int, world_size: int, name: str) -> int:
-    """Return `rank`, if it is a rank of the group."""
     if not isinstance(rank, int) or isinstance(rank, bool) or not 0 <= rank < world_size:
         raise ValueError(f"{name} {rank!r} is no rank of the group: they are 0 to {world_size - 1}")
     return rank
 
 
 def checked_sizes(sizes: Sequence[int], world_size: int) -> tuple[int, ...]:
-    """Return the rows of each rank as a tuple."""
     found = tuple(sizes)
     if len(found) != world_size:
         raise ValueError(f"{len(found)} sizes for {world_size} ranks: {list(found)[:16]}")
@@ -125,7 +123,6 @@ _ADDED_AS: Mapping[torch.dtype, torch.dtype] = {
 
 
 def checked_tensor(value: object) -> Tensor:
-    """Return the value, if it is a dense tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"a dense torch tensor was expected, not {type(value).__name__}")
     if not is_dense(value):

@@ -26,7 +26,6 @@ _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 def check_source(source_rank: int, size: int) -> int:
-    """Return the rank, if a gang of `size` has it; otherwise raise a ValueError."""
     rank = operator.index(source_rank)
     if not 0 <= rank < size:
         raise ValueError(f"source_rank {rank} is not within [0, {size}), the ranks of this gang")
@@ -50,7 +49,6 @@ def check_partition(partition: Sequence[Sequence[int]], size: int) -> list[tuple
 
 
 def check_reduction(tensor: Tensor, op: ReduceOperation) -> None:
-    """Raise a ValueError if the operation is not defined for the tensor."""
     if not isinstance(op, ReduceOperation):
         raise ValueError(f"{op!r} is no ReduceOperation")
     if op is ReduceOperation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):

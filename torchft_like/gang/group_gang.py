@@ -140,7 +140,6 @@ class GroupGang(Gang):
         return tensor.is_cuda
 
     def _explained(self, what: str, error: Exception) -> GangError:
-        """Return the gang's error for an error of its group."""
         explained = GangError(f"{what} of {self!r} failed: {error}")
         self._tell(explained)
         return explained
@@ -570,7 +569,6 @@ def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """Return the limit of each operation of a group."""
     if isinstance(group, ProcessGroup):
         return group.timeout
     options = getattr(group._get_backend(device), "options", None)

@@ -795,7 +795,6 @@ class GroupCoordinator:
         self._queues = [*(known for known in self._queues if not known.is_closed), *queues]
 
     def _adopt(self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None) -> None:
-        """Take these members from now on."""
         self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
         self.device_group = self.cpu_group if device_group is None else device_group
@@ -963,7 +962,6 @@ class Barriers:
         self._pending = None
 
     def _started(self, limit: timedelta) -> Handle[None]:
-        """Begin the next barrier."""
         self._note(self._number + 1)
         with self._communicator.guard("barrier"):
             options = BarrierOptions()

@@ -111,7 +111,6 @@ class EpochGroups(AbortSignal):
                 group.configure(f"{membership.store_address}/{number}", rank, size, ends_with=self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each operation from now on."""
         for group in self._each():
             group.set_timeout(timeout)
 
@@ -386,7 +385,6 @@ class Member:
             return change
 
     def vote(self, change: Change) -> bool:
-        """Vote for a change; return False if it cannot come about any more."""
         with self._lock:
             if not change.has_met:
                 return False
@@ -406,7 +404,6 @@ class Member:
             self._say(request)
 
     def stop_waiting(self, change: Change) -> None:
-        """Give up waiting for the answer to the vote."""
         with self._lock:
             if self._candidate.stage is Stage.VOTED:
                 self._candidate.withdraw()
@@ -415,7 +412,6 @@ class Member:
                 change.end(why, Answer.IN_DOUBT)
 
     def enter(self, groups: EpochGroups, members: tuple[str, ...]) -> None:
-        """Take the members of a change for the present ones."""
         with self._lock:
             self.present, self._members = groups, members
 
@@ -810,7 +806,6 @@ class ElasticCoordinator(EpochCoordinator):
         return said
 
     def _end_epoch(self, reason: str) -> None:
-        """Give up the members."""
         try:
             self._end_present(reason)
         finally:  # whatever interrupts a farewell

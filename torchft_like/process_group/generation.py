@@ -474,7 +474,6 @@ class Generation:
         return backend.inner
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each later operation."""
         if (backend := self._backend) is not None:
             backend.set_timeout(timeout)
 

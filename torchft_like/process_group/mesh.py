@@ -330,7 +330,6 @@ class ManagedDeviceMesh(DeviceMesh):
         return isinstance(other, ManagedDeviceMesh) and self._hash_key() == other._hash_key()
 
     def __hash__(self) -> int:
-        """Return the hash of what `__eq__` compares."""
         if self._hash is None:
             self._hash = hash(self._hash_key())
         return self._hash

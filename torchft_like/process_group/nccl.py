@@ -469,7 +469,6 @@ def _constructor_environment() -> Iterator[None]:
 
 
 def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return the options object of a call; None if it has none."""
     for value in (*args, *kwargs.values()):
         if hasattr(value, "asyncOp"):
             return value

@@ -209,7 +209,6 @@ class AbortableStore(Store):
                 self._socket = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Store a value under a key."""
         self._ask(_Query.SET, self._key(key) + _with_length(value))
 
     def get(self, key: str) -> bytes:
@@ -227,11 +226,9 @@ class AbortableStore(Store):
         return self._receive_integer(self._ask(_Query.ADD, self._key(key) + struct.pack("=q", amount)))
 
     def check(self, keys: list[str]) -> bool:
-        """Return whether every key has a value."""
         return self._receive(1, self._ask(_Query.CHECK, self._keys(keys)))[0] == _READY
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Wait until every key has a value."""
         self._receive(1, self._ask(_Query.WAIT, self._keys(keys), timeout))
 
     def delete_key(self, key: str) -> bool:
@@ -244,12 +241,10 @@ class AbortableStore(Store):
         return self._receive_bytes(self._ask(_Query.COMPARE_SET, self._key(key) + values))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the limit of each later operation."""
         self._limit = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """The limit of each operation."""
         return self._limit
 
     def _deadline(self, timeout: timedelta | None = None) -> float:

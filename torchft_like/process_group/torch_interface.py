@@ -299,7 +299,6 @@ class GroupBackend(Backend):
 
     @property
     def options(self) -> Any:
-        """The group's settings."""
         return self.group.options
 
     def start_coalescing(self) -> None:

@@ -96,7 +96,6 @@ class Child:
                     signal.pidfd_send_signal(self._watch, signal.SIGKILL)
 
     def has_ended(self) -> bool:
-        """Return whether the subprocess is gone."""
         return self.wait_ended(0)
 
     def wait_ended(self, seconds: float) -> bool:
@@ -109,11 +108,9 @@ class Child:
         return bool(events.poll(seconds * 1000))
 
     def is_usable(self) -> bool:
-        """Return whether the subprocess is there and is not stopped."""
         return not self.has_ended() and (state := state_of(self.pid)) is not None and not state.is_stopped
 
     def how_ended(self) -> str:
-        """Describe how the subprocess ended."""
         return self._fork_pool.how_ended(self.pid) if self.has_ended() else "it was killed and does not end"
 
     def close(self) -> None:
@@ -189,7 +186,6 @@ class ForkPool:
             return bool(server.spares)
 
     def how_ended(self, pid: int) -> str:
-        """Describe how a fork ended."""
         with self._changed:
             if (server := self._server) is None:
                 return "its fork server has ended"

@@ -94,7 +94,6 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         return backend.lost()
 
     def num_active_work(self) -> int:
-        """Return how many operations are not over."""
         backend = self._remote()
         return 0 if backend is None else backend.num_active_work()
 
@@ -299,11 +298,9 @@ class RemoteBackend:
 
     @property
     def pid(self) -> int:
-        """The process id of the subprocess."""
         return self._child.pid
 
     def num_active_work(self) -> int:
-        """Return how many operations are not over."""
         self._requests.look()
         return self._requests.count()
 

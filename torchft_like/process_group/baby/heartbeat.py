@@ -115,7 +115,6 @@ class Heartbeat:
         return why_silent(silent_s, is_stopped=state.is_stopped)
 
     def close(self) -> None:
-        """Close this end."""
         self._end.close()
 
     def _has_answered(self) -> bool:

@@ -91,7 +91,6 @@ class Channel:
         return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor."""
         return self._socket.fileno()
 
     def send(
@@ -161,7 +160,6 @@ class Channel:
         return bool(self._poll(select.POLLIN, 0))
 
     def close(self) -> None:
-        """Close this end."""
         self._socket.close()
 
     def _receive(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:

@@ -166,7 +166,6 @@ class Requests:
             self._read_in_turn(deadline=0)
 
     def count(self) -> int:
-        """Return how many requests are not settled."""
         return len(self._open)
 
     def end(self) -> None:
