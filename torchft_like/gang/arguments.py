@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterator, Sequence
+from enum import Enum
 
 import torch
 from torch import Tensor
@@ -18,11 +19,22 @@ from torch import Tensor
 from torchft_like.communicator.tensors import addable
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import NotSupportedError
-from torchft_like.gang.base import ReduceOperation
 from torchft_like.writing import is_dense, overlaps_itself
 
 # By bytes: the bits are copied.
 _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
+
+
+class ReduceOperation(Enum):
+    """The operation by which `all_reduce` makes one tensor of many. For bools SUM and MAX mean "or", PRODUCT
+    and MIN "and".
+    """
+
+    SUM = 1
+    MEAN = 2
+    PRODUCT = 3
+    MIN = 4
+    MAX = 5
 
 
 def check_source(source_rank: int, size: int) -> int:

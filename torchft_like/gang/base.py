@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from enum import Enum
 from typing import NoReturn
 
 import numpy as np
@@ -18,21 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from torchft_like.errors import GangError, OperationalError
+from torchft_like.gang.arguments import ReduceOperation, check_dense, check_gather_list
 
 _HALF = 2**32
 _INT64 = range(-(2**63), 2**63)
-
-
-class ReduceOperation(Enum):
-    """The operation by which `all_reduce` makes one tensor of many. For bools SUM and MAX mean "or", PRODUCT
-    and MIN "and".
-    """
-
-    SUM = 1
-    MEAN = 2
-    PRODUCT = 3
-    MIN = 4
-    MAX = 5
 
 
 class Gang(ABC):
@@ -145,7 +133,7 @@ class Gang(ABC):
             GangError: the members could not communicate; the output is undefined.
         """
 
-    @abstractmethod
+    @torch.no_grad()
     def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
         """Fill one tensor of the input's shape for each member, as `all_gather` does.
 
@@ -153,6 +141,15 @@ class Gang(ABC):
             ValueError: the list has not `size` tensors, or one has another shape, dtype or device.
             GangError: the members could not communicate; the outputs are undefined.
         """
+        size = self.size
+        check_gather_list(output_tensors, input_tensor, size)
+        check_dense(input_tensor, writes=False)
+        for output in output_tensors:
+            check_dense(output, writes=True)
+        gathered = input_tensor.new_empty((size, *input_tensor.shape))
+        self.all_gather(gathered, input_tensor)
+        for output, part in zip(output_tensors, gathered, strict=True):
+            output.detach().copy_(part)
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:

@@ -16,9 +16,9 @@ from torch import Tensor
 from torchft_like import plain_data
 from torchft_like.errors import NotSupportedError
 from torchft_like.gang.arguments import (
+    ReduceOperation,
     check_dense,
     check_gather,
-    check_gather_list,
     check_partition,
     check_reduction,
     check_source,
@@ -26,7 +26,7 @@ from torchft_like.gang.arguments import (
     effective,
     reducible,
 )
-from torchft_like.gang.base import Gang, ReduceOperation
+from torchft_like.gang.base import Gang
 
 
 @final
@@ -106,16 +106,6 @@ class FakeGang(Gang):
         check_dense(output_tensor, writes=True)
         source = input_tensor.clone()  # the input may be a part of the output
         output_tensor.detach().view(self._size, *input_tensor.shape).copy_(source)
-
-    @torch.no_grad()
-    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        check_gather_list(output_tensors, input_tensor, self._size)
-        check_dense(input_tensor, writes=False)
-        for output in output_tensors:
-            check_dense(output, writes=True)
-        source = input_tensor.clone()
-        for output in output_tensors:
-            output.detach().copy_(source)
 
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:
         source = check_source(source_rank, self._size)

@@ -58,10 +58,9 @@ from torchft_like.errors import (
     StaleGangError,
 )
 from torchft_like.gang.arguments import (
+    ReduceOperation,
     as_moved,
-    check_dense,
     check_gather,
-    check_gather_list,
     check_partition,
     check_reduction,
     check_source,
@@ -69,7 +68,7 @@ from torchft_like.gang.arguments import (
     effective,
     reducible,
 )
-from torchft_like.gang.base import Gang, ReduceOperation, with_index
+from torchft_like.gang.base import Gang, with_index
 from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.collectives import ALLREDUCE
@@ -235,18 +234,6 @@ class GroupGang(Gang):
             members.channels[flat.device.type].start(
                 "_allgather_base", as_moved(joined), as_moved(flat)
             ).wait()
-
-    @torch.no_grad()
-    def all_gather_to_list(self, output_tensors: list[Tensor], input_tensor: Tensor) -> None:
-        check_gather_list(output_tensors, input_tensor, self.size)
-        self._check_place(input_tensor)
-        check_dense(input_tensor, writes=False)
-        for output in output_tensors:
-            check_dense(output, writes=True)
-        gathered = input_tensor.new_empty((self.size, *input_tensor.shape))
-        self.all_gather(gathered, input_tensor)
-        for output, part in zip(output_tensors, gathered, strict=True):
-            output.detach().copy_(part)
 
     @torch.no_grad()
     def broadcast(self, tensor: Tensor, source_rank: int = 0) -> None:

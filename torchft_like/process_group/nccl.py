@@ -46,7 +46,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -127,7 +127,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Configure the group on the device that is current now."""
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._dump_path.follow(about.get("quorum_id"), _rank_in_job(rank, about.get("global_ranks")))
+        self._dump_path.follow(about.get("quorum_id"), (about.get("global_ranks") or range(world_size))[rank])
         limit_s = (about.get("timeout") or self._timeout).total_seconds() + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
@@ -421,10 +421,6 @@ def require_nccl() -> None:
         )
 
 
-def _rank_in_job(rank: int, global_ranks: Sequence[int] | None) -> int:
-    return global_ranks[rank] if global_ranks else rank
-
-
 def _make_nccl(store: Store, members: GroupMembers) -> Any:
     from torch._C._distributed_c10d import ProcessGroupNCCL as TorchNCCL  # noqa: PLC0415 - CUDA builds only
 
@@ -567,11 +563,6 @@ class Watched:
     started: float
     was_cut_off: bool = False
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the operation should be over by now."""
-        return self.started + self.limit_s < time.monotonic()
-
 
 class DeviceWatch:
     """The operations of one generation.
@@ -608,7 +599,11 @@ class DeviceWatch:
         with self._changed:
             is_torn = self._is_torn
             if not self._under_way:
-                self._start()
+                if self._thread is None and not self._closed.is_set():
+                    self._thread = threading.Thread(
+                        target=self._run, name="torchft-device-watch", daemon=True
+                    )
+                    self._thread.start()
                 self._changed.notify()
             self._under_way.setdefault(limit_s, deque()).append(watched)
         if is_torn:
@@ -674,7 +669,7 @@ class DeviceWatch:
     def _late(self, rest_s: float) -> Watched | None:
         """Drop the operations that are over; return one that is not, but should be."""
         first_ones = self._first_ones(lambda watched: watched.is_over(), rest_s)
-        return next((first for first in first_ones if first.is_late), None)
+        return next((first for first in first_ones if first.started + first.limit_s < time.monotonic()), None)
 
     def _first_ones(self, is_over: Callable[[Watched], bool], rest_s: float = 0.0) -> Iterator[Watched]:
         """Yield, for each limit, the first operation that is not over; drop those before it."""
@@ -715,11 +710,6 @@ class DeviceWatch:
         watched.is_over = _settled(watched)
         with self._changed:
             self._cut_off_names.append(watched.name)
-
-    def _start(self) -> None:
-        if self._thread is None and not self._closed.is_set():
-            self._thread = threading.Thread(target=self._run, name="torchft-device-watch", daemon=True)
-            self._thread.start()
 
     def _run(self) -> None:
         with self._within():
