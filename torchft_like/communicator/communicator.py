@@ -340,9 +340,6 @@ class Communicator:
         """Run one call between `begin` and `end`, with the errors of `explained`.
 
         A call that takes minutes says so in the log.
-
-        Raises:
-            GroupCoordinatorError: the members could not communicate; the cause says why.
         """
         self.begin(operation)
         key = object()

@@ -35,11 +35,7 @@ class Epoch(Configuration):
         self.mark = mark
 
     def require_present(self, what: str) -> None:
-        """Raise if the epoch is over; `what` is an object of its members.
-
-        Raises:
-            StaleEpochError: the epoch is over.
-        """
+        """Raise a StaleEpochError if the epoch is over; `what` is an object of its members."""
         if self.reason is not None:
             raise self.stale(what)
 

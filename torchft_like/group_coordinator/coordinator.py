@@ -601,7 +601,9 @@ class GroupCoordinator:
         Raises:
             CollectiveTimeoutError: some members did not come in time; the text names them. The group stays
                 usable, and the next call waits for the same barrier again.
+            CollectiveMismatchError: some members made another call, over a group that compares calls.
             GroupCoordinatorError: a member died; the text names those that had not come.
+            ValueError: the timeout is not positive.
         """
         communicator = self._current()
         if self._barriers is None:
@@ -925,18 +927,7 @@ class Barriers:
         self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
 
     def wait(self, timeout: timedelta | float | None) -> None:
-        """Wait until all members have come; after a CollectiveTimeoutError, to the barrier of that error.
-
-        Args:
-            timeout: seconds or a timedelta; None takes that of the options.
-
-        Raises:
-            CollectiveTimeoutError: some members did not come in time; the text names them. The group stays
-                usable.
-            CollectiveMismatchError: some members made another call, over a group that compares calls.
-            GroupCoordinatorError: a member died; the text names those that had not come.
-            ValueError: the timeout is not positive.
-        """
+        """Wait as `GroupCoordinator.barrier` does; after a CollectiveTimeoutError, for the same barrier."""
         members = self._communicator
         limit = as_timedelta(members.options.timeout if timeout is None else timeout)
         if members.world_size == 1:

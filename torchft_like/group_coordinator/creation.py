@@ -71,13 +71,8 @@ def make_groups(
 ) -> Place:
     """Make the groups; block until all ranks of the default group have made them.
 
-    The arguments are those of `GroupCoordinator`; but for `local_rank` all ranks must pass them alike.
-
-    Raises:
-        ValueError: the ranks are not those of the default group, or there is no default group.
-        CollectiveMismatchError: the ranks do not ask for the same.
-        CollectiveTimeoutError: some ranks did not come; the text names them.
-        GroupCoordinatorError: a group could not be made; the cause says why.
+    The arguments and the errors are those of `GroupCoordinator`; but for `local_rank` all ranks must pass the
+    arguments alike.
     """
     if not dist.is_initialized():
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
@@ -206,14 +201,7 @@ class Agreement:
         self._timeout = timeout
 
     def reach(self, statement: Statement) -> None:
-        """Wait for the other ranks, and compare their statements.
-
-        Raises:
-            CollectiveMismatchError: the ranks do not ask for the same, or one refuses.
-            CollectiveTimeoutError: some ranks had not come when the time of the first was up; the text names
-              them.
-            GroupCoordinatorError: the store failed.
-        """
+        """Wait for the other ranks, and compare their statements."""
         self.say(statement)
         with _asking():
             missing = self._missing()
@@ -225,11 +213,7 @@ class Agreement:
         check({rank: decode(record) for rank, record in enumerate(said)})
 
     def say(self, statement: Statement) -> None:
-        """State something, such as a refusal, without waiting for the other ranks.
-
-        Raises:
-            GroupCoordinatorError: the store failed.
-        """
+        """State something, such as a refusal, without waiting for the other ranks."""
         with _asking():
             self._store.set(str(self._rank), encode_briefly(statement).decode())
             if self._store.check(self._keys):

@@ -363,12 +363,7 @@ class Member:
         self._trouble: str | None = None
 
     def begin(self, timeout: timedelta, *, shrink_only: bool = False) -> Change:
-        """Ask for a quorum; return the change, or the one that is under way.
-
-        Raises:
-            ConfigError, AddressError: there is no address of a lighthouse, or it is malformed.
-            ConnectError: the lighthouse was not reached, or has another member of this name.
-        """
+        """Ask for a quorum; return the change, or the one that is under way."""
         if (departure := self._departure()) is not None:
             return departure
         self._connect()
@@ -898,7 +893,6 @@ class _ManagedEpoch(Epoch):
         self._manager = manager
 
     def require_present(self, what: str) -> None:
-        """Raise if the quorum is over; `what` is an object of its members."""
         self._look()
         super().require_present(what)
 

@@ -70,11 +70,7 @@ def rank_in(pg: Group, rank: int) -> int:
 def create_broadcaster(
     group: Communicator, writer_rank: int, external: object, blocking: bool
 ) -> MessageQueue:
-    """Return the caller's end of a queue that one member writes and all others read.
-
-    Args:
-        external: on that member, the handle of a queue with another writer: then all members read.
-    """
+    """Do what `MessageQueue.create_from_process_group` says."""
     operation = "create_mq_broadcaster"
     made: list[MessageQueue] = []
 
@@ -100,10 +96,7 @@ def create_broadcaster(
 def create_single_reader(
     group: Communicator, find_reader: Callable[[], int], blocking: bool
 ) -> tuple[MessageQueue, list[object]]:
-    """Return a queue that the caller writes, and on the reader the handles of all members' queues, in the
-    order of ranks.
-
-    The reader reads each of them as reader 0.
+    """Do what `MessageQueue.create_from_process_group_single_reader` says.
 
     Args:
         find_reader: returns the reader's rank in the group, or raises an error that refuses the call.

@@ -404,11 +404,6 @@ class _Questions:
 
 
 def require_nccl() -> None:
-    """Raise an error if NCCL has no GPU to run on.
-
-    Raises:
-        NotSupportedError: this torch has no NCCL, or sees no GPU; the text names the cure.
-    """
     if not dist.is_nccl_available():
         raise NotSupportedError(
             f"torch {torch.__version__} was built without NCCL: install a CUDA build of torch, "

@@ -401,11 +401,6 @@ def _encoded_name(name: str) -> bytes:
 
 
 def encode(value: Any, tensor: EncodeTensor) -> bytes:
-    """Encode one argument.
-
-    Raises:
-        NotSupportedError: the argument is of a type that no collective takes.
-    """
     kind = type(value)
     if kind is list or kind is tuple:
         return list_of([encode(item, tensor) for item in value])

@@ -163,11 +163,7 @@ class CallTensors(ABC):
         return set(map(id, tensors_of(call and call.inputs))), set(map(id, tensors_of(call and call.outputs)))
 
     def locate(self, tensor: Tensor) -> TensorSpec:
-        """Return where the subprocess finds the tensor, from now on until `settle`.
-
-        Raises:
-            NotSupportedError: the subprocess cannot be given the tensor; the text says why.
-        """
+        """Return where the subprocess finds the tensor, from now on until `settle`."""
         if (spec := self._located.get(id(tensor))) is None:
             spec = self._located[id(tensor)] = self._exporter.find(tensor) or self._stage(tensor)
         return spec
@@ -392,11 +388,6 @@ class CpuImporter(Importer):
 
 
 def require_dense(tensor: Tensor) -> None:
-    """Refuse a tensor that is not a dense one in CPU memory.
-
-    Raises:
-        NotSupportedError: the tensor is sparse, quantized or on another device.
-    """
     if tensor.layout is not torch.strided or not tensor.is_cpu or tensor.is_quantized:
         kind = tensor.dtype if tensor.is_quantized else tensor.layout
         raise NotSupportedError(
