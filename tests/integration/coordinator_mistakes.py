@@ -46,7 +46,7 @@ def a_wrong_argument_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None
     refused(c, lambda wrong: c.all_gatherv([ones(3), ones(4 if wrong else 3)]), ValueError)
     sizes = [2] * c.world_size
     refused(c, lambda wrong: c.all_gatherv(ones(3 if wrong else 2), sizes=sizes), ValueError)
-    refused(c, lambda wrong: c.all_gatherv("no" if wrong else ones(2)), TypeError)  # type: ignore[arg-type]
+    refused(c, lambda wrong: c.all_gatherv("no" if wrong else ones(2)), TypeError)  # type: ignore[type-var]
     refused(c, lambda wrong: c.all_gatherv(torch.empty(2, device="meta") if wrong else ones(2)), TypeError)
     rows = 2 * c.world_size
     refused(c, lambda wrong: c.reduce_scatterv(ones(rows, 3 + wrong), 0))

@@ -49,7 +49,7 @@ from torchft_like.message_queue import MessageQueue, members
 from torchft_like.process_group import create_store_client
 from torchft_like.process_group.wrapper import as_timedelta
 
-Tensors = Tensor | list[Tensor]
+Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 DispatchedTensors = tuple[Any, ...]
 TENSOR = "tensor"
 _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
@@ -301,12 +301,6 @@ class GroupCoordinator:
     def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
         return collectives.all_gather(self._current(), input_, dim)
 
-    @overload
-    def all_gatherv(self, input_: Tensor, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensor: ...
-    @overload
-    def all_gatherv(
-        self, input_: list[Tensor], dim: int = 0, sizes: Sequence[int] | None = None
-    ) -> list[Tensor]: ...
     def all_gatherv(self, input_: Tensors, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensors:
         """Join the tensors of all ranks along `dim`, in which their sizes may differ.
 
@@ -326,14 +320,6 @@ class GroupCoordinator:
     def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:
         return collectives.reduce_scatter(self._current(), input_, dim)
 
-    @overload
-    def reduce_scatterv(
-        self, input_: Tensor, dim: int = -1, sizes: Sequence[int] | None = None
-    ) -> Tensor: ...
-    @overload
-    def reduce_scatterv(
-        self, input_: list[Tensor], dim: int = -1, sizes: Sequence[int] | None = None
-    ) -> list[Tensor]: ...
     def reduce_scatterv(self, input_: Tensors, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensors:
         """Return this rank's rows along `dim` of the sum over all ranks.
 
@@ -846,7 +832,7 @@ def _experts_terms(is_sequence_parallel: bool) -> Terms:
     return (("is_sequence_parallel", str(bool(is_sequence_parallel))),)
 
 
-def _listed(tensors: Tensors) -> list[Tensor]:
+def _listed(tensors: Tensor | list[Tensor]) -> list[Tensor]:
     return tensors if isinstance(tensors, list) else [tensors]
 
 
