@@ -456,12 +456,6 @@ BY_NAME: Mapping[str, Collective] = MappingProxyType(
 
 ALLREDUCE = BY_NAME["allreduce"]
 
-# Methods of newer torches that take one tensor in place of a row's list; `ProcessGroup` runs them by that
-# row.
-IN_ONE_TENSOR: Mapping[str, Collective] = MappingProxyType(
-    dict.fromkeys(("gather_single", "gather_into_tensor"), BY_NAME["gather"])
-)
-
 
 def parts_of(output: Tensor, source: Tensor, world_size: int) -> list[Tensor]:
     """Return the part of one output tensor that takes each rank's tensor, in the order of ranks.
