@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -40,7 +39,6 @@ from torchft_like.errors import (
     PlainDataError,
     QueueDescriptorsError,
     QueueError,
-    QueueTimeoutError,
 )
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
@@ -48,7 +46,7 @@ from torchft_like.plain_data import assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.hosts import local_host_towards
 
-_LOOK_S = 0.01
+_RETRY_S = 0.01
 
 
 def members_of(pg: Group, max_chunk_bytes: int, max_chunks: int) -> Communicator:
@@ -153,7 +151,6 @@ def _met(
         made: the writer's end; a reader's is added.
     """
     written = made[0] if made else None
-    no_reader_comes = threading.Event()
 
     def opened() -> tuple[Statement, int, bytes, MessageQueue]:
         if written is None:
@@ -167,32 +164,26 @@ def _met(
 
     def let_in() -> None:
         if written is not None and blocking:
-            _let_in(written, _timeout_s(group), no_reader_comes)
+            _let_in(written, _timeout_s(group))
 
-    try:
-        letting_in = Handle(operation, let_in, lambda _: None)
-        _, own = group.agree(operation, opened)
-        group.agree(operation, joined)
-        letting_in.wait()
-    except HARMLESS:  # all members have said their part
-        no_reader_comes.set()
-        raise
+    letting_in = Handle(operation, let_in, lambda _: None)
+    _, own = group.agree(operation, opened)
+    group.agree(operation, joined)
+    letting_in.wait()
     group.when_broken_off(own)
     return own
 
 
-def _let_in(queue: MessageQueue, seconds: float, no_reader_comes: threading.Event) -> None:
-    """Let all readers in, and leave the queue to its owner in between.
-
-    This goes on when the groups are broken off: a reader that is let in hears of that in its group.
-    """
+def _let_in(queue: MessageQueue, seconds: float) -> None:
+    """Let all readers in, until the queue is ended; try again where descriptors are short."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return queue.wait_until_ready(0)
-        except (QueueTimeoutError, QueueDescriptorsError):
-            if time.monotonic() > deadline or no_reader_comes.wait(_LOOK_S):
+            return queue.wait_until_ready(max(0.0, deadline - time.monotonic()))
+        except QueueDescriptorsError:
+            if time.monotonic() > deadline:
                 raise
+            time.sleep(_RETRY_S)
 
 
 def broadcast_object(group: Communicator, queue: MessageQueue, obj: object) -> Any:

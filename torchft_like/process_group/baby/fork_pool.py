@@ -440,7 +440,9 @@ class _ForkServer:
                     else:
                         self._reap(descriptor)
         except ChannelClosedError:
-            self._end_forks()
+            for watch, pid in self._forks.items():
+                signal.pidfd_send_signal(watch, signal.SIGKILL)
+                os.waitpid(pid, 0)
             return None
 
     def _obey(self) -> tuple[Channel, socket.socket] | None:
@@ -488,13 +490,9 @@ class _ForkServer:
         self._events.unregister(watch)
         pid = self._forks.pop(watch)
         os.close(watch)
-        how = _in_words(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        how = f"it exited with code {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"
         self._control.send((FromServer.ENDED.value, pid, how))
-
-    def _end_forks(self) -> None:
-        for watch, pid in self._forks.items():
-            signal.pidfd_send_signal(watch, signal.SIGKILL)
-            os.waitpid(pid, 0)
 
 
 def _watched_fork(pid: int) -> int:
@@ -512,7 +510,3 @@ def _die_with(server: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != server:
         os._exit(0)
-
-
-def _in_words(code: int) -> str:
-    return f"it exited with code {code}" if code >= 0 else f"it was ended by {signal.Signals(-code).name}"

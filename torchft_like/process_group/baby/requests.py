@@ -286,10 +286,14 @@ class Requests:
                     return
                 is_my_turn = due is None and self._is_free()
                 self._is_being_read |= is_my_turn
-            if due is not None:
-                _tell(*due)
-            elif is_my_turn:
+            if is_my_turn:
                 self._read_in_turn(FOREVER)
+            elif due is not None:
+                settled, request = due
+                try:
+                    settled(request)
+                except Exception:
+                    _logger.exception("completing a future")
 
     def _followers_need_something(self) -> bool:
         if self._due:
@@ -377,10 +381,3 @@ def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome
     if outcome is not None and len(answer) == words and all(type(part) is str for part in answer):
         return number, outcome, answer
     raise ForeignMessageError(f"a message that is no answer: {message!r:.200}")
-
-
-def _tell(settled: Settled, request: Request) -> None:
-    try:
-        settled(request)
-    except Exception:
-        _logger.exception("completing a future")
