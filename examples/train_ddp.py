@@ -49,7 +49,7 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     data = StandardLibraryText(args)
-    model = TinyGPT(context=CONTEXT)
+    model = TinyGPT(width=args.width, context=CONTEXT)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
     def save_state() -> dict[str, Any]:
@@ -154,6 +154,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
     parser.add_argument("--finish-together", action="store_true", help="go on until all replicas are there")
     parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
+    parser.add_argument("--width", type=int, default=96, help="of the model; the same for all replicas")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--workers", type=int, default=2, help="processes that load the batches ahead")

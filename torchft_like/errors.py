@@ -43,6 +43,13 @@ class MaxRetriesError(FaultToleranceError):
     """More consecutive steps failed to commit than `max_retries` allows."""
 
 
+class ForeignMemberError(FaultToleranceError):
+    """This replica group is not of the job to which it came: the text names the first difference.
+
+    Its Manager has ended, whatever is called: mend the settings, and start the replica group again.
+    """
+
+
 class DivergenceError(FaultToleranceError):
     """Replicas hold different states after the same step, and healing cannot mend that."""
 
@@ -251,6 +258,13 @@ class CheckpointTimeoutError(CheckpointError, TimeoutError):
 
 class CheckpointFormatError(CheckpointError, ValueError):
     """The state is of a type that cannot be transferred, or what arrived is corrupt."""
+
+
+class ForeignStateError(ForeignMemberError, CheckpointFormatError):
+    """A peer's state is of another form than this replica's, or weighs too much to be such a state.
+
+    No part of it was loaded.
+    """
 
 
 class PlainDataError(ValueError):

@@ -684,5 +684,5 @@ class Fetch:
     def _cause_of(self, error: BaseException) -> tuple[type[CheckpointError], str]:
         if isinstance(error, TimeoutError):
             return CheckpointTimeoutError, f"no byte came for {self._stall_s:g} s"
-        kind = CheckpointFormatError if isinstance(error, CheckpointFormatError) else CheckpointError
+        kind = type(error) if isinstance(error, CheckpointFormatError) else CheckpointError
         return kind, str(error) or type(error).__name__

@@ -35,7 +35,7 @@ def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
         )
     with torch.no_grad():
         local = value.to_local().detach()
-    sheet.write(Shard(local, _layout_of(value), sheet.number_of(value.device_mesh)), depth)
+    sheet.write(Shard(local, layout_of(value), sheet.number_of(value.device_mesh)), depth)
 
 
 def _write_other(value: object, sheet: Sheet, depth: int) -> None:
@@ -57,7 +57,7 @@ def _dtensor_class() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
-def _layout_of(tensor: DTensor) -> Layout:
+def layout_of(tensor: DTensor) -> Layout:
     return _form_of(tensor.device_mesh, tuple(tensor.shape), tuple(map(str, tensor.placements)))
 
 
@@ -123,7 +123,7 @@ class _Placing:
         """Place a shard where this rank's own state has a DTensor, and learn the number of its mesh."""
         if not is_dtensor(own):
             return shard
-        layout = _layout_of(own)
+        layout = layout_of(own)
         with torch.no_grad():
             shape = own.to_local().shape
         if (layout, shape) != (shard.layout, shard.local.shape):

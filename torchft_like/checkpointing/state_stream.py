@@ -30,7 +30,7 @@ from typing import Protocol
 import torch
 
 from torchft_like.checkpointing.shards import STATE_SCHEMA
-from torchft_like.errors import CheckpointFormatError, PlainDataError
+from torchft_like.errors import CheckpointFormatError, ForeignStateError, PlainDataError
 from torchft_like.plain_data import Leaf, Limits, Structure, TensorLeaves, bytes_of, nbytes_of, write
 
 CHUNK_BYTES = 4 * 1024 * 1024
@@ -174,7 +174,7 @@ class IncomingState:
         self._leaves: list[torch.Tensor | None] = [None] * len(self._sizes)
         self._making = threading.Lock()
         if (nbytes := sum(self._sizes)) > limits.leaf_bytes:
-            raise CheckpointFormatError(
+            raise ForeignStateError(
                 f"the state has {nbytes} bytes of tensors, and {limits.leaf_bytes} are the most that this "
                 "rank takes beside its own: if a state may grow so, give the transport state_bytes_max"
             )

@@ -89,6 +89,7 @@ class StepProtocol:
         self.quorum_id = NO_QUORUM
         self.in_step = False
         self.steps_given_up = 0
+        self.has_committed = False  # a step, in this process
         self.healing = False
         self.participating_rank: int | None = None
         self.num_participants = 0
@@ -321,6 +322,7 @@ class StepProtocol:
         self.in_step = False
         self._was_bound = committed and self._is_bound
         if committed:
+            self.has_committed = True
             self.step += 1
             self.commit_quorum_id = self.quorum_id
             self.batches_committed += self.num_participants

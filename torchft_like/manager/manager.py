@@ -34,6 +34,7 @@ from torchft_like.core.replica_group import RankJoin
 from torchft_like.core.step import Join, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
+    ForeignStateError,
     MaxRetriesError,
     NotSupportedError,
     ProcessGroupAbortedError,
@@ -231,6 +232,7 @@ class Manager:
               known.
             GroupLostError: another rank of this replica group is gone.
             CheckpointFormatError: the registered state cannot be sent; the text names the path and the type.
+            ForeignMemberError: this replica group is not of the job that it has come to.
         """
         self._driver.raise_if_over()
         last = self._driver.attempt
@@ -248,7 +250,7 @@ class Manager:
             attempt.ask()
         if not self._rules.use_async_quorum:
             self._driver.wait_configured(attempt)
-            self._exchange.exchange(attempt)
+            self._exchange_state(attempt)
 
     def _ask(self, attempt: Attempt, own: Join, shrink_only: bool) -> None:
         join = RankJoin(
@@ -365,6 +367,7 @@ class Manager:
             MaxRetriesError: more than `max_retries` steps in a row were not committed.
             GroupLostError: another rank of this replica group is gone.
             DivergenceError: this replica's state differs from its peers', and healing cannot mend that.
+            ForeignMemberError: as in `start_quorum`.
         """
         attempt = self._driver.current()
         if not self._protocol.in_step:
@@ -379,7 +382,7 @@ class Manager:
         attempt.synchronize()
         self._reducer.compare(attempt)
         self._check_process_group()
-        self._exchange.exchange(attempt)
+        self._exchange_state(attempt)
         with self._group.lock:
             vote = self._protocol.vote()
         committed = self._ballot.decide(attempt, self._protocol.step, vote, timeout)
@@ -521,6 +524,13 @@ class Manager:
 
     def _last_result(self) -> QuorumResult | None:
         return None if self._driver.attempt is None else self._driver.attempt.result
+
+    def _exchange_state(self, attempt: Attempt) -> None:
+        try:
+            self._exchange.exchange(attempt)
+        except ForeignStateError as error:
+            self._driver.end(error, f"it is not of this job: {error}")
+            raise
 
     def _check_process_group(self) -> None:
         error = self._group.pg.errored()

@@ -250,7 +250,11 @@ class QuorumDriver:
             self.attempt.is_left_out = False
 
     def group_lost(self, reason: str) -> None:
-        self._end(GroupLostError(f"{reason}; restart all ranks of this replica group"))
+        self.end(GroupLostError(f"{reason}; restart all ranks of this replica group"), reason)
+
+    def end(self, error: FaultToleranceError, reason: str) -> None:
+        """End this Manager, which cannot go on; every later call of the training thread raises the error."""
+        self._end(error)
         self._group.abort_now()
         abort_groups_of_torch(reason)  # a rank may wait in a group within this replica group
         self._emit("shutdown", reason=reason)

@@ -25,7 +25,7 @@ import torch
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.step import Plan, StepProtocol
-from torchft_like.errors import CheckpointError, MemberLostError
+from torchft_like.errors import CheckpointError, ForeignStateError, MemberLostError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
@@ -84,6 +84,8 @@ class StateExchange:
         Raises:
             ConfigError: a replica has to heal, and no state was registered.
             FaultToleranceError: the attempt has ended while a peer's state was awaited.
+            ForeignStateError: a peer's state is none for this replica, which has committed no step yet: it is
+              not of this job. One that has committed takes the peer for foreign, and its step has failed.
             Exception: an error of the script's load functions; the state is then neither this replica's nor
               the peer's.
         """
@@ -149,9 +151,11 @@ class StateExchange:
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
             state = self._fetch(attempt, result)
-        except Exception as error:  # noqa: BLE001 - it may be an error of a user's transport, or a lack of memory or threads
+        except Exception as error:  # it may be an error of a user's transport, or a lack of memory or threads
             attempt.raise_error()
             self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
+            if isinstance(error, ForeignStateError) and not self._protocol.has_committed:
+                raise
             return
         finally:
             self._fetching = None
@@ -167,6 +171,7 @@ class StateExchange:
         """Fetch and verify the whole state of the up-to-date peer that the quorum assigned.
 
         Raises:
+            ForeignStateError: the peer's state is none for this replica.
             CheckpointError: the peer is gone or slow, or did not send the state of `max_step`.
         """
         timeout_s = self._config.timeout_s
@@ -190,6 +195,7 @@ class StateExchange:
             )
         if counters.get("step") != result.max_step:
             raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
+        self._registry.check_form(user, source)
         return PeerState(user, counters)
 
     def _ask(self, result: QuorumResult, timeout_s: float) -> str:

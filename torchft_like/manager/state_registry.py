@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from lighthouse.core.state_form import StateForm, first_difference
 from torchft_like.checkpointing.shards import place, shards_in
-from torchft_like.errors import CheckpointError, ConfigError
+from torchft_like.checkpointing.state_form import form_of
+from torchft_like.errors import CheckpointError, ConfigError, ForeignStateError
 
 LoadFunction = Callable[[Any], None]
 SaveFunction = Callable[[], Any]
@@ -22,10 +24,14 @@ class StateRegistry:
 
     Args:
         load, save: the pair under the key "default", if both are given.
+
+    Attributes:
+        form: the form of this rank's state when it was last looked at; None before that.
     """
 
     def __init__(self, load: LoadFunction | None = None, save: SaveFunction | None = None) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
+        self.form: StateForm | None = None
         self._is_looked_at = False
         self._reading = threading.Lock()
         self._is_read_allowed = True
@@ -53,8 +59,21 @@ class StateRegistry:
             check: a function that raises CheckpointFormatError for a state that the transport cannot carry.
         """
         if not self._is_looked_at and self._is_read_allowed:
-            check(self._save())
+            state = self._save()
+            check(state)
+            self.form = form_of(state)
             self._is_looked_at = True
+
+    def check_form(self, state: Mapping[str, object], source: str) -> None:
+        """Check that a state that a peer sent can be loaded here, before any part of it is.
+
+        Raises:
+            ForeignStateError: it is of another form than this rank's own state was when that was looked at.
+        """
+        difference = None if self.form is None else first_difference(self.form, form_of(state))
+        if difference is not None:
+            sentence = difference.sentence("this replica", f"the state of {source}")
+            raise ForeignStateError(f"{sentence}: all replicas of a job train the same model")
 
     def check_registered(self) -> None:
         """Check that there are functions to save and to load a state.

@@ -15,7 +15,13 @@ from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.core.step import StepProtocol, StepRules
-from torchft_like.errors import CheckpointError, ConfigError, GroupLostError, ShutdownError
+from torchft_like.errors import (
+    CheckpointError,
+    ConfigError,
+    ForeignStateError,
+    GroupLostError,
+    ShutdownError,
+)
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.quorum_driver import QuorumDriver
@@ -263,6 +269,45 @@ def test_a_state_that_was_loaded_in_part_is_disowned(
     with pytest.raises(KeyError):
         replica.exchange.exchange(attempt)
     assert replica.protocol.begin().commit_quorum_id == 0
+
+
+def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:
+    """Let the replica have two parameters, and its peer so many; return what is loaded."""
+    loaded: list[object] = []
+    replica.registry.register("model", loaded.append, lambda: {"w": torch.zeros(2)})
+    replica.registry.look(ignore)
+    sent = {"user": {"model": {"w": torch.ones(size)}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
+    return loaded
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_newcomer_to_which_its_peer_sends_a_foreign_state_is_told_the_difference_and_loads_nothing(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = offers(replica, monkeypatch, 4)
+    attempt = replica.begin(5, **HEALS)
+    with pytest.raises(ForeignStateError, match=r"w is float32 \[2\] in this replica and float32 \[4\] in"):
+        replica.exchange.exchange(attempt)
+    assert loaded == []
+    assert not replica.protocol.vote()
+
+
+@pytest.mark.heal_is_clean
+def test_a_replica_that_has_committed_takes_the_sender_of_a_foreign_state_for_foreign(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = offers(replica, monkeypatch, 4)
+    assert replica.end(replica.begin(4, a=2, b=2))
+    assert not replica.end(replica.begin(5, **HEALS))
+    assert loaded == []
+
+
+def test_a_state_of_the_own_form_is_loaded(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = offers(replica, monkeypatch, 2)
+    assert replica.end(replica.begin(5, **HEALS))
+    assert len(loaded) == 1
 
 
 @pytest.mark.heal_is_clean
