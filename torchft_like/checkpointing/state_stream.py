@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import struct
 import threading
-import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -28,6 +27,7 @@ from itertools import accumulate
 from typing import Protocol
 
 import torch
+from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.errors import CheckpointFormatError, ForeignStateError, PlainDataError
@@ -107,7 +107,7 @@ class EncodedState:
 
     def __init__(self, state: object) -> None:
         structure, leaves = flatten_state(state)
-        self._header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), zlib.crc32(structure)) + structure
+        self._header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
         payload = _copy_payload(leaves)
         self._payload = payload.numpy().data
 
@@ -118,7 +118,7 @@ class EncodedState:
         for start, stop in _chunks(len(self._payload), index, count):
             chunk = self._payload[start:stop]
             yield chunk
-            yield _CRC.pack(zlib.crc32(chunk))
+            yield _CRC.pack(crc32(chunk))
 
     def part_nbytes(self, index: int = 0, count: int = 1) -> int:
         """Return the length of that part in bytes."""
@@ -143,7 +143,7 @@ def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
     header = bytearray()
     while len(header) < length:
         header += _read(source, min(length - len(header), CHUNK_BYTES))
-    if zlib.crc32(header) != crc:
+    if crc32(header) != crc:
         raise CheckpointFormatError("the header is corrupt: its checksum does not match")
     return bytes(header)
 
@@ -224,7 +224,7 @@ class IncomingState:
         crc = 0
         for window in self._windows(start, stop):
             _fill(source, window)
-            crc = zlib.crc32(window, crc)
+            crc = crc32(window, crc)
         if _CRC.pack(crc) != _read(source, _CRC.size):
             raise CheckpointFormatError(
                 f"bytes {start} to {stop} of {self.payload_nbytes} are corrupt: their checksum does not match"
