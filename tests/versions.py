@@ -16,6 +16,5 @@ NEEDS_PERMUTE_TENSOR = pytest.mark.skipif(
     torch.__version__ < "2.13", reason="torch 2.11's permute_tensor cannot be compiled for three ranks"
 )
 NEEDS_A_GLOO_THAT_IS_SILENCED = pytest.mark.skipif(
-    torch.__version__ < "2.13",
-    reason="with torch 2.11 it ends at its own timeout, not with the abort",
+    torch.__version__ < "2.13", reason="with torch 2.11 it ends at its own timeout, not with the abort"
 )

@@ -92,10 +92,10 @@ class Suite:
 # A worker that dies ends the run: with another one in its place xdist may wait for ever.
 _SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 _DRILLS = (
-    "test_demo.py::test_all_replicas_end_bit_identical_through_a_kill_and_a_stop",
+    "test_demo.py::test_all_end_bit_identical_through_a_kill_and_a_stop",
     "test_replica_faults.py::test_survivors_commit_after_a_replica_is_killed",
-    "test_replica_faults.py::test_survivors_commit_after_a_replica_is_killed_inside_a_collective",
-    "test_hsdp.py::test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does",
+    "test_replica_faults.py::test_survivors_commit_after_a_kill_in_a_collective",
+    "test_hsdp.py::test_sharded_models_survive_a_death_and_arrive_as_plain_training",
 )
 SUITES = (
     Suite("drill", tuple(f"tests/integration/{drill}" for drill in _DRILLS), 600.0),  # says most, and soonest

@@ -269,13 +269,9 @@ OTHERS: dict[str, Case] = {
         "gather", lambda s: ([[s.blank()] * s.world] if s.rank == 0 else [], [s.tensor()])
     ),
     "scatter in place": of_many(
-        "scatter",
-        lambda s: scattered_parts_in_place(s) if s.rank == 0 else ([s.blank((2,))], []),
+        "scatter", lambda s: scattered_parts_in_place(s) if s.rank == 0 else ([s.blank((2,))], [])
     ),
-    "reduce_scatter in place": of_many(
-        "reduce_scatter",
-        scattered_parts_in_place,
-    ),
+    "reduce_scatter in place": of_many("reduce_scatter", scattered_parts_in_place),
     "allgather_into_tensor_coalesced of one": of_many(
         "allgather_into_tensor_coalesced", lambda s: ([s.blank(s.joined())], [s.tensor()])
     ),
@@ -290,8 +286,7 @@ OTHERS: dict[str, Case] = {
     "allgather into one tensor": of_many("allgather", lambda s: ([[s.blank()] * s.world], [s.tensor()])),
     "allgather of sparse": of_many("allgather", lambda s: ([s.blanks()], sparse(s))),
     "allgather_coalesced of two dtypes": of_many(
-        "allgather_coalesced",
-        lambda s: ([[s.blank(), s.blank().long()] for _ in s.ranks], two_dtypes(s)),
+        "allgather_coalesced", lambda s: ([[s.blank(), s.blank().long()] for _ in s.ranks], two_dtypes(s))
     ),
     "allgather_coalesced of the same twice": of_many(
         "allgather_coalesced", lambda s: ([[s.blank(), s.blank()] for _ in s.ranks], same_twice(s))
@@ -309,22 +304,17 @@ OTHERS: dict[str, Case] = {
     ),
     "gather of two": of_many("gather", lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], two(s))),
     "gather in place": of_many(
-        "gather",
-        lambda s: gathered_in_place(s) if s.rank == 0 else ([], [s.tensor(shape=(2,))]),
+        "gather", lambda s: gathered_in_place(s) if s.rank == 0 else ([], [s.tensor(shape=(2,))])
     ),
     "scatter to two": of_many(
         "scatter",
-        lambda s: (
-            [s.blank(), s.blank()],
-            [[s.tensor(rank) for rank in s.ranks]] * 2 if s.rank == 0 else [],
-        ),
+        lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2 if s.rank == 0 else []),
     ),
     "scatter of the same": of_many(
         "scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world] if s.rank == 0 else [])
     ),
     "reduce_scatter to two": of_many(
-        "reduce_scatter",
-        lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2),
+        "reduce_scatter", lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2)
     ),
     "reduce_scatter of the same": of_many(
         "reduce_scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world])

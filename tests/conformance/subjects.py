@@ -177,11 +177,7 @@ SUBJECTS: tuple[Subject, ...] = (
         forwards=True,
         looks=False,
     ),
-    Subject(
-        "Checked",
-        lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)),
-        forwards=True,
-    ),
+    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),

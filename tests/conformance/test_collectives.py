@@ -18,16 +18,12 @@ pytestmark = pytest.mark.integration
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_results_are_torchs_for_every_dtype_shape_and_layout(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_kinds_of_tensors_give_torchs_results(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     fleet.check(subject.name, world, case, subject.kinds(KINDS))
 
 
 @pytest.mark.parametrize("case", CALLS)
-def test_works_and_futures_give_what_torchs_give(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_works_and_futures_give_torchs_results(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     fleet.check(subject.name, world, case, modes=MODES)
 
 
@@ -50,9 +46,7 @@ def test_every_call_has_every_form_that_its_arguments_can_have() -> None:
 
 
 @pytest.mark.parametrize("case", FORMS)
-def test_forms_of_arguments_mean_what_they_mean_to_torch(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_forms_of_arguments_mean_torchs_calls(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     kinds = [Kind(layout=layout) for layout in LAYOUTS]
     if "coalescing" not in case:  # in which torch's functions stumble over them
         kinds.append(CONJUGATED)

@@ -65,9 +65,7 @@ def test_every_function_is_one_that_a_victim_can_stop() -> None:
 
 
 @pytest.mark.parametrize(("subject", "case"), KILLED)
-def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
-    scene: Fleet, subject: Subject, case: str
-) -> None:
+def test_survivors_of_a_killed_peer_are_told_and_go_on(scene: Fleet, subject: Subject, case: str) -> None:
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
     for survivor in survivors:
@@ -82,9 +80,7 @@ def test_survivors_of_a_killed_peer_get_an_error_and_go_on_without_it(
 
 @pytest.mark.parametrize("subject", MEETING, ids=attrgetter("name"))
 @pytest.mark.parametrize("case", CASES)
-def test_an_abort_ends_the_wait_for_a_stopped_peer_which_can_come_back(
-    scene: Fleet, subject: Subject, case: str
-) -> None:
+def test_an_abort_ends_the_wait_for_a_stopped_peer(scene: Fleet, subject: Subject, case: str) -> None:
     scene.open(subject.name, WORLD)
     victim, survivors = scene.workers[VICTIM], scene.workers[:VICTIM]
     victim.stop()

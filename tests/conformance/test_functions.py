@@ -42,16 +42,12 @@ OF_COALESCING = [name for name in CASES if name.startswith("_coalescing_manager"
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_functions_do_what_they_do_on_torchs_own_group(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_functions_do_what_torchs_group_does(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     fleet.check(subject.name, world, case)
 
 
 @pytest.mark.parametrize("case", OF_POINT_TO_POINT)
-def test_sends_and_receives_take_every_dtype_shape_and_layout(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_messages_take_every_kind_of_tensor(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     kinds = subject.kinds(KINDS)
     if case == "recv from anybody":
         kinds = [kind for kind in kinds if 0 not in kind.shape]  # Gloo waits for ever for the second of them
@@ -59,16 +55,12 @@ def test_sends_and_receives_take_every_dtype_shape_and_layout(
 
 
 @pytest.mark.parametrize("case", OF_COALESCING)
-def test_coalesced_operations_are_waited_for_as_one(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_coalesced_operations_have_one_wait(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     fleet.check(subject.name, world, case, modes=MODES)
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
-def test_functional_collectives_give_what_torchs_give(
-    fleet: Fleet, subject: Subject, world: int, name: str
-) -> None:
+def test_functional_collectives_match_torchs(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
     fleet.check(subject.name, world, f"functional {name}")
 
 
@@ -81,9 +73,7 @@ def test_functional_collectives_give_what_torchs_give(
     ],
 )
 @pytest.mark.parametrize("subject", DOING, ids=attrgetter("name"))
-def test_compiled_code_gets_what_torchs_group_gives(
-    fleet: Fleet, subject: Subject, world: int, name: str
-) -> None:
+def test_compiled_code_gets_torchs_results(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
     fleet.check(subject.name, world, f"compiled {name}")
 
 

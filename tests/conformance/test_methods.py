@@ -38,9 +38,7 @@ def test_methods_give_what_torchs_methods_give(fleet: Fleet, subject: Subject, w
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_call_raises_what_torch_raises_and_the_group_goes_on(
-    fleet: Fleet, subject: Subject, world: int, case: str
-) -> None:
+def test_a_wrong_call_raises_what_torch_raises(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
     spoilt = fleet.check(subject.name, world, case)
     assert not spoilt or subject.swallows
     fleet.check(subject.name, world, "all_reduce")

@@ -47,8 +47,7 @@ GROUPS: dict[str, Callable[[float], ProcessGroup]] = {
     "baby-nccl": ProcessGroupBabyNCCL,
 }
 each_backend = pytest.mark.parametrize(
-    "backend",
-    [name if "gloo" in name else pytest.param(name, marks=pytest.mark.gpu) for name in GROUPS],
+    "backend", [name if "gloo" in name else pytest.param(name, marks=pytest.mark.gpu) for name in GROUPS]
 )
 
 

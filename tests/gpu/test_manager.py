@@ -8,12 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchft_like import (
-    LighthouseServer,
-    Manager,
-    ProcessGroupBabyNCCL,
-    ProcessGroupNCCL,
-)
+from torchft_like import LighthouseServer, Manager, ProcessGroupBabyNCCL, ProcessGroupNCCL
 
 LIMIT_S = 60.0
 LONG_CYCLES = 3_000_000_000  # more than a second of a GPU

@@ -76,9 +76,7 @@ def test_the_main_module_runs_once_without_a_guard(processes: Processes, tmp_pat
 
 
 @pytest.mark.parametrize("end", ["sys.exit(3)", "pg.shutdown(); sys.exit(3)"])
-def test_all_end_with_the_trainer_which_alone_handles_a_signal_to_the_whole_terminal(
-    processes: Processes, end: str
-) -> None:
+def test_all_end_with_the_trainer_which_alone_handles_a_signal(processes: Processes, end: str) -> None:
     then = f"pg.allreduce([tensor]).wait(); print('still', tensor.sum().item(), flush=True); {end}"
     trainer, family = start_alone(processes, THEN_WAIT_FOR_SIGNAL + then)
     os.killpg(trainer.pid, signal.SIGINT)

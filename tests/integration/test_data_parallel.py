@@ -118,9 +118,7 @@ class Both(Branches):
 
 
 @pytest.mark.parametrize("searches_from_the_start", ["", "a"])
-def test_parameters_that_one_replica_leaves_out_later_cost_a_step(
-    lighthouse: LighthouseServer, searches_from_the_start: str
-) -> None:
+def test_parameters_left_out_cost_a_step(lighthouse: LighthouseServer, searches_from_the_start: str) -> None:
     """And none where that replica looks for them, though the other does not."""
 
     def train(replica: Replica) -> tuple[str, int, list[list[float] | None]]:
@@ -157,10 +155,7 @@ def test_buckets_are_filled_in_the_order_of_the_backward_pass_and_stay_as_they_a
 
     def train(replica: Replica) -> list[list[list[int]]]:
         parallel = DistributedDataParallel(
-            replica.manager,
-            replica.model,
-            find_unused_parameters=searches,
-            bucket_cap_mb=1.0,
+            replica.manager, replica.model, find_unused_parameters=searches, bucket_cap_mb=1.0
         )
         numbers = {id(one): number for number, one in enumerate(replica.model.parameters())}
         found: list[list[list[int]]] = []
@@ -284,9 +279,7 @@ def test_a_script_that_catches_an_error_of_the_optimizer_heals(lighthouse: Light
     assert one == other
 
 
-def test_a_script_that_is_interrupted_between_the_commit_and_the_optimizer_heals(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_script_interrupted_between_commit_and_optimizer_heals(lighthouse: LighthouseServer) -> None:
     """In a notebook, say, where the cell is then run again."""
 
     def train(replica: Replica) -> tuple[str, int]:
@@ -389,9 +382,7 @@ def gave(replica: Replica, **settings: Any) -> str:
     return str(raised.value)
 
 
-def test_settings_under_which_replicas_would_reduce_different_things_are_refused(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_settings_by_which_replicas_reduce_other_things_are_refused(lighthouse: LighthouseServer) -> None:
     def refuse(replica: Replica) -> tuple[str, str]:
         (parameter,) = replica.model.parameters()
         delayed = [("weight", parameter)]

@@ -48,9 +48,7 @@ def incarnations(output: Path, replica: int) -> set[Any]:
     return {event["replica_id"] for event in read_events(output / f"replica-{replica}.events.jsonl")}
 
 
-def test_all_replicas_end_bit_identical_through_a_kill_and_a_stop(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_all_end_bit_identical_through_a_kill_and_a_stop(processes: Processes, tmp_path: Path) -> None:
     output = tmp_path / "output"
     options = ("--output-dir", str(output), "--steps", "120", "--batch-size", "1")
     demo = processes.start(sys.executable, str(EXAMPLES / "demo.py"), *options)
@@ -79,9 +77,7 @@ def test_one_flipped_bit_in_one_replica_fails_the_demo(processes: Processes, tmp
     assert "bit-identical" not in demo.output
 
 
-def test_a_replica_that_crashes_fails_the_demo_with_the_end_of_its_log(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_crash_fails_the_demo_with_the_end_of_its_log(processes: Processes, tmp_path: Path) -> None:
     script = tmp_path / "crashing.py"
     script.write_text(CRASHING_SCRIPT)
     demo = start(processes, tmp_path, "--script", str(script))
@@ -91,9 +87,7 @@ def test_a_replica_that_crashes_fails_the_demo_with_the_end_of_its_log(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_no_replica_outlives_a_demo_that_a_signal_ends(
-    processes: Processes, tmp_path: Path, number: signal.Signals
-) -> None:
+def test_no_replica_outlives_the_demo(processes: Processes, tmp_path: Path, number: signal.Signals) -> None:
     """Nor do the processes that a replica has started, where the demo can still do something about it."""
     is_killed = number == signal.SIGKILL
     script = tmp_path / "waiting.py"

@@ -203,9 +203,7 @@ def corrupt(tensor: torch.Tensor) -> None:
 @pytest.mark.parametrize("job", ["abc"], indirect=True)
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 @pytest.mark.parametrize("odd_one", ["a", "c"])
-def test_a_flipped_bit_is_found_within_one_round_of_slices(
-    job: Job, odd_one: str, use_async_quorum: bool
-) -> None:
+def test_a_flipped_bit_is_found_within_one_round(job: Job, odd_one: str, use_async_quorum: bool) -> None:
     def script(replica: Replica, name: str) -> tuple[Event, list[float]]:
         replica.train_to(5)
         if name == odd_one:
@@ -224,9 +222,7 @@ def test_a_flipped_bit_is_found_within_one_round_of_slices(
 
 
 @pytest.mark.parametrize("begins", [{"a": 0, "b": 0}, {"a": 0, "b": 6}, {"a": 8, "b": 6}])
-def test_in_a_quorum_that_stands_a_flipped_bit_costs_a_step_and_nobody_asks_before(
-    job: Job, begins: dict[str, int]
-) -> None:
+def test_where_a_quorum_stands_a_flipped_bit_costs_a_step(job: Job, begins: dict[str, int]) -> None:
     """Also where the replicas begin to watch while it stands, one after the other, which may cost a step
     each, as they ask by themselves.
     """

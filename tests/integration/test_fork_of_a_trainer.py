@@ -91,9 +91,7 @@ print("told:", manager.told, flush=True)
 """
 
 
-def test_a_fork_obeys_its_signals_and_its_trainer_hears_nothing_of_them(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_fork_obeys_signals_which_its_trainer_never_hears(processes: Processes, tmp_path: Path) -> None:
     trainer = start(processes, tmp_path, SIGNALS_PROGRAM)
     trainer.wait_for_output(r"told: \[\]")
     assert trainer.wait() == 0
@@ -118,9 +116,7 @@ os.waitpid(forked, 0)
 """
 
 
-def test_a_trainer_stops_listening_to_signals_before_its_forks_end(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_trainer_stops_listening_before_its_forks_end(processes: Processes, tmp_path: Path) -> None:
     trainer = start(processes, tmp_path, OUTLIVED_PROGRAM)
     trainer.wait_for_output("over before its fork")
     assert trainer.wait() == 0
@@ -156,9 +152,7 @@ print("the parent has more, and keeps it:", is_kept, flush=True)
 """
 
 
-def test_a_fork_keeps_the_connections_of_its_script_and_none_of_ours(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_fork_keeps_its_scripts_connections_not_ours(processes: Processes, tmp_path: Path) -> None:
     trainer = start(processes, tmp_path, CONNECTIONS_PROGRAM)
     trainer.wait_for_output("the fork has its script's only: True")
     trainer.wait_for_output("the parent has more, and keeps it: True")
@@ -207,9 +201,7 @@ print("the parent steps on", flush=True)
 """
 
 
-def test_a_fork_has_a_manager_of_its_own_and_leaves_its_parents_alone(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_a_fork_has_a_manager_of_its_own_beside_its_parents(processes: Processes, tmp_path: Path) -> None:
     trainer = start(processes, tmp_path, MANAGERS_PROGRAM)
     trainer.wait_for_output(r"this Manager is that of process \d+")
     trainer.wait_for_output("the fork has stepped with its parent")

@@ -74,9 +74,7 @@ def test_slices_of_tensors_that_differ_are_refused_by_all_their_receivers(ranks:
 
 
 @pytest.mark.parametrize("by_handle", [False, True])
-def test_a_slice_that_one_rank_does_not_send_is_an_error_for_all_receivers_and_their_group_goes_on(
-    ranks: Ranks, by_handle: bool
-) -> None:
+def test_a_slice_that_is_not_sent_is_an_error_for_all_receivers(ranks: Ranks, by_handle: bool) -> None:
     found = ranks.ask(job.slices_without_one, by_handle)
     assert [total for _, total in found] == [2.0] * 4
     sent, missed, refused, unsent = (text for text, _ in found)
@@ -134,9 +132,7 @@ DIFFERENT: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("argument", DIFFERENT)
-def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(
-    ranks: Ranks, argument: str
-) -> None:
+def test_a_coordinator_one_rank_makes_differently_is_an_error_on_all(ranks: Ranks, argument: str) -> None:
     for text in ranks.ask(job.make_with, [RIGHT, RIGHT, DIFFERENT[argument], RIGHT]):
         assert text.startswith(f"CollectiveMismatchError: the ranks do not agree on the {argument}: ranks")
         assert "rank 2: " in text
@@ -149,9 +145,7 @@ def test_a_coordinator_that_one_rank_makes_differently_is_an_error_on_all(
         ([*RIGHT[:5], "p" * 101], "group_name has 101 characters"),
     ],
 )
-def test_a_coordinator_that_one_rank_cannot_make_is_an_error_on_all(
-    ranks: Ranks, wrong: list[Any], said: str
-) -> None:
+def test_a_coordinator_one_rank_cannot_make_fails_on_all(ranks: Ranks, wrong: list[Any], said: str) -> None:
     texts = ranks.ask(job.make_with, [RIGHT, RIGHT, wrong, RIGHT])
     assert texts.pop(2).startswith(f"ValueError: {said}")
     for text in texts:
@@ -233,24 +227,18 @@ def run_into_a_death(
 
 
 @pytest.mark.parametrize("name", job.CALLS)
-def test_a_member_killed_inside_a_call_is_an_error_for_all_others(
-    store: TCPStore, ranks: Ranks, victim: Rank, name: str
-) -> None:
+def test_all_hear_of_a_member_killed_inside(store: TCPStore, ranks: Ranks, victim: Rank, name: str) -> None:
     for text in run_into_a_death(store, ranks, victim, name):
         assert text.startswith("GroupCoordinatorError"), text
 
 
 @pytest.mark.parametrize("name", ["all_reduce", "recv_object", "broadcast_tensor_dict"])
-def test_a_group_that_hides_its_errors_does_not_hide_them_here(
-    store: TCPStore, ranks: Ranks, victim: Rank, name: str
-) -> None:
+def test_a_group_cannot_hide_its_errors_here(store: TCPStore, ranks: Ranks, victim: Rank, name: str) -> None:
     for text in run_into_a_death(store, ranks, victim, name, swallows=True):
         assert text.startswith("GroupCoordinatorError"), text
 
 
-def test_readers_of_a_queue_hear_of_the_death_of_its_writer(
-    store: TCPStore, ranks: Ranks, victim: Rank
-) -> None:
+def test_readers_of_a_queue_hear_of_its_writers_death(store: TCPStore, ranks: Ranks, victim: Rank) -> None:
     members = Ranks([victim, ranks[0], ranks[1]])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3
@@ -261,9 +249,7 @@ def test_readers_of_a_queue_hear_of_the_death_of_its_writer(
         assert rank.answer().startswith("GroupCoordinatorError")
 
 
-def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
-    store: TCPStore, ranks: Ranks, victim: Rank
-) -> None:
+def test_the_writer_of_a_queue_hears_of_a_readers_death(store: TCPStore, ranks: Ranks, victim: Rank) -> None:
     members = Ranks([ranks[0], ranks[1], victim])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3
@@ -277,9 +263,7 @@ def test_the_writer_of_a_queue_hears_of_the_death_of_a_reader(
     [(resource.RLIMIT_FSIZE, "QueueMemoryError"), (resource.RLIMIT_NOFILE, "QueueDescriptorsError")],
     ids=["memory", "descriptors"],
 )
-def test_an_object_for_which_there_is_no_room_is_an_error_on_all_and_the_next_one_arrives(
-    store: TCPStore, ranks: Ranks, limit: int, error: str
-) -> None:
+def test_an_object_without_room_is_an_error(store: TCPStore, ranks: Ranks, limit: int, error: str) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3
@@ -291,9 +275,7 @@ def test_an_object_for_which_there_is_no_room_is_an_error_on_all_and_the_next_on
     assert [found for _, found in (writer, *readers)] == ["no error: ['second']"] * 3
 
 
-def test_readers_that_cannot_be_told_of_an_object_that_does_not_come_are_released(
-    store: TCPStore, ranks: Ranks
-) -> None:
+def test_readers_whom_nobody_can_tell_that_nothing_comes_are_released(store: TCPStore, ranks: Ranks) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     smallest = 256, 1  # what is told does not fit into this ring either
@@ -308,9 +290,7 @@ SHUT_DOWN = "the writer has shut the queue down"
 
 
 @pytest.mark.parametrize("heard_in", ["broadcast_object", "all_reduce"])
-def test_a_reader_that_waits_is_released_when_the_group_ends(
-    store: TCPStore, ranks: Ranks, victim: Rank, heard_in: str
-) -> None:
+def test_the_groups_end_releases_a_reader(store: TCPStore, ranks: Ranks, victim: Rank, heard_in: str) -> None:
     members = Ranks([ranks[0], ranks[1], victim])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3
@@ -337,9 +317,7 @@ def test_a_reader_that_has_left_is_an_error_for_the_others(store: TCPStore, rank
 
 @pytest.mark.parametrize("fails", ["create_from_handle", "wait_until_ready"])
 @pytest.mark.parametrize("local", [[1, 2], [1]], ids=["local", "remote"])
-def test_a_queue_that_one_rank_cannot_join_is_an_error_on_all(
-    store: TCPStore, ranks: Ranks, fails: str, local: list[int]
-) -> None:
+def test_a_queue_one_cannot_join_fails(store: TCPStore, ranks: Ranks, fails: str, local: list[int]) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     for text in members.ask(job.make_a_queue_in_vain, local, fails):
@@ -347,9 +325,7 @@ def test_a_queue_that_one_rank_cannot_join_is_an_error_on_all(
         assert "timed out" not in text
 
 
-def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all_and_the_group_goes_on(
-    store: TCPStore, ranks: Ranks
-) -> None:
+def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all(store: TCPStore, ranks: Ranks) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     first, second, stranger = members.ask(job.read_another_writers_queue, [0, 1, 5])
@@ -360,9 +336,7 @@ def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all_and_the_group_g
     assert members.ask(job.use_a_queue) == [["first"]] * 3
 
 
-def test_what_does_not_travel_through_a_queue_is_named_by_its_place_in_the_object(
-    store: TCPStore, ranks: Ranks
-) -> None:
+def test_what_does_not_travel_through_a_queue_is_named_by_its_place(store: TCPStore, ranks: Ranks) -> None:
     members = Ranks(ranks[:3])
     meet(store, members)
     assert members.ask(job.use_a_queue) == [["first"]] * 3

@@ -168,9 +168,7 @@ def test_a_fork_and_its_forks_speak_grpc_of_their_own(processes: Processes) -> N
     assert parent.output.count("misuse is caught") == 2
 
 
-def test_what_the_parent_made_is_refused_in_a_fork_which_loads_no_grpc_to_delete_it(
-    processes: Processes,
-) -> None:
+def test_what_the_parent_made_is_refused_in_a_fork_which_loads_no_grpc(processes: Processes) -> None:
     parent = processes.start(sys.executable, "-c", PARENTS)
     parent.wait_for_output("libraries: 0")
     parent.wait_for_output(r"refused: \[" + ", ".join(["True"] * 7) + r"\]")
@@ -199,9 +197,7 @@ print("over", flush=True)
 
 
 @pytest.mark.parametrize("when", ["imported", "used"])
-def test_handlers_of_forks_are_off_where_grpc_was_imported_before_and_else_it_is_said(
-    processes: Processes, when: str
-) -> None:
+def test_handlers_of_forks_are_off_or_it_is_said(processes: Processes, when: str) -> None:
     parent = processes.start(sys.executable, "-c", IMPORTED_FIRST, when)
     parent.wait_for_output("over")
     assert parent.wait() == 0

@@ -28,9 +28,7 @@ def test_joiners_heal_in_the_middle_of_training(tmp_path: Path, size: int, use_a
 
 
 @pytest.mark.parametrize("act", ["kill", "stop"])
-def test_a_joiner_heals_from_another_peer_when_its_source_fails_in_the_middle(
-    tmp_path: Path, act: str
-) -> None:
+def test_a_joiner_heals_from_another_peer_when_its_source_fails_midway(tmp_path: Path, act: str) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(ballast_mb=32, faults=(cluster.plan(act, "heal"),))
         a, b = cluster.start_all("ab", options=options)

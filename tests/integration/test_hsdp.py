@@ -19,9 +19,7 @@ LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time 
 
 
 @pytest.mark.parametrize("state", ["shards", "dtensors", "full"])
-def test_sharded_models_survive_the_death_of_a_group_and_arrive_where_plain_training_does(
-    tmp_path: Path, state: str
-) -> None:
+def test_sharded_models_survive_a_death_and_arrive_as_plain_training(tmp_path: Path, state: str) -> None:
     options = WorkerOptions(reduce="sharded", state=state, pause_s=0.3)
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         a, b = cluster.start_all("ab", size=GROUP_SIZE, options=options)
@@ -47,11 +45,7 @@ def steps_that_match(rank: Rank, plain: list[Replayed], way: str) -> int:
     for replayed in plain:
         if (step := replayed.step) in written:
             torch.testing.assert_close(
-                written[step],
-                replayed.parameters,
-                rtol=1e-5,
-                atol=replayed.tolerance,
-                msg=told_of(way, step),
+                written[step], replayed.parameters, rtol=1e-5, atol=replayed.tolerance, msg=told_of(way, step)
             )
             matching += 1
     return matching

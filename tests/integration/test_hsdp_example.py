@@ -35,9 +35,7 @@ def reports(output: str, what: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.timeout(2 * LIMIT_S + 20)
-def test_a_killed_group_heals_and_a_new_job_goes_on_from_what_was_saved(
-    tmp_path: Path, processes: Processes
-) -> None:
+def test_a_killed_group_heals_and_a_new_job_goes_on(tmp_path: Path, processes: Processes) -> None:
     # Steps for six seconds: one group may start later than the other, and has to be killed before the end.
     killed = run(processes, tmp_path, "--kill-at-step=3", "--steps=60", "--checkpoint-every=4", "--pause=0.1")
     check_that_group_1_was_lost_and_healed(tmp_path / "events.jsonl")

@@ -74,9 +74,7 @@ def test_a_source_killed_in_the_middle_is_noticed_and_another_one_serves(
     assert_received(receiver.recv_checkpoint(0, healthy, 5, LIMIT))
 
 
-def test_a_receive_from_a_stopped_source_can_be_aborted(
-    source: Rank, receiver: Receiver, pool: ThreadPoolExecutor
-) -> None:
+def test_an_abort_ends_a_stopped_receive(source: Rank, receiver: Receiver, pool: ThreadPoolExecutor) -> None:
     address = source.ask(Source.offer, 5, MEGABYTES, 5)
     asked = pool.submit(receiver.recv_checkpoint, 0, address, 5, LIMIT)
     assert source.ask(Source.wait_until_it_hangs)
@@ -100,9 +98,7 @@ def spoilt(target: str, place: int, spoil: Filter, struck: list[int]) -> str:
 
 
 @pytest.mark.parametrize("place", [1000, STATE_BYTES // 2, STATE_BYTES], ids=["first", "middle", "last"])
-def test_a_flipped_bit_is_found_and_the_state_is_refused(
-    healthy: str, receiver: Receiver, place: int
-) -> None:
+def test_a_flipped_bit_is_found_and_the_state_refused(healthy: str, receiver: Receiver, place: int) -> None:
     struck: list[int] = []
     address = spoilt(healthy, place, flip_bit, struck)
     with pytest.raises(CheckpointFormatError, match=f"{address}: .* checksum does not match"):

@@ -114,10 +114,7 @@ UNSOUND: dict[str, tuple[str, Callable[[], History]]] = {
     ),
     "a replica returns to an older quorum": ("monotonic", lambda: changed(8, quorum_id=1)),
     "a restarted lighthouse uses an id again": ("monotonic", lambda: with_more(commit("c", 6, 2, "c"))),
-    "a later step is committed by an older quorum": (
-        "monotonic",
-        lambda: with_more(commit("b", 6, 1, "ab")),
-    ),
+    "a later step is committed by an older quorum": ("monotonic", lambda: with_more(commit("b", 6, 1, "ab"))),
     "a process commits a step twice": ("no_regress", lambda: with_more(commit("a", 5, 4, "a"))),
     "a quorum starts behind one of its members": (
         "no_regress",

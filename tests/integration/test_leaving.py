@@ -58,9 +58,7 @@ def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_pat
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
-def test_replicas_that_come_and_reach_the_end_of_their_script_cost_the_others_no_step(
-    tmp_path: Path, use_async_quorum: bool
-) -> None:
+def test_replicas_that_come_and_go_cost_the_others_no_step(tmp_path: Path, use_async_quorum: bool) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)
         a, b = cluster.start_all("ab", options=options)

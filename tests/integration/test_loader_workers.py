@@ -128,9 +128,7 @@ OF_THE_MANAGER = r"WARNING:torchft_like:\[trainer.*"  # whose peers do die
         pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
-def test_loaders_start_beside_a_manager_whose_peers_come_leave_and_die(
-    processes: Processes, tmp_path: Path, starts: int
-) -> None:
+def test_loaders_start_beside_peers_that_die(processes: Processes, tmp_path: Path, starts: int) -> None:
     """Of all start methods, with workers that speak gRPC: none dies, and nothing is said of them."""
     # Where the machine is busy a lighthouse hangs up on who is slow to answer, and gRPC says so.
     patient = ("--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")

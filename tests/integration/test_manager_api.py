@@ -99,9 +99,7 @@ def test_a_replica_that_heals_has_no_part_in_any_reduction(lighthouse: Lighthous
 
 
 @pytest.mark.parametrize("init_sync", [True, False])
-def test_a_replica_with_nothing_to_heal_with_is_told_when_it_has_to(
-    lighthouse: LighthouseServer, init_sync: bool
-) -> None:
+def test_a_replica_with_nothing_to_heal_with_is_told(lighthouse: LighthouseServer, init_sync: bool) -> None:
     """It would go on with a state of its own, and commit."""
 
     def train(name: str) -> str:
@@ -155,9 +153,7 @@ def test_a_replica_that_gives_a_step_up_joins_again_when_the_first_join_was_answ
     assert at_joins[:2] == [False, True]
 
 
-def test_a_replica_that_wants_nobody_let_in_goes_on_in_a_quorum_that_stands(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_replica_that_lets_nobody_in_goes_on_in_a_quorum_that_stands(lighthouse: LighthouseServer) -> None:
     """It would have to ask at a step that the other one may have begun."""
 
     def train(name: str) -> tuple[list[bool], int]:
@@ -194,9 +190,7 @@ def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
     assert on_both(train) == [1, 1]
 
 
-def test_a_transport_without_a_host_of_its_own_serves_where_the_manager_does(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_transport_without_a_host_serves_where_the_manager_does(lighthouse: LighthouseServer) -> None:
     transport: HTTPTransport[object] = HTTPTransport(timedelta(seconds=60))
     settings = {"checkpoint_transport": transport, "hostname": "127.0.0.2"}
     with make_manager(lighthouse, "a", nn.Linear(1, 1), **settings):
@@ -222,9 +216,7 @@ def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: Li
     assert on_both(fail) == ["failed", "failed"]
 
 
-def test_ranks_of_different_groups_that_give_up_before_they_meet_leave_nobody_waiting(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: LighthouseServer) -> None:
     """Each spoils the step for the other rank of its group, which would wait in `configure` for a peer."""
     spoilers = {("a", 0), ("b", 1)}
     stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in "ab"}
@@ -250,9 +242,7 @@ def test_ranks_of_different_groups_that_give_up_before_they_meet_leave_nobody_wa
     assert all(v[0] is False and v[-2:] == [True, True] for v in votes)
 
 
-def test_a_replica_that_loaded_a_part_of_a_state_does_not_pass_for_one_of_its_old_version(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_replica_that_loaded_a_part_of_a_state_has_no_version(lighthouse: LighthouseServer) -> None:
     """Whoever is of that version, and whole, is ahead of it: it heals from them if its source is gone."""
 
     is_over = threading.Event()
@@ -284,9 +274,7 @@ def test_a_replica_that_loaded_a_part_of_a_state_does_not_pass_for_one_of_its_ol
     assert after == {**before, "commit_quorum_id": 0}
 
 
-def test_a_replica_that_heals_in_the_last_step_of_its_source_gets_the_state(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_replica_heals_in_the_last_step_of_its_source(lighthouse: LighthouseServer) -> None:
     """The source has left its script by then: it waits until the state has been fetched."""
 
     def train(name: str) -> float:
@@ -313,9 +301,7 @@ def test_a_wrapped_future_gives_the_default_and_spoils_the_step(lighthouse: Ligh
     assert on_both(wrap) == [7, 7]
 
 
-def test_a_wrapped_future_that_fails_before_the_quorum_is_known_spoils_the_step(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_wrapped_future_that_fails_before_the_quorum_spoils_it(lighthouse: LighthouseServer) -> None:
     has_failed = threading.Event()
 
     def wrap(name: str) -> bool:
@@ -334,9 +320,7 @@ def test_a_wrapped_future_that_fails_before_the_quorum_is_known_spoils_the_step(
     assert on_both(wrap)[0] is False
 
 
-def test_a_quorum_that_cannot_be_had_is_a_typed_error_and_the_next_attempt_is_open(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_quorum_that_cannot_be_had_is_a_typed_error(lighthouse: LighthouseServer) -> None:
     with make_manager(lighthouse, "alone", nn.Linear(1, 1)) as manager:
         for _ in range(2):
             manager.start_quorum(timeout=0.1)
@@ -394,9 +378,7 @@ def test_nobody_waits_for_a_replica_whose_process_group_is_not_prepared() -> Non
     assert late == [2]
 
 
-def test_collectives_of_a_step_that_was_given_up_never_meet_those_of_another(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_collectives_of_a_step_given_up_never_meet_those_of_another(lighthouse: LighthouseServer) -> None:
     """After an exception in the training loop, say; the replicas have got to different places in the step."""
     finished = threading.Barrier(2)
 
@@ -461,9 +443,7 @@ def test_a_manager_that_is_interrupted_while_its_group_is_prepared_leaves_no_thr
 # A source refuses its state.
 
 
-def test_a_replica_whose_source_refuses_heals_from_another_one_in_the_next_step(
-    lighthouse: LighthouseServer,
-) -> None:
+def test_a_replica_whose_source_refuses_heals_from_another_one(lighthouse: LighthouseServer) -> None:
     newcomer_is_due, newcomer_is_here = threading.Event(), threading.Event()
     asked: list[str] = []
 

@@ -171,9 +171,7 @@ def test_a_writer_killed_in_the_middle_of_long_messages_leaves_no_half_ones(cast
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["local", "remote"])
-def test_readers_killed_in_the_middle_of_long_messages_leave_the_others_whole(
-    cast: Cast, victim: int
-) -> None:
+def test_readers_killed_in_the_middle_of_messages_leave_the_others_whole(cast: Cast, victim: int) -> None:
     writer, readers = cast.queue(1, 1, chunk_bytes=2 * 1024 * 1024)
     sizes, count = [500_000, 5], 40
     for reader in readers:

@@ -29,9 +29,7 @@ LIMIT_S = 120.0
 
 
 @needs_torchs
-def test_survivors_commit_after_a_replica_is_killed_and_the_next_one_heals(
-    tmp_path: Path, store: TCPStore
-) -> None:
+def test_survivors_commit_after_a_kill_and_the_next_one_heals(tmp_path: Path, store: TCPStore) -> None:
     options = WorkerOptions(backend="native-gloo", store_port=store.port, timeout_s=TIMEOUT_S)
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         a, b, c, d = cluster.start_all("abcd", options=options)
@@ -45,9 +43,7 @@ def test_survivors_commit_after_a_replica_is_killed_and_the_next_one_heals(
 
 @needs_torchs
 @pytest.mark.parametrize("reduce", ["ddp", "manager"])
-def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(
-    tmp_path: Path, store: TCPStore, reduce: str
-) -> None:
+def test_survivors_commit_after_a_kill_in_a_collective(tmp_path: Path, store: TCPStore, reduce: str) -> None:
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         fault = cluster.plan("kill", "backward")
         options = WorkerOptions(
@@ -62,9 +58,7 @@ def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(
 
 
 @needs_torchs
-def test_a_stopped_member_holds_the_others_up_until_the_timeout_and_spoils_nothing(
-    tmp_path: Path, store: TCPStore
-) -> None:
+def test_a_stopped_member_holds_the_others_up_until_the_timeout(tmp_path: Path, store: TCPStore) -> None:
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         fault = cluster.plan("stop", "backward")
         options = WorkerOptions(

@@ -111,9 +111,7 @@ def settled(ranks: Ranks, wanted: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["agent", "file"])
-def test_an_init_that_waits_in_vain_ends_with_its_timeout_and_may_be_tried_again(
-    ranks: Ranks, store: TCPStore, tmp_path: Path, kind: str
-) -> None:
+def test_an_init_in_vain_ends_in_time(ranks: Ranks, store: TCPStore, tmp_path: Path, kind: str) -> None:
     where = agents(store) if kind == "agent" else {"init_method": f"file://{tmp_path / 'store'}"}
     errors = ranks.ask(job.init_in_vain, "torchft-gloo", WORLD + 1, where, 0.5)
     for rank, error in enumerate(errors):
@@ -123,9 +121,7 @@ def test_an_init_that_waits_in_vain_ends_with_its_timeout_and_may_be_tried_again
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_default_group_survives_a_killed_rank_when_its_owner_configures_it_anew(
-    ranks: Ranks, store: TCPStore, backend: str
-) -> None:
+def test_the_default_group_survives_a_killed_rank(ranks: Ranks, store: TCPStore, backend: str) -> None:
     ranks.ask(job.init, backend, WORLD, agents(store))
     ranks.ask(job.make_ddp)
     assert ranks.ask(job.gradient, 1.0) == [[2.0, 2.0]] * WORLD
@@ -154,9 +150,7 @@ def test_the_owner_of_the_default_group_can_abort_it(ranks: Ranks, store: TCPSto
 
 @pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.14 on")
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_torchs_own_functions_reconfigure_the_default_group_after_a_kill_and_with_a_newcomer(
-    ranks: Ranks, store: TCPStore, backend: str
-) -> None:
+def test_torchs_functions_reconfigure_the_default_group(ranks: Ranks, store: TCPStore, backend: str) -> None:
     begun = ranks.ask(job.init_to_reconfigure, backend, store.port, WORLD)
     assert [seat for _, *seat in begun] == [[rank, WORLD] for rank in range(WORLD)]
     handles = [handle for handle, *_ in begun]

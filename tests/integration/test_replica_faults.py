@@ -71,7 +71,7 @@ def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("reduce", ["ddp", "manager"])
-def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(tmp_path: Path, reduce: str) -> None:
+def test_survivors_commit_after_a_kill_in_a_collective(tmp_path: Path, reduce: str) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(reduce=reduce, faults=(cluster.plan("kill", "backward"),))
         groups = cluster.start_all("abc", options=options)
@@ -83,9 +83,7 @@ def test_survivors_commit_after_a_replica_is_killed_inside_a_collective(tmp_path
 
 
 @ASYNC_AND_SYNC
-def test_a_replica_that_stopped_inside_a_collective_is_left_behind_and_heals_when_continued(
-    tmp_path: Path, use_async_quorum: bool
-) -> None:
+def test_a_replica_stopped_in_a_collective_heals_afterwards(tmp_path: Path, use_async_quorum: bool) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum, faults=(cluster.plan("stop", "backward"),))
         a, b, c = groups = cluster.start_all("abc", options=options)
@@ -116,9 +114,7 @@ def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_p
 
 
 @KILL_AND_STOP
-def test_a_joiner_commits_after_a_member_fails_while_the_group_is_configured(
-    tmp_path: Path, act: str
-) -> None:
+def test_a_joiner_commits_after_a_member_fails_as_the_group_is_made(tmp_path: Path, act: str) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = groups = cluster.start_all(
             "ab", options=WorkerOptions(faults=(cluster.plan(act, "configure"),))
@@ -140,9 +136,7 @@ def test_a_joiner_commits_after_a_member_fails_while_the_group_is_configured(
     [("step", WorkerOptions.timeout_s), ("backward", 2.0)],
     ids=["the join timeout", "the operation timeout"],
 )
-def test_the_others_commit_after_a_timeout_when_a_trainer_hangs(
-    tmp_path: Path, place: str, timeout_s: float
-) -> None:
+def test_the_others_time_out_a_trainer_that_hangs(tmp_path: Path, place: str, timeout_s: float) -> None:
     with Cluster(tmp_path, join_timeout_ms=500) as cluster:
         options = WorkerOptions(timeout_s=timeout_s, faults=(cluster.plan("hang", place),))
         a, b, c = groups = cluster.start_all("abc", options=options)
@@ -176,9 +170,7 @@ def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_group_that_lost_a_rank_leaves_as_a_whole_and_the_others_commit(
-    tmp_path: Path, lost_rank: int, number: signal.Signals
-) -> None:
+def test_a_group_that_lost_a_rank_leaves(tmp_path: Path, lost_rank: int, number: signal.Signals) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab", size=2)
         lost, left_over = b.ranks[lost_rank], b.ranks[1 - lost_rank]

@@ -48,9 +48,7 @@ def test_training_goes_on_while_the_lighthouse_is_dead(tmp_path: Path, size: int
         assert [group.last_commit.quorum_id for group in groups] == ids
 
 
-def test_training_waits_for_a_dead_lighthouse_where_it_is_asked_to(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_training_may_wait_for_a_dead_lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE_ABSENCE", "wait")
     with Cluster(tmp_path) as cluster:
         groups = cluster.start_all("ab")
@@ -114,9 +112,7 @@ def test_a_replica_that_joins_costs_the_others_no_step(tmp_path: Path, size: int
         assert [group.failures(since) for group in (a, b)] == [[], []]
 
 
-def test_a_replica_joins_after_the_lighthouse_was_restarted_under_a_quorum_that_stands(
-    tmp_path: Path,
-) -> None:
+def test_a_replica_joins_after_the_lighthouse_restarted_under_its_quorum(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
         wait_for_steps(cluster, [a, b])
@@ -130,9 +126,7 @@ def test_a_replica_joins_after_the_lighthouse_was_restarted_under_a_quorum_that_
 
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
-def test_steps_go_on_under_growing_ids_after_the_lighthouse_is_killed_and_restarted(
-    tmp_path: Path, use_async_quorum: bool
-) -> None:
+def test_ids_grow_over_the_death_of_a_lighthouse(tmp_path: Path, use_async_quorum: bool) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)
         a, b = cluster.start_all("ab", options=options)

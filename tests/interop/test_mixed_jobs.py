@@ -37,9 +37,7 @@ THEIRS = [
 
 
 @pytest.mark.parametrize(("peer", "options"), THEIRS, indirect=["peer"])
-def test_torchft_replicas_survive_a_kill_and_heal_a_newcomer_under_our_lighthouse(
-    fleet: Fleet, peer: System, options: tuple[str, ...]
-) -> None:
+def test_torchft_replicas_heal_under_ours(fleet: Fleet, peer: System, options: tuple[str, ...]) -> None:
     job = Job(fleet, replace(peer, worker_options=options))
     first, second, victim = (job.start(rank) for rank in range(3))
     job.await_joint_steps([first, second, victim])
@@ -105,9 +103,7 @@ class UnderTheirLighthouse(Cluster):
         ).address
 
 
-def test_our_replicas_survive_a_kill_and_heal_a_newcomer_under_torchft_s_lighthouse(
-    tmp_path: Path, fleet: Fleet, peer: System
-) -> None:
+def test_our_replicas_heal_under_torchfts_lighthouse(tmp_path: Path, fleet: Fleet, peer: System) -> None:
     options = WorkerOptions(timeout_s=20.0)
     with UnderTheirLighthouse(tmp_path, fleet, peer) as cluster:
         first, second, victim = cluster.start_all("abc", options=options)

@@ -36,10 +36,7 @@ def test_torchft_s_own_tests_pass_under_our_lighthouse(processes: Processes, pee
     }
     with locked(Path(tempfile.gettempdir(), f"torchft-tests-{os.getuid()}.lock")):  # their ports are fixed
         tests = processes.start(
-            peer.interpreter,
-            *pytest_alone,
-            *("-p", "our_lighthouse", "--pyargs", SUITE),
-            env=environment,
+            peer.interpreter, *pytest_alone, *("-p", "our_lighthouse", "--pyargs", SUITE), env=environment
         )
         code = tests.wait(SUITE_SECONDS_MAX)
     assert code == 0, tests.output

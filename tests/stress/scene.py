@@ -87,11 +87,7 @@ def running() -> Iterator[Scene]:
         group = psutil.Process(started.pid)
         scene = Scene(
             {"lighthouse": lighthouse.url, **found},
-            {
-                "lighthouse": psutil.Process(lighthouse.process.pid),
-                "manager": group,
-                "checkpoint": group,
-            },
+            {"lighthouse": psutil.Process(lighthouse.process.pid), "manager": group, "checkpoint": group},
         )
         with closing(scene):
             yield scene

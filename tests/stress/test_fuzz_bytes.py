@@ -17,11 +17,7 @@ from lighthouse.address import Address
 from tests.descriptors import left_open_since, open_descriptors
 from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
 from tests.unit.checkpointing.states import dump_state, forged, load_state
-from torchft_like.checkpointing.state_stream import (
-    Expectation,
-    IncomingState,
-    read_header,
-)
+from torchft_like.checkpointing.state_stream import Expectation, IncomingState, read_header
 from torchft_like.core.agreement import statements
 from torchft_like.core.agreement.referee import Missing
 from torchft_like.core.agreement.rules import Disagreement
@@ -29,12 +25,7 @@ from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CheckpointFormatError, ProcessGroupError
 from torchft_like.plain_data import LEAF_TENSOR, LIST, LONG, MAGIC, ORDERED_DICT, TUPLE, encode
 from torchft_like.process_group import store as group_store
-from torchft_like.process_group.baby.messages import (
-    Channel,
-    ChannelClosedError,
-    ForeignMessageError,
-    Message,
-)
+from torchft_like.process_group.baby.messages import Channel, ChannelClosedError, ForeignMessageError, Message
 from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.checking import link
 from torchft_like.process_group.checking.link import _read_referee
@@ -174,9 +165,7 @@ def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> Non
 @fuzz
 @given(
     st.one_of(
-        json_values.map(lambda v: json.dumps(v).encode()),
-        damaged(statements.encode(CALL)),
-        st.binary(),
+        json_values.map(lambda v: json.dumps(v).encode()), damaged(statements.encode(CALL)), st.binary()
     )
 )
 @example(DEEP)  # a RecursionError, which ended the thread that reads

@@ -111,9 +111,7 @@ def test_bytes_are_a_message_or_nothing(kind: type, data: bytes) -> None:
         ("join", pb.QuorumMember.FromString(b"\x0a\x01a" + 99 * b"\xa3\x06" + 99 * b"\xa4\x06")),
     ]
 )
-def test_a_lighthouse_that_is_told_nonsense_forms_quorums_that_can_be_sent_and_reported(
-    told: list[tuple[str, object]],
-) -> None:
+def test_a_lighthouse_told_nonsense_forms_quorums_that_can_be_sent(told: list[tuple[str, object]]) -> None:
     core = QuorumCore(CONFIG, NOW_MS)
     for number, (kind, value) in enumerate(told):
         for decision in list(tell(core, number, kind, value)):
@@ -199,9 +197,7 @@ responses = st.builds(
 @given(responses)
 @example(pb.ManagerQuorumResponse(replica_rank=7, replica_ids=["a"]))  # an IndexError while configuring
 @example(pb.ManagerQuorumResponse(replica_ids=["a"], recover_src_replica_rank=-1))
-def test_a_rank_takes_a_quorum_whose_ranks_are_members_and_no_other(
-    response: pb.ManagerQuorumResponse,
-) -> None:
+def test_a_rank_takes_only_a_quorum_whose_ranks_are_members(response: pb.ManagerQuorumResponse) -> None:
     result = parse_or_refuse(quorum_result_from_wire, response, refusals=MalformedMessageError)
     if result is not None:
         assert result.replica_ids[result.replica_rank] is not None

@@ -135,9 +135,7 @@ def test_a_log_line_is_one_line_that_moves_no_cursor(replica_id: str, reason: st
 @example([b'{"kind":"commit","comm'])  # a disk that was full
 @example([b"[" * 100_000])
 @example([b"\xff\xfe"])
-def test_a_damaged_line_of_an_event_file_hides_no_other(
-    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
-) -> None:
+def test_a_damaged_line_hides_no_other(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
     path = tmp_path_factory.getbasetemp() / "events.jsonl"
     good = Event("shutdown", "lighthouse", 0.0, fields={"reason": "the good one"}).to_json().encode()
     path.write_bytes(b"\n".join([*lines, good, b'{"kind":"half']))

@@ -78,11 +78,7 @@ HUGE = [
     (wire.SHOULD_COMMIT, NESTED),
     (wire.KILL, b"\xff" * 100),
 ]
-REFUSALS = (
-    grpc.StatusCode.INVALID_ARGUMENT,
-    grpc.StatusCode.RESOURCE_EXHAUSTED,
-    grpc.StatusCode.NOT_FOUND,
-)
+REFUSALS = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.NOT_FOUND)
 
 
 @pytest.mark.parametrize("server", ["lighthouse", "manager"])

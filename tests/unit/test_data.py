@@ -63,9 +63,7 @@ def test_ranks_out_of_range_are_refused(arguments: tuple[int, int, int, int], me
         DistributedSampler(Numbers(10), *arguments)
 
 
-def test_ranks_come_from_the_environment_where_nothing_is_initialized(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert DistributedSampler(Numbers(10), 1, 2).global_rank == 3

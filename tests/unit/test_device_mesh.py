@@ -86,9 +86,7 @@ def test_size_rank_and_coordinate_follow_the_quorum(mesh: ManagedDeviceMesh, quo
         assert mesh["dp_replicate", "dp_shard"].get_coordinate() == (rank, 0)
 
 
-def test_a_mesh_has_a_shape_before_the_first_quorum_and_after_the_last(
-    mesh: ManagedDeviceMesh, quorum: Quorum
-) -> None:
+def test_a_mesh_has_a_shape_before_any_quorum_and_after(mesh: ManagedDeviceMesh, quorum: Quorum) -> None:
     assert (mesh.shape, mesh.get_coordinate()) == ((1, 2, 2), (0, 0, 1))
     quorum.be(1, 2)
     quorum.trouble = ShutdownError("the Manager was shut down")
@@ -186,9 +184,7 @@ def test_torch_joins_a_slice_with_one_of_the_fixed_mesh(mesh: ManagedDeviceMesh)
     assert joined.get_group("dp_replicate") is mesh.get_group("dp_replicate")
 
 
-def test_an_unflattened_dimension_leaves_the_elastic_one_where_it_is(
-    mesh: ManagedDeviceMesh, quorum: Quorum
-) -> None:
+def test_an_unflattened_dimension_leaves_the_elastic_one(mesh: ManagedDeviceMesh, quorum: Quorum) -> None:
     quorum.be(1, 3)
     unflat = mesh._unflatten("tp", (2, 1), ("cp", "ep"))
     assert unflat.mesh_dim_names == ("dp_replicate", "dp_shard", "cp", "ep")
@@ -278,12 +274,7 @@ def test_the_manager_starts_the_default_group_if_there_is_none(quorum: Quorum) -
 
 @pytest.mark.parametrize(
     ("shape", "names", "dim"),
-    [
-        ((2, 2), ("a",), 0),
-        ((2, 2), ("a", "b"), 2),
-        ((2, 2), ("a", "b"), -1),
-        ((2, 2), ("a", "a"), 0),
-    ],
+    [((2, 2), ("a",), 0), ((2, 2), ("a", "b"), 2), ((2, 2), ("a", "b"), -1), ((2, 2), ("a", "a"), 0)],
 )
 def test_arguments_that_do_not_fit_are_a_value_error(
     quorum: Quorum, shape: tuple[int, ...], names: tuple[str, ...], dim: int
@@ -350,9 +341,7 @@ def test_a_name_means_one_thing(mesh: ManagedDeviceMesh) -> None:
         mesh["dp", "dp_shard"]
 
 
-def test_a_flattened_fixed_mesh_does_not_pass_for_one_with_the_elastic_dimension(
-    mesh: ManagedDeviceMesh, quorum: Quorum
-) -> None:
+def test_a_flattened_fixed_mesh_has_no_elastic_dimension(mesh: ManagedDeviceMesh, quorum: Quorum) -> None:
     """torch reduces over several dimensions at once where it knows a flattened mesh of the same layout."""
     quorum.be(0, 2)
     mesh["dp_shard", "tp"]._flatten("model")

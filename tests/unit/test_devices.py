@@ -119,9 +119,7 @@ def test_without_a_device_nothing_changes(gpu: Gpu, device: torch.device | None)
         assert gpu.mode == GLOBAL
 
 
-def test_a_process_that_does_not_use_its_gpu_asks_nothing_of_it(
-    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_without_use_of_its_gpu_asks_nothing(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     gpu.is_initialized = False
     for name in ("current_stream", "current_device_index", "device_index", "synchronize"):
         monkeypatch.setattr(torch.accelerator, name, lambda *_: pytest.fail("a context would be made"))
@@ -134,9 +132,7 @@ def test_a_process_that_does_not_use_its_gpu_asks_nothing_of_it(
     futures.stream_timeout(lambda: pytest.fail("nothing runs"), timedelta(0))
 
 
-def test_a_device_that_cannot_be_asked_is_told_and_no_error(
-    gpu: Gpu, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_device_that_cannot_be_asked_is_no_error(gpu: Gpu, caplog: pytest.LogCaptureFixture) -> None:
     gpu.code = 719
     with caplog.at_level(logging.WARNING), beside_captures(0):
         pass

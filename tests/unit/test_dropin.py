@@ -83,9 +83,7 @@ def test_a_script_is_run_or_says_why_not() -> None:
     assert [script.name for script in SCRIPTS if bool(script.command) is bool(script.not_run)] == []
 
 
-def test_what_cannot_be_installed_is_not_run_and_no_failure(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_cannot_be_installed_is_no_failure(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environments, "CACHE", tmp_path)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("UV_OFFLINE", "1")

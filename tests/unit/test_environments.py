@@ -46,9 +46,7 @@ def test_a_folder_whose_making_fails_is_not_taken_for_made() -> None:
             make_once("x", "", fail)
 
 
-def test_pins_replace_the_constraints_of_their_packages(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_pins_replace_constraints_of_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(environments, "CONSTRAINTS", tmp_path / "constraints.txt")
     (tmp_path / "constraints.txt").write_text("# why\ntorch==1\ntorchdata==1\n")
     environment = Environment("x", ("torch",), pins=("torch==2",))
@@ -57,9 +55,7 @@ def test_pins_replace_the_constraints_of_their_packages(
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("installer", ["pip", "uv"])
-def test_an_environment_has_the_interpreter_that_was_asked_for(
-    monkeypatch: pytest.MonkeyPatch, installer: str
-) -> None:
+def test_an_environment_has_the_python_asked_for(monkeypatch: pytest.MonkeyPatch, installer: str) -> None:
     if installer == "pip":
         monkeypatch.setattr(shutil, "which", lambda _: None)
     elif not shutil.which("uv"):
@@ -80,9 +76,7 @@ def test_an_environment_has_the_interpreter_that_was_asked_for(
     assert ["--no-deps" in command for command in commands] == [False, False, True]
 
 
-def test_a_command_that_only_says_that_it_is_python_is_not_taken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_what_only_says_it_is_python_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     shim = tmp_path / "python3.99"
     shim.write_text("#!/bin/sh\nexit 127\n")
     shim.chmod(0o755)

@@ -147,18 +147,14 @@ def test_a_line_that_is_still_being_written_is_not_read(tmp_path: Path) -> None:
     assert list(read_events(tmp_path / "missing")) == []
 
 
-def test_a_log_record_carries_its_event_as_plain_values_for_handlers_that_write_json(
-    logger: logging.Logger, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_record_carries_its_event_plainly(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger.name):
         EventLog("manager", logger).emit("abort", step=3, reason="lost b")
     carried = json.loads(json.dumps(vars(caplog.records[0])["event"]))
     assert (carried["kind"], carried["step"], carried["reason"]) == ("abort", 3, "lost b")
 
 
-def test_a_failing_subscriber_is_logged_and_stops_nothing(
-    logger: logging.Logger, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_failing_subscriber_is_logged(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
     def fail(event: Event) -> None:
         raise RuntimeError("no disk")
 
@@ -175,9 +171,7 @@ def test_an_unknown_kind_is_a_programming_error(logger: logging.Logger) -> None:
         EventLog("manager", logger).emit("no such kind")
 
 
-def test_a_file_that_cannot_be_written_is_an_error_that_names_the_variable(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(EVENT_FILE_ENV, str(tmp_path / "no folder" / "events.jsonl"))
     with pytest.raises(ConfigError, match=f"{EVENT_FILE_ENV} is .*No such file"):
         EventLog("test", logging.getLogger("test"))

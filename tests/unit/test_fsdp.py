@@ -281,9 +281,7 @@ def break_off_a_backward_pass(net: Net) -> None:
 
 @NEEDS_RESET_OF_FSDP
 @pytest.mark.parametrize("is_reset", [True, False])
-def test_after_a_backward_pass_that_was_broken_off_fsdp_must_be_reset_or_reduces_nothing(
-    is_reset: bool,
-) -> None:
+def test_after_a_backward_pass_broken_off_fsdp_must_be_reset(is_reset: bool) -> None:
     """As docs/sharded-training.md says, until a newer torch does without."""
     net, manager = alone(seed=1)[0], Sevens()
     average_over_replicas(manager, net)

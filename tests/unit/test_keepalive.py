@@ -8,9 +8,7 @@ from lighthouse.errors import ConfigError
 from lighthouse.net import Keepalive, default_keepalive
 
 
-def test_a_connection_is_given_up_within_a_second_unless_the_environment_says_otherwise(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_connection_is_given_up_within_a_second_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert default_keepalive() == Keepalive(500, 500)
     monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", "5000")
     assert default_keepalive() == Keepalive(500, 5000)

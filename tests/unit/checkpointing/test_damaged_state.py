@@ -117,9 +117,7 @@ def edited(data: bytes, operations: list[tuple[str, int, bytes]]) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(edits)
-def test_damage_anywhere_is_found_and_reported_as_a_format_error(
-    operations: list[tuple[str, int, bytes]],
-) -> None:
+def test_damage_anywhere_is_reported_as_a_format_error(operations: list[tuple[str, int, bytes]]) -> None:
     data = edited(SAMPLE, operations)
     if data == SAMPLE:
         assert load_state(data) is not None
@@ -159,9 +157,7 @@ def spec(dtype: int, device: int, shape: list[int]) -> bytes:
 
 @settings(max_examples=300, deadline=None)
 @given(specs, fragments, st.sampled_from([0, 64, 128]))
-def test_a_made_up_structure_gives_a_state_or_a_format_error_and_nothing_else(
-    head: bytes, value: bytes, payload: int
-) -> None:
+def test_a_made_up_structure_is_a_state_or_a_format_error(head: bytes, value: bytes, payload: int) -> None:
     with contextlib.suppress(CheckpointFormatError):
         load_state(forged(head + value, bytes(payload)))
 

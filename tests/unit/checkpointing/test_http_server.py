@@ -84,9 +84,7 @@ class TestHostileClients:
                 assert not connection.thread.is_alive()
             assert drain(client) < state.part_nbytes()
 
-    def test_connections_beyond_the_limit_are_refused_and_places_become_free(
-        self, server: CheckpointServer
-    ) -> None:
+    def test_connections_beyond_the_limit_are_refused(self, server: CheckpointServer) -> None:
         waiting = [request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") for _ in range(3)]
         with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
             assert client.recv(1000).split()[1] == b"503"
@@ -97,9 +95,7 @@ class TestHostileClients:
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"200"
 
-    def test_who_waits_for_a_step_is_told_why_it_does_not_come_and_an_offer_ends_that(
-        self, server: CheckpointServer
-    ) -> None:
+    def test_who_waits_for_a_step_is_told_why_it_does_not_come(self, server: CheckpointServer) -> None:
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") as waiting:
             server.refuse(5, "TypeError: no\r\nstate")
             answer = b"".join(iter(lambda: waiting.recv(4096), b"")).decode()
@@ -109,9 +105,7 @@ class TestHostileClients:
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"200"
 
-    def test_a_wait_is_bounded_whatever_the_client_asks(
-        self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_wait_is_bounded(self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
@@ -125,9 +119,7 @@ class TestWaitForReceivers:
         with ThreadPoolExecutor(1) as pool:
             yield pool
 
-    def test_it_ends_when_all_have_the_state(
-        self, server: CheckpointServer, threads: ThreadPoolExecutor
-    ) -> None:
+    def test_it_ends_when_all_have_it(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
         server.offer(5, EncodedState(None), receivers=2)
         waiting = threads.submit(server.wait_fetched, 300.0)
         for _ in range(2):

@@ -98,9 +98,7 @@ def scripted_server(answer: bytes, then: Callable[[socket.socket], None] = lambd
 
 class TestTransfer:
     @pytest.mark.parametrize("num_chunks", [0, 1, 2, 5])
-    def test_the_state_arrives_over_any_number_of_connections(
-        self, transports: Make, num_chunks: int
-    ) -> None:
+    def test_the_state_arrives_over_many_connections(self, transports: Make, num_chunks: int) -> None:
         source, receiver = transports(), transports(num_chunks=num_chunks)
         state = make_state(5_000_000)
         source.send_checkpoint([1], 5, state, LIMIT)
@@ -115,9 +113,7 @@ class TestTransfer:
         state["model"]["w"].zero_()
         assert torch.equal(fetch(receiver, source)["model"]["w"], before)
 
-    def test_without_a_thread_for_every_part_it_fails_at_once(
-        self, transports: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_too_few_threads_fail_at_once(self, transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         source, receiver = transports(), transports(num_chunks=3)
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         start = threading.Thread.start
@@ -132,9 +128,7 @@ class TestTransfer:
             fetch(receiver, source)
 
     @pytest.mark.parametrize("parts", [1, 3])
-    def test_a_state_beyond_what_this_rank_expects_is_refused_before_it_is_fetched(
-        self, transports: Make, parts: int
-    ) -> None:
+    def test_a_state_larger_than_expected_is_refused_unfetched(self, transports: Make, parts: int) -> None:
         source, receiver = transports(), transports(num_chunks=parts, state_bytes_max=5000)
         source.send_checkpoint([1], 5, make_state(10_000), LIMIT)
         for _ in range(2):
@@ -150,27 +144,21 @@ class TestTransfer:
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         assert fetch(receiver, source)["step"] == 3
 
-    def test_without_a_manager_it_serves_where_others_reach_this_host(
-        self, transports: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_serves_where_others_reach_it(self, transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torchft_like.checkpointing.http_transport.own_host", lambda: "127.0.0.3")
         source, receiver = transports(hostname=None), transports()
         source.send_checkpoint([1], 5, make_state(), LIMIT)
         assert parse_address(source.metadata()).host == "127.0.0.3"
         assert fetch(receiver, source)["step"] == 3
 
-    def test_nothing_listens_before_it_is_known_where(
-        self, transports: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_listens_once_it_knows_where(self, transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("torchft_like.checkpointing.http_transport.own_host", pytest.fail)
         source = transports(hostname=None)
         source.disallow_checkpoint()
         source.use_host("127.0.0.2")
         assert parse_address(source.metadata()).host == "127.0.0.2"
 
-    def test_it_moves_to_where_its_manager_says(
-        self, transports: Make, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_it_moves_where_its_manager_is(self, transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("socket.gethostname", lambda: LOOPBACK)
         source, receiver = transports(hostname=None), transports()
         before = parse_address(source.metadata())
@@ -345,16 +333,12 @@ class TestFailures:
             (b"HTTP/1.0 200 " + b"x" * 70_000, "more than 65536 bytes"),
         ],
     )
-    def test_whatever_else_a_peer_answers_is_a_checkpoint_error(
-        self, transports: Make, answer: bytes, message: str
-    ) -> None:
+    def test_any_other_answer_is_an_error(self, transports: Make, answer: bytes, message: str) -> None:
         with scripted_server(answer) as address, pytest.raises(CheckpointError, match=message):
             transports().recv_checkpoint(0, address, 5, LIMIT)
 
     @pytest.mark.parametrize("metadata", ["", "nowhere", "http://host:1/checkpoint/", "<checkpoint>"])
-    def test_metadata_of_another_transport_is_a_checkpoint_error(
-        self, transports: Make, metadata: str
-    ) -> None:
+    def test_metadata_of_another_transport_is_an_error(self, transports: Make, metadata: str) -> None:
         with pytest.raises(CheckpointError, match="replica 3 does not send over this transport"):
             transports().recv_checkpoint(3, metadata, 5, LIMIT)
 
@@ -411,9 +395,7 @@ class TestAbort:
             for filler in fillers:
                 filler.close()
 
-    def test_shutdown_of_the_source_ends_a_waiting_receiver(
-        self, transports: Make, pool: ThreadPoolExecutor
-    ) -> None:
+    def test_the_sources_shutdown_ends_a_wait(self, transports: Make, pool: ThreadPoolExecutor) -> None:
         source, receiver = transports(), transports()
         asked = pool.submit(fetch, receiver, source)
         self.wait_until_fetching(receiver)
@@ -461,9 +443,7 @@ def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
 
 
 @pytest.mark.heal_is_clean
-def test_concurrent_receives_offers_and_aborts_end_in_a_state_or_a_checkpoint_error(
-    transports: Make, pool: ThreadPoolExecutor
-) -> None:
+def test_concurrent_use_ends_in_a_state_or_an_error(transports: Make, pool: ThreadPoolExecutor) -> None:
     source, receiver = transports(), transports(num_chunks=3)
     outcomes: list[Future[State]] = []
     for step in range(30):

@@ -43,9 +43,7 @@ def test_a_parameter_comes_back_where_it_lay(mesh: DeviceMesh) -> None:
     assert placed["parts"][0][1] == 7
 
 
-def test_a_tensor_that_the_receiver_does_not_have_yet_is_put_on_the_mesh_of_the_others(
-    mesh: DeviceMesh,
-) -> None:
+def test_a_tensor_that_is_new_to_the_receiver_goes_to_the_mesh_of_the_others(mesh: DeviceMesh) -> None:
     sent = round_trip({"w": lying(mesh, torch.ones(3)), "moments": {0: lying(mesh, torch.ones(3))}})
     placed = place(sent, {"w": lying(mesh, torch.zeros(3)), "moments": {}})
     assert (placed["moments"][0].device_mesh, placed["moments"][0].stride()) == (mesh, (1,))

@@ -10,13 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.core.state_comparison import (
-    UNKNOWN_RANK,
-    Divergence,
-    RankFingerprint,
-    combine,
-    compare,
-)
+from torchft_like.core.state_comparison import UNKNOWN_RANK, Divergence, RankFingerprint, combine, compare
 
 pytestmark = pytest.mark.agreement
 

@@ -111,9 +111,7 @@ def test_the_factors_are_odd_and_the_same_in_every_process() -> None:
 
 
 @pytest.mark.parametrize("rows", [2, 3, 100])
-def test_the_sum_does_not_depend_on_how_many_rows_are_taken_at_once(
-    rows: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_sum_is_the_same_however_many_rows_at_once(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A GPU takes more of them than a CPU."""
     tensor = random_bytes(4 * 7 * ROW + 9)
     expected = sum_of(tensor)
@@ -134,9 +132,7 @@ def bytes_of(sizes: Sequence[int], count: int, number: int) -> list[tuple[int, i
 
 
 @given(SIZES, COUNTS, st.integers(0, 1000))
-def test_slices_of_consecutive_steps_cover_every_byte_once(
-    sizes: list[int], count: int, first_step: int
-) -> None:
+def test_consecutive_slices_cover_every_byte_once(sizes: list[int], count: int, first_step: int) -> None:
     covered = Counter(
         place for step in range(first_step, first_step + count) for place in bytes_of(sizes, count, step)
     )

@@ -26,9 +26,7 @@ def gang() -> FakeGang:
         (ReduceOperation.MAX, [2.0, 3.0]),
     ],
 )
-def test_a_reduction_is_that_of_size_equal_tensors(
-    gang: FakeGang, op: ReduceOperation, expected: list[float]
-) -> None:
+def test_a_reduction_is_of_equal_tensors(gang: FakeGang, op: ReduceOperation, expected: list[float]) -> None:
     tensor = torch.tensor([2.0, 3.0])
     gang.all_reduce(tensor, op)
     assert tensor.tolist() == expected

@@ -73,9 +73,7 @@ def test_reductions_are_those_of_torch(crew: MakeCrew, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex32], ids=str)
 @pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("number", [40000.0, 2.0**-24])
-def test_a_mean_of_small_floats_neither_overflows_nor_vanishes(
-    crew: MakeCrew, dtype: torch.dtype, number: float
-) -> None:
+def test_a_mean_neither_overflows_nor_vanishes(crew: MakeCrew, dtype: torch.dtype, number: float) -> None:
     def act(gang: Gang) -> bool:
         tensor = torch.full((2,), number, dtype=dtype)
         before = tensor.clone()
@@ -217,9 +215,7 @@ def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> 
             act()
 
 
-def test_a_tensor_of_another_shape_on_one_member_is_an_error_on_all_and_the_gang_goes_on(
-    crew: MakeCrew,
-) -> None:
+def test_a_tensor_of_another_shape_is_an_error_on_all_and_the_gang_goes_on(crew: MakeCrew) -> None:
     gangs = crew(3, lambda: ProcessGroupGloo(30, check_collectives=True))
 
     def act(gang: ProcessGroupGang) -> None:
@@ -255,9 +251,7 @@ def test_a_flag_is_that_of_the_source(crew: MakeCrew) -> None:
         ([torch.tensor(0.25, dtype=torch.float64)] * 3, torch.tensor(0.75, dtype=torch.float64)),
     ],
 )
-def test_values_are_added_up_whatever_numbers_the_members_have(
-    crew: MakeCrew, values: list[float], expected: torch.Tensor
-) -> None:
+def test_numbers_of_any_kind_are_added(crew: MakeCrew, values: list[float], expected: torch.Tensor) -> None:
     for found in crew(3).together(lambda gang: all_sum(gang, values[gang.rank])):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
@@ -470,9 +464,7 @@ def test_an_abort_of_the_whole_ends_the_making_of_a_part(party: Party) -> None:
         making.result(60)
 
 
-def test_a_part_that_was_aborted_closes_without_waiting_for_what_goes_on_in_it(
-    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_aborted_part_closes_without_a_wait(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
     gangs = crew(2)
     parts = gangs.together(lambda gang: gang.create_gang([0, 1]))
     abort(gangs, 0)

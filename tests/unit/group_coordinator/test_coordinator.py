@@ -150,13 +150,7 @@ def quantized() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    "make",
-    [
-        lambda: torch.empty(2, device="meta"),
-        lambda: torch.eye(2).to_sparse(),
-        nested,
-        quantized,
-    ],
+    "make", [lambda: torch.empty(2, device="meta"), lambda: torch.eye(2).to_sparse(), nested, quantized]
 )
 def test_what_is_no_dense_tensor_is_refused_by_everything(make: Callable[[], torch.Tensor]) -> None:
     alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
@@ -262,9 +256,7 @@ def test_a_coordinator_ends_with_the_configuration_of_its_group(party: Party) ->
     assert party.together(anew, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
 
 
-def test_a_call_that_is_left_half_way_releases_the_others(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_left_half_way_releases_the_others(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinators = over(party.meet(2, gloo))
 
     def no_memory(*_: object) -> object:
@@ -280,9 +272,7 @@ def test_a_call_that_is_left_half_way_releases_the_others(
 def test_a_message_that_is_too_large_is_refused_at_both_ends(party: Party) -> None:
     large = {"x": torch.ones(1000)}
     for error in errors(
-        party,
-        over(party.meet(2, gloo), message_bytes_max=100),
-        lambda _, c: c.broadcast_tensor_dict(large),
+        party, over(party.meet(2, gloo), message_bytes_max=100), lambda _, c: c.broadcast_tensor_dict(large)
     ):
         assert isinstance(error, PlainDataError | CollectiveMismatchError)
         assert "message_bytes_max" in str(error)

@@ -31,9 +31,7 @@ def job() -> Iterator[None]:
 @pytest.mark.parametrize(
     "failure", [RuntimeError("no device group"), KeyboardInterrupt()], ids=["error", "Ctrl-C"]
 )
-def test_a_device_group_that_cannot_be_made_leaves_no_group_behind(
-    monkeypatch: pytest.MonkeyPatch, failure: BaseException
-) -> None:
+def test_a_failed_device_group_leaves_none(monkeypatch: pytest.MonkeyPatch, failure: BaseException) -> None:
     make, known = dist.new_group, set(c10d._world.pg_map)
     made: list[Any] = []
 

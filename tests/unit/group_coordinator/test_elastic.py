@@ -65,9 +65,7 @@ def test_the_members_change_and_the_object_stays(crew: Crew, before: str, after:
     assert crew.outcomes(leaving, lambda c: c.broadcast_object(1)) == ["StaleEpochError"] * len(leaving)
 
 
-def test_the_old_members_serve_until_all_new_ones_are_there(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_old_members_serve_until_the_new_are_there(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     crew.change("ab")
     configure, may_meet = EpochGroups.configure, threading.Event()
 
@@ -239,9 +237,7 @@ def test_who_asks_alone_waits_no_longer_than_it_wants(crew: Crew) -> None:
     assert crew.sums("abc") == [3, 3, 3]
 
 
-def test_a_member_that_is_lost_while_the_others_meet_is_not_waited_for(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_lost_at_the_meeting_is_not_awaited(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     crew.change("ab")
     configure = EpochGroups.configure
 
@@ -355,9 +351,7 @@ def test_a_member_that_is_late_is_not_left_out_while_it_answers() -> None:
         crew.end()
 
 
-def test_a_member_that_is_destroyed_after_its_vote_is_not_waited_for(
-    crew: Crew, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_destroyed_after_its_vote_is_past(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     crew.hire("ab", 3600)
     changes, settle = crew.begin("ab"), Change._settle
 
@@ -425,9 +419,7 @@ def test_a_lighthouse_that_is_back_in_time_counts_the_votes(crew: Crew) -> None:
     assert crew.sums("abc") == [3, 3, 3]
 
 
-def test_a_lighthouse_that_is_lost_after_the_vote_leaves_the_member_in_doubt_until_the_next_change(
-    crew: Crew,
-) -> None:
+def test_a_lighthouse_lost_after_the_vote_leaves_members_in_doubt(crew: Crew) -> None:
     crew.change("ab")
     changes = crew.begin("abc")
     crew.lighthouse.kill()

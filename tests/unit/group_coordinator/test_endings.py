@@ -36,9 +36,7 @@ def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Pa
     assert party.together(groups, lambda _, g: g.allreduce([torch.ones(1)]).wait()) == [True, True]
 
 
-def test_groups_are_given_back_although_a_farewell_is_interrupted(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_farewell_gives_groups_back(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(_: MessageQueue) -> None:
         raise KeyboardInterrupt
 

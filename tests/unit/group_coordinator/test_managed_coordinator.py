@@ -69,9 +69,7 @@ def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: l
         assert found == [(rank - 1) % size for rank in range(size)]
 
 
-def test_a_tensor_goes_to_the_next_rank_before_anything_else_was_called(
-    party: Party, groups: list[ProcessGroup]
-) -> None:
+def test_a_tensor_goes_to_the_next_rank_in_the_first_call(party: Party, groups: list[ProcessGroup]) -> None:
     party.configure(groups)
 
     def talk(rank: int, coordinator: ManagedCoordinator) -> object:
@@ -82,9 +80,7 @@ def test_a_tensor_goes_to_the_next_rank_before_anything_else_was_called(
     assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]  # type: ignore[arg-type]
 
 
-def test_a_graph_that_was_entered_with_the_members_of_an_earlier_quorum_ends_for_all(
-    party: Party, groups: list[ProcessGroup]
-) -> None:
+def test_a_graph_entered_in_an_earlier_quorum_ends_for_all(party: Party, groups: list[ProcessGroup]) -> None:
     torch._dynamo.reset()
     coordinators = over(groups)
 
@@ -138,9 +134,7 @@ def test_what_one_rank_refuses_loses_the_step_of_all(party: Party, groups: list[
     assert isinstance(refused[0], CollectiveMismatchError)
 
 
-def test_a_barrier_of_an_earlier_quorum_says_that_it_is_stale(
-    party: Party, groups: list[ProcessGroup]
-) -> None:
+def test_a_barrier_of_an_earlier_quorum_says_it_is_stale(party: Party, groups: list[ProcessGroup]) -> None:
     party.configure(groups[:2])
     waiting = over(groups[:2])[0]
     barrier = party.aside(waiting.barrier)

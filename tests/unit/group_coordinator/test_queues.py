@@ -181,9 +181,7 @@ def test_a_wrong_argument_of_one_member_is_an_error_on_all(party: Party) -> None
     assert [type(error) for error in found] == [CollectiveMismatchError] * 2
 
 
-def test_an_error_that_is_kept_keeps_nothing_of_a_queue(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kept_error_keeps_nothing_of_a_queue(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """A member dies when the writer has made its queue, and before it can say so."""
     coordinators = over(party.meet(2, gloo))
     made: list[MessageQueue] = []
@@ -200,9 +198,7 @@ def test_an_error_that_is_kept_keeps_nothing_of_a_queue(
     assert made[0].is_closed
 
 
-def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_who_joins_a_queue_hears_that_groups_are_gone(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second reader comes when the first, and so the writer's call, has failed."""
     coordinators = over(party.meet(3, gloo))
     writer_has_failed = threading.Event()
@@ -226,9 +222,7 @@ def test_who_wants_to_join_a_queue_hears_that_the_groups_are_gone(
     assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
 
 
-def test_a_reader_that_has_no_memory_for_an_object_does_not_take_it_for_the_next_one(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_object_without_memory_is_not_the_next_one(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinators = over(party.meet(2, gloo))
     ends = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
 

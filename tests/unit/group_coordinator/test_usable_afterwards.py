@@ -24,9 +24,7 @@ pytestmark = pytest.mark.usefixtures("no_operator")
 __all__ = ["party", "store"]
 
 
-def test_a_barrier_without_a_store_says_that_it_does_not_know_who_is_missing(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coordinator, "_store_of", lambda _: None)
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
@@ -35,9 +33,7 @@ def test_a_barrier_without_a_store_says_that_it_does_not_know_who_is_missing(
     early.barrier()
 
 
-def test_a_barrier_that_was_interrupted_is_the_one_that_is_waited_for_again(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_barrier_is_waited_for_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -98,9 +98,7 @@ def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
 
 
 @pytest.mark.parametrize(("step", "expected"), [(5, [0, 1, 0]), (0, [0, 1, 2])])
-def test_after_a_step_that_was_not_committed_the_source_is_another_one(
-    step: int, expected: list[int]
-) -> None:
+def test_after_a_step_not_committed_the_source_is_another_one(step: int, expected: list[int]) -> None:
     """The last one may have refused."""
     for failures, source in enumerate(expected):
         members = [Member("a", step), Member("b", step), Member("c", 0, 0, failures)]

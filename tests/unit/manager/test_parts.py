@@ -28,13 +28,7 @@ from torchft_like.errors import (
 )
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import (
-    GroupReduction,
-    Reduction,
-    is_average,
-    options_for,
-    summing,
-)
+from torchft_like.manager.managed_work import GroupReduction, Reduction, is_average, options_for, summing
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
@@ -193,9 +187,7 @@ class TestReduction:
         assert tensor.tolist() == [2.0, 2.0, 2.0]
 
     @pytest.mark.parametrize("ask", ASK)
-    def test_an_error_goes_to_the_manager_and_the_work_succeeds(
-        self, ask: Callable[[OperationWork], object]
-    ) -> None:
+    def test_an_error_goes_to_the_manager(self, ask: Callable[[OperationWork], object]) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
         result = following(Reduction, work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]

@@ -68,9 +68,7 @@ def quorum(quorum_id: int, **steps: int) -> QuorumResult:
 
 
 @pytest.mark.no_zombie
-def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_yet_and_no_other(
-    driver: QuorumDriver, protocol: StepProtocol
-) -> None:
+def test_an_error_spoils_its_own_quorum_known_or_not(driver: QuorumDriver, protocol: StepProtocol) -> None:
     early, late = Attempt(True, LIMIT_S), Attempt(True, LIMIT_S)
     given_up = Attempt(True, LIMIT_S)
     driver.begin(given_up)
@@ -94,9 +92,7 @@ def test_an_error_of_an_attempt_spoils_its_quorum_also_one_that_was_not_known_ye
 
 
 @pytest.mark.agreement
-def test_another_rank_s_no_spoils_the_step_in_its_quorum_whatever_its_number(
-    driver: QuorumDriver, protocol: StepProtocol
-) -> None:
+def test_another_ranks_no_spoils_the_step_in_its_quorum(driver: QuorumDriver, protocol: StepProtocol) -> None:
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
     driver.quorum(quorum(5, a=3, b=3))
@@ -167,9 +163,7 @@ def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver
     assert driver.waits_for() is None
 
 
-def test_a_rank_waits_for_others_in_what_its_device_does(
-    driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_waits_in_what_its_device_does(driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     attempt = begun(driver)
     attempt.agree(quorum(5, a=3, b=3))
     attempt.open_configured()
@@ -205,9 +199,7 @@ def test_a_rank_that_was_told_of_an_error_waits_for_nobody(driver: QuorumDriver)
 
 
 @pytest.mark.no_zombie
-def test_a_verdict_on_an_attempt_that_was_given_up_is_none_on_the_next_one(
-    driver: QuorumDriver, protocol: StepProtocol
-) -> None:
+def test_a_verdict_on_an_attempt_given_up_is_void(driver: QuorumDriver, protocol: StepProtocol) -> None:
     begun(driver).agree(quorum(5, a=3, b=3))
     again = begun(driver)  # `should_commit` was left by an exception, after the vote
     driver.verdict(Verdict(protocol.step, True))

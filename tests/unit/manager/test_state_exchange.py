@@ -119,9 +119,7 @@ def test_a_state_is_read_by_the_thread_that_ends_the_step_once_and_not_before(re
 
 
 @pytest.mark.heal_is_clean
-def test_a_state_is_read_when_the_device_has_done_what_the_step_gave_it(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_is_read_when_the_device_is_done(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
     monkeypatch.setattr(devices, "is_in_use", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: None)
@@ -133,9 +131,7 @@ def test_a_state_is_read_when_the_device_has_done_what_the_step_gave_it(
 
 
 @pytest.mark.parametrize("step", [0, 3])
-def test_a_replica_that_cannot_serve_commits_and_tells_who_asks_for_its_state(
-    replica: Replica, step: int
-) -> None:
+def test_a_replica_that_cannot_serve_commits_and_tells_who_asks(replica: Replica, step: int) -> None:
     replica.registry.register("model", ignore, no_memory)
     assert replica.end(replica.begin(5, a=step, b=0))
     assert replica.transport.refused == [([1], step, "RuntimeError: no memory for a copy")]
@@ -159,9 +155,7 @@ def test_whatever_a_transport_raises_in_a_refusal_does_not_lose_the_step(
     assert "could not be told" in caplog.text
 
 
-def test_an_offer_ends_with_the_next_step_in_which_nobody_heals_even_if_the_transport_objects(
-    replica: Replica, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_offer_ends_when_nobody_heals_any_more(replica: Replica, caplog: pytest.LogCaptureFixture) -> None:
     replica.registry.register("model", ignore, dict)
     assert replica.end(replica.begin(5, **SERVES))
     assert [offer["torchft"]["step"] for offer in replica.transport.offered] == [0]
@@ -255,9 +249,7 @@ def test_the_end_of_the_replica_group_ends_a_fetch_and_is_what_the_script_is_tol
 
 @pytest.mark.heal_is_clean
 @pytest.mark.no_regress
-def test_a_state_that_was_loaded_in_part_is_disowned(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     def load(_: object) -> None:
         raise KeyError("layer.7")
 

@@ -36,9 +36,7 @@ def test_a_reader_that_leaves_with_a_message_unread_has_left(queues: Queues) -> 
 
 
 @pytest.mark.parametrize("leave", ["reader", "writer"])
-def test_a_fork_closes_nothing_that_took_the_numbers_of_an_end_that_was_shut_down(
-    queues: Queues, leave: str
-) -> None:
+def test_a_fork_closes_nothing_that_took_the_numbers_of_a_closed_end(queues: Queues, leave: str) -> None:
     writer, (reader,) = queues.make()
     _, (other,) = queues.make()
     before = set(os.listdir("/proc/self/fd"))
@@ -90,9 +88,7 @@ def test_a_long_wait_is_logged_again_and_again_with_its_reason(
 
 
 @pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
-def test_an_end_says_that_it_is_closed_as_soon_as_a_call_says_so(
-    queues: Queues, remote: Sequence[int]
-) -> None:
+def test_an_end_is_closed_as_soon_as_a_call_says_so(queues: Queues, remote: Sequence[int]) -> None:
     _, (reader,) = queues.make(remote=remote)
 
     def read() -> bool:

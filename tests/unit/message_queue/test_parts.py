@@ -168,9 +168,7 @@ def test_who_knows_the_token_is_let_in_and_gets_the_memory(listener: JoinListene
     ("rank", "token", "reason"),
     [(0, bytes(32), "token"), (7, TOKEN, "no local reader"), (3, TOKEN, "joined already")],
 )
-def test_others_are_told_why_they_are_not(
-    listener: JoinListener, rank: int, token: bytes, reason: str
-) -> None:
+def test_others_are_told_why_not(listener: JoinListener, rank: int, token: bytes, reason: str) -> None:
     first = call(_known(listener), 3)
     ((_, connection),) = _admit(listener)
     caller = call(_known(listener, token), rank)
@@ -191,9 +189,7 @@ def test_who_says_something_else_is_shown_the_door(listener: JoinListener, said:
     caller.close()
 
 
-def test_callers_who_say_nothing_keep_nobody_out_for_long(
-    listener: JoinListener, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_callers_keep_nobody_out(listener: JoinListener, monkeypatch: pytest.MonkeyPatch) -> None:
     silent = []
     for _ in range(CALLERS_MAX):
         caller = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -128,9 +128,7 @@ def test_a_value_that_does_not_travel_leaves_the_queue_as_it_was(queues: Queues)
 
 
 @pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
-def test_readers_read_what_was_written_before_the_writer_closed(
-    queues: Queues, remote: Sequence[int]
-) -> None:
+def test_readers_read_what_came_before_the_writer_closed(queues: Queues, remote: Sequence[int]) -> None:
     writer, (reader,) = queues.make(remote=remote)
     for number in range(3):
         writer.enqueue(number, LIMIT_S)
@@ -256,9 +254,7 @@ def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) 
         _read_all(hostile)
 
 
-def test_a_reader_that_fills_the_wake_up_counter_keeps_nobody_asleep(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_full_wake_up_counter_keeps_nobody_asleep(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchft_like.message_queue.local.RECHECK_S", 2 * LIMIT_S)
     writer, (hostile, honest) = queues.make(2)
     for number in range(3):
@@ -396,9 +392,7 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
     assert not left_open_since(before)
 
 
-def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_interrupted_as_it_writes_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = queues.make()
 
     def interrupt() -> None:
@@ -421,9 +415,7 @@ def test_a_writer_interrupted_while_it_writes_is_lost_to_its_readers(
         reader.dequeue(LIMIT_S)
 
 
-def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_not_taken_for_an_interrupted_one(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
@@ -443,9 +435,7 @@ def test_a_message_in_a_file_is_not_taken_for_one_that_was_interrupted_before_it
 
 
 @pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
-def test_tensors_arrive_on_the_cpu_whatever_the_default_device_is(
-    queues: Queues, remote: tuple[int, ...]
-) -> None:
+def test_tensors_arrive_on_the_cpu_whatever_the_default_is(queues: Queues, remote: tuple[int, ...]) -> None:
     writer, (reader,) = queues.make(remote=remote)
     sent = [torch.arange(3), torch.empty(0, 3), b"c" * 5000]
     with torch.device("meta"):
@@ -508,9 +498,7 @@ def test_a_reader_that_only_looks_joins_and_reads(queues: Queues, remote: Sequen
 
 
 @NEAR_AND_FAR
-def test_a_reader_that_only_looks_hears_that_the_writer_is_lost(
-    queues: Queues, remote: Sequence[int]
-) -> None:
+def test_a_reader_that_only_looks_hears_of_a_lost_writer(queues: Queues, remote: Sequence[int]) -> None:
     writer, (reader,) = queues.make(1, remote=remote)
     writer.enqueue("read before that", LIMIT_S)
     writer._end._is_broken = True  # type: ignore[attr-defined]

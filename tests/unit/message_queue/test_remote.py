@@ -81,9 +81,7 @@ def test_a_reader_that_has_read_what_was_never_written_is_evicted(queues: Queues
     assert reader.dequeue(LIMIT_S) == "on"
 
 
-def test_a_connection_that_falls_silent_is_over_for_both(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_connection_is_over_for_both(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody hangs up: from one moment on nothing that either says arrives."""
     monkeypatch.setattr("torchft_like.message_queue.remote.SILENCE_S", 2.0)
     flows = threading.Event()
@@ -117,9 +115,7 @@ def test_a_connection_that_falls_silent_is_over_for_both(
         flows.set()
 
 
-def test_a_connection_that_fails_before_the_first_word_holds_nobody_up(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_connection_that_fails_at_once_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     connect = RemoteReader._connect
 
     def connect_in_vain(reader: RemoteReader, address: str, server_key: bytes) -> None:
@@ -149,9 +145,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("message", MESSAGES.values(), ids=MESSAGES)
-def test_a_message_that_is_none_is_an_error_and_the_reader_leaves(
-    queues: Queues, message: list[bytes]
-) -> None:
+def test_what_is_no_message_is_an_error_for_the_reader(queues: Queues, message: list[bytes]) -> None:
     writer, (reader,) = queues.make(remote=[0])
     writer._end._remote.send(message)  # type: ignore[attr-defined]
     with pytest.raises(QueueCorruptError, match="reader 0 has left"):
@@ -183,9 +177,7 @@ def test_a_handle_with_an_unusable_address_or_key_is_a_value_error(wrong: dict[s
         assert not left_open_since(before)
 
 
-def test_a_reader_that_has_read_all_holds_no_writer_up_and_finds_its_goodbye(
-    queues: Queues, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_who_has_read_all_holds_no_writer_up(queues: Queues, caplog: pytest.LogCaptureFixture) -> None:
     writer, (reader,) = queues.make(remote=[0])
     writer.enqueue("all", LIMIT_S)
     assert reader.dequeue(LIMIT_S) == "all"
@@ -196,9 +188,7 @@ def test_a_reader_that_has_read_all_holds_no_writer_up_and_finds_its_goodbye(
         reader.dequeue(LIMIT_S)
 
 
-def test_what_came_before_the_connection_ended_can_be_read(
-    queues: Queues, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_what_came_before_the_end_can_be_read(queues: Queues, caplog: pytest.LogCaptureFixture) -> None:
     writer, (reader,) = queues.make(remote=[0])
     for number in range(3):
         writer.enqueue(number, LIMIT_S)
@@ -214,9 +204,7 @@ def _connection_has_ended(reader: MessageQueue) -> bool:
     return bool(reader._end._monitor.poll(int(LIMIT_S) * 1000))  # type: ignore[attr-defined]
 
 
-def test_nothing_is_left_of_a_writer_whose_farewell_was_interrupted(
-    queues: Queues, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_farewell_leaves_nothing(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 

@@ -177,16 +177,10 @@ def test_a_writer_without_descriptors_for_its_readers_says_so_and_lets_them_in_l
 @pytest.mark.parametrize("where", ["in the ring", "in a file", "from another machine"])
 @pytest.mark.parametrize(
     "make",
-    [
-        lambda: torch.arange(LARGE_BYTES // 8),
-        lambda: np.arange(LARGE_BYTES // 8),
-        lambda: b"x" * LARGE_BYTES,
-    ],
+    [lambda: torch.arange(LARGE_BYTES // 8), lambda: np.arange(LARGE_BYTES // 8), lambda: b"x" * LARGE_BYTES],
     ids=["tensor", "array", "bytes"],
 )
-def test_a_message_for_which_the_reader_has_no_memory_can_be_read_later(
-    queues: Queues, where: str, make: Callable[[], object]
-) -> None:
+def test_a_message_too_large_is_read_later(queues: Queues, where: str, make: Callable[[], object]) -> None:
     remote = [0] if where == "from another machine" else []
     writer, (reader,) = queues.make(
         chunk_bytes=1024 * 1024, chunks=80 if where == "in the ring" else 8, remote=remote

@@ -128,10 +128,7 @@ ALONE: dict[str, tuple[tuple[Any, ...], Any]] = {
     "_reduce_scatter_base": ((garbage(2), torch.cat(split(3))), ones(2)),
     "reduce_scatter_tensor_coalesced": (([garbage(2)], [torch.cat(split(3))]), [ones(2)]),
     "alltoall": (([garbage(2) for _ in range(3)], split(3)), [zeros(2), ones(2), zeros(2)]),
-    "alltoall_base": (
-        (garbage(6), torch.cat(split(3)), [], []),
-        torch.cat([zeros(2), ones(2), zeros(2)]),
-    ),
+    "alltoall_base": ((garbage(6), torch.cat(split(3)), [], []), torch.cat([zeros(2), ones(2), zeros(2)])),
     "send": (([ones(2)], 0, 0), None),
     "recv": (([garbage(2)], 0, 0), [zeros(2)]),
     "recv_anysource": (([garbage(2)], 0), [zeros(2)]),

@@ -329,9 +329,7 @@ def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_th
     ],
     ids=["split", "merge", "hook", "pending"],
 )
-def test_what_a_group_cannot_do_is_a_typed_error_with_the_cure(
-    group: Any, call: Callable[[Any], object], cure: str
-) -> None:
+def test_what_it_cannot_do_names_the_cure(group: Any, call: Callable[[Any], object], cure: str) -> None:
     with pytest.raises(NotSupportedError, match=cure):
         call(group)
     assert all_reduce(group) == 1.0

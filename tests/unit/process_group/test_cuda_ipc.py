@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.baby.cuda_sharing import (
-    Export,
-    IsPast,
-    OwnEvents,
-    PeerEvents,
-    TorchCuda,
-)
+from torchft_like.process_group.baby.cuda_sharing import Export, IsPast, OwnEvents, PeerEvents, TorchCuda
 
 
 class Stream:

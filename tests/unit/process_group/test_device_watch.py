@@ -43,11 +43,7 @@ class Device:
         self.reasons: list[str] = []
         self.gave_up = threading.Event()
         self.asked_on: list[str] = []
-        self.watch = DeviceWatch(
-            lambda: self.failure,
-            self.give_up,
-            self.within,
-        )
+        self.watch = DeviceWatch(lambda: self.failure, self.give_up, self.within)
 
     @contextlib.contextmanager
     def within(self) -> Iterator[None]:
@@ -184,9 +180,7 @@ def test_end_does_not_give_up_again(device: Device) -> None:
     assert device.reasons == []
 
 
-def test_device_that_fails_at_the_end_runs_nothing_any_more(
-    device: Device, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_device_that_fails_at_the_end_is_idle(device: Device, caplog: pytest.LogCaptureFixture) -> None:
     operation = Operation()
     operation.settle = lambda: (_ for _ in ()).throw(RuntimeError("dead"))  # type: ignore[method-assign]
     watched = device.start(operation)

@@ -61,9 +61,7 @@ def assert_as_alone(name: str, outputs: list[Tensor]) -> None:
 
 
 @every
-def test_a_call_that_the_backend_refuses_succeeds_and_leaves_what_a_group_of_one_would(
-    kind: str, name: str
-) -> None:
+def test_a_call_that_the_backend_refuses_leaves_what_a_group_of_one_would(kind: str, name: str) -> None:
     subject = Subject(kind)
     subject.inner.error_at_issue = OopsError()
     work, outputs = subject.call(name)
@@ -83,9 +81,7 @@ NOTICE: dict[str, Callable[[Any], Any]] = {
 
 @every_with_work
 @pytest.mark.parametrize("how", NOTICE)
-def test_a_failure_is_noticed_however_one_asks_and_outputs_get_a_value(
-    kind: str, name: str, how: str
-) -> None:
+def test_a_failure_is_noticed_however_one_asks(kind: str, name: str, how: str) -> None:
     subject = Subject(kind)
     work, outputs = subject.call(name)
     assert not work.is_completed()
@@ -157,9 +153,7 @@ def test_an_error_that_comes_as_configure_begins_is_no_news_either() -> None:
 
 @every
 @pytest.mark.parametrize("mistake", [TypeError, ValueError, NotImplementedError, NotSupportedError])
-def test_mistakes_of_the_caller_are_raised_and_cost_nothing(
-    kind: str, name: str, mistake: type[Exception]
-) -> None:
+def test_mistakes_of_the_caller_are_raised(kind: str, name: str, mistake: type[Exception]) -> None:
     subject = Subject(kind)
     subject.inner.error_at_issue = mistake("of the caller")
     with pytest.raises(mistake):
@@ -350,9 +344,7 @@ def test_waiting_helper_is_honest() -> None:
 
 @pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_a_group_knows_of_its_error_from_the_future_as_from_the_wait(
-    party: Party, make: Callable[[float], Any], how: str
-) -> None:
+def test_a_future_tells_the_group_of_an_error(party: Party, make: Callable[[float], Any], how: str) -> None:
     first, second = party.meet(2, lambda: make(30))
     work = first.allreduce([ones(2)])
     future = work.get_future() if how == "future" else None
@@ -364,9 +356,7 @@ def test_a_group_knows_of_its_error_from_the_future_as_from_the_wait(
 
 @pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_an_abort_is_told_in_the_same_words_by_the_future_as_by_the_wait(
-    party: Party, make: Callable[[float], Any], how: str
-) -> None:
+def test_a_future_tells_of_an_abort_as_a_wait(party: Party, make: Callable[[float], Any], how: str) -> None:
     first, _ = party.meet(2, lambda: make(30))
     work = first.allreduce([ones(2)])
     future = work.get_future() if how == "future" else None

@@ -19,11 +19,7 @@ import pytest
 import torch
 
 from tests.versions import NEEDS_A_GLOO_THAT_IS_SILENCED
-from torchft_like.errors import (
-    ProcessGroupAbortedError,
-    ProcessGroupError,
-    ProcessGroupNotConfiguredError,
-)
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, generation
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import GlooDevice
@@ -103,9 +99,7 @@ def test_an_abort_ends_an_operation_once_the_limit_of_descriptors_is_raised_agai
 
 @NEEDS_A_GLOO_THAT_IS_SILENCED
 @pytest.mark.usefixtures("no_operator")
-def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_ends_a_wait_behind_a_lost_message(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """Gloo reads no further on the connection, and never notices that it is cut."""
     monkeypatch.setattr(generation, "LOOKS_S_MAX", math.inf)
     # Gloo lets go of all when the operation times out, which is what the end of the test waits for.
@@ -128,9 +122,7 @@ def test_an_abort_ends_what_waits_behind_a_message_for_nobody(
 
 
 @pytest.mark.usefixtures("no_operator")
-def test_an_abort_silences_a_message_for_nobody_where_nobody_waits(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_abort_silences_a_message_for_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """Or Gloo's thread would turn round it until the operation's timeout."""
     silenced = threading.Event()
     silence = GlooDevice.silence
@@ -287,9 +279,7 @@ def configuring(party: Party, group: ProcessGroup, prefix: str, rank: int, world
     return party.aside(lambda: group.configure(prefix, rank, world))
 
 
-def test_an_abort_before_the_backend_exists_ends_the_configure(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_early_abort_ends_the_configure(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, AbortableStore, "connect")
     group = party.own(ProcessGroupGloo(300))
     with socket.create_server(("127.0.0.1", 0)) as silent:

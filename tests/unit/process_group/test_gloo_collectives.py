@@ -30,9 +30,7 @@ def blank(*shape: int) -> Tensor:
 
 
 @pytest.mark.parametrize("is_awaited_inside", [True, False])
-def test_tensors_made_in_inference_mode_are_written_to_by_any_thread(
-    party: Party, is_awaited_inside: bool
-) -> None:
+def test_tensors_of_inference_mode_are_written_by_any_thread(party: Party, is_awaited_inside: bool) -> None:
     def act(rank: int, group: Any) -> list[Tensor]:
         with torch.inference_mode():
             outputs = [blank(4, 2).t(), blank(4, 2).t()]  # with gaps, so they are copied

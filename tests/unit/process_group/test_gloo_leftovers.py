@@ -108,11 +108,7 @@ def assert_no_more(before: Usage, after: Usage) -> None:
 
 
 def usage_now() -> Usage:
-    return (
-        len(os.listdir("/proc/self/fd")),
-        len(os.listdir("/proc/self/task")),
-        threading.active_count(),
-    )
+    return (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count())
 
 
 def test_a_kept_error_keeps_no_connection(party: Party) -> None:

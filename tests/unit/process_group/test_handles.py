@@ -13,11 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchft_like.errors import (
-    AddressError,
-    ProcessGroupAbortedError,
-    ProcessGroupError,
-)
+from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,

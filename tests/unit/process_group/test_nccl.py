@@ -69,9 +69,7 @@ def test_nonblocking_calls_give_up_after_the_groups_timeout(device: FakeDevice) 
     assert os.environ["TORCH_NCCL_NONBLOCKING_TIMEOUT"] == "8"
 
 
-def test_constructor_environment_holds_for_the_constructor(
-    device: FakeDevice, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_holds_for_the_constructor(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     blocking, warning, _ = nccl._CONSTRUCTOR_ENVIRONMENT
     monkeypatch.delenv(blocking, raising=False)
     monkeypatch.setenv(warning, "false")
@@ -128,9 +126,7 @@ def test_future_is_torchs_own(group: ProcessGroupNCCL) -> None:
 
 
 @pytest.mark.progress
-def test_operation_that_takes_too_long_aborts_and_the_process_goes_on(
-    group: ProcessGroupNCCL, device: FakeDevice
-) -> None:
+def test_operation_that_takes_too_long_aborts(group: ProcessGroupNCCL, device: FakeDevice) -> None:
     device.autofinish = False
     options = AllreduceOptions()
     options.timeout = timedelta(seconds=0.02)
@@ -187,9 +183,7 @@ def test_abort_after_everything_was_done_spoils_nothing(group: ProcessGroupNCCL,
     assert work.wait()
 
 
-def test_abort_amid_an_operation_is_an_error_that_names_it(
-    group: ProcessGroupNCCL, device: FakeDevice
-) -> None:
+def test_abort_amid_an_operation_names_it(group: ProcessGroupNCCL, device: FakeDevice) -> None:
     device.autofinish = False
     group.allreduce([torch.zeros(1)]).wait()
     group.abort("a member was lost")
@@ -228,9 +222,7 @@ def test_nobody_asks_nccl_during_an_abort(group: ProcessGroupNCCL, device: FakeD
     assert device.asked_during_abort == 0
 
 
-def test_error_of_the_communicator_aborts_long_before_the_timeout(
-    group: ProcessGroupNCCL, device: FakeDevice
-) -> None:
+def test_error_of_the_communicator_aborts_early(group: ProcessGroupNCCL, device: FakeDevice) -> None:
     device.autofinish = False
     group.allreduce([torch.zeros(1)])
     for work in device.works:
@@ -262,9 +254,7 @@ def test_whoever_asks_for_errors_waits_for_the_operations_and_no_stream(
     assert asking.result(LIMIT_S) is None
 
 
-def test_tensors_live_until_nccl_is_off_the_device_though_torch_has_let_go_of_them(
-    group: ProcessGroupNCCL, device: FakeDevice
-) -> None:
+def test_tensors_live_until_nccl_is_off_the_device(group: ProcessGroupNCCL, device: FakeDevice) -> None:
     device.autofinish = False
     device.abort_takes_effect = False
     tensor = torch.zeros(1)
@@ -293,9 +283,7 @@ def test_the_ranks_calls_are_compared_where_that_is_asked_for(device: FakeDevice
 
 
 @pytest.mark.no_zombie
-def test_next_generation_waits_until_the_device_has_let_go(
-    group: ProcessGroupNCCL, device: FakeDevice, party: Party
-) -> None:
+def test_next_generation_awaits_the_device(group: ProcessGroupNCCL, device: FakeDevice, party: Party) -> None:
     device.autofinish = False
     device.abort_takes_effect = False
     group.allreduce([torch.zeros(1)])
@@ -310,9 +298,7 @@ def test_next_generation_waits_until_the_device_has_let_go(
     assert group.errored() is None
 
 
-def test_operations_that_no_abort_ends_are_an_error_with_the_cure(
-    group: ProcessGroupNCCL, device: FakeDevice, party: Party
-) -> None:
+def test_operations_no_abort_ends_are_told(group: ProcessGroupNCCL, device: FakeDevice, party: Party) -> None:
     device.autofinish = False
     device.abort_takes_effect = False
     group.set_timeout(timedelta(seconds=0.05))
@@ -340,9 +326,7 @@ def test_abort_reaches_a_configure_whose_peer_never_comes(device: FakeDevice, pa
     assert device.communicators == []
 
 
-def test_abort_while_nccl_connects_is_heard_at_once_and_reaches_the_communicator(
-    device: FakeDevice, party: Party
-) -> None:
+def test_abort_while_nccl_connects_reaches_the_communicator(device: FakeDevice, party: Party) -> None:
     device.may_connect.clear()
     group = ProcessGroupNCCL(LIMIT_S)
     party.own(group)
@@ -400,9 +384,7 @@ def test_shutdown_leaves_no_thread(group: ProcessGroupNCCL) -> None:
 # Beside a thread that captures a graph.
 
 
-def test_whoever_asks_the_device_aside_spoils_no_capture(
-    device: FakeDevice, party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_asking_spoils_no_capture(device: FakeDevice, party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of the training thread ends with an error if another thread asks in the same mode."""
     asked_beside: list[tuple[str, bool]] = []
     local = threading.local()

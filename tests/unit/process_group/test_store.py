@@ -149,9 +149,7 @@ def test_a_store_that_refuses_or_goes_away_is_named(party: Party) -> None:
         client.connect()
 
 
-def test_a_name_that_stands_for_several_addresses_leads_to_the_one_that_listens(
-    store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_several_addresses_one_that_listens_wins(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `localhost` does, where the store listens on one address family only."""
     real, asked = socket.getaddrinfo, []
 
@@ -184,9 +182,7 @@ def stores(party: Party) -> Iterator[list[AbortableStore]]:
         store.close()
 
 
-def test_a_member_asks_the_store_as_often_in_a_large_group(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_members_of_large_groups_ask_no_more(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     ask = AbortableStore._ask
     monkeypatch.setattr(AbortableStore, "_ask", lambda *args: asked.append(1) or ask(*args))  # type: ignore[func-returns-value]
@@ -198,9 +194,7 @@ def test_a_member_asks_the_store_as_often_in_a_large_group(
     assert counts[0] == counts[1] > 0
 
 
-def test_what_is_said_after_the_first_question_is_heard_too(
-    party: Party, stores: list[AbortableStore]
-) -> None:
+def test_what_is_said_later_is_heard_too(party: Party, stores: list[AbortableStore]) -> None:
     def speak_late(rank: int, store: AbortableStore) -> bytes:
         exchange = ExchangeStore(store, rank, WORLD)
         assert not exchange.check([f"late/{rank}"])

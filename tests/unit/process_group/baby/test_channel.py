@@ -88,9 +88,7 @@ def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[C
         right.send((1, 2, "nobody hears"))
 
 
-def test_what_an_end_said_that_left_something_unread_is_received_before_the_error(
-    ends: tuple[Channel, Channel],
-) -> None:
+def test_what_an_end_said_that_left_a_word_unread_is_received(ends: tuple[Channel, Channel]) -> None:
     left, right = ends
     right.send((1, 2, "nobody reads this"))
     left.send((1, 2, "last words"))

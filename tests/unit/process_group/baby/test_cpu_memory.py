@@ -186,10 +186,7 @@ def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize(
     ("tensor", "kind"),
-    [
-        (torch.zeros(3).to_sparse(), "sparse"),
-        (torch.zeros(3, device="meta"), "meta"),
-    ],
+    [(torch.zeros(3).to_sparse(), "sparse"), (torch.zeros(3, device="meta"), "meta")],
     ids=["sparse", "meta"],
 )
 def test_what_has_no_plain_storage_is_refused_by_name(tensor: torch.Tensor, kind: str) -> None:

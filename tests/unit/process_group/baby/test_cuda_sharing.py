@@ -321,9 +321,7 @@ def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
 
 @pytest.mark.no_zombie
 @pytest.mark.parametrize("is_abandoned", [False, True])
-def test_the_blocks_of_a_failed_request_are_used_again_when_the_subprocess_is_dead(
-    pair: Pair, is_abandoned: bool
-) -> None:
+def test_blocks_of_a_failed_request_wait_for_the_subprocess_to_die(pair: Pair, is_abandoned: bool) -> None:
     tensor = torch.zeros(8)
     call_tensors = pair.exporter.export(BY_NAME["allreduce"].bind(([tensor],), {}))
     call_tensors.locate(tensor)
@@ -337,9 +335,7 @@ def test_the_blocks_of_a_failed_request_are_used_again_when_the_subprocess_is_de
     assert (again.stage(tensor)[0] is block) != is_abandoned
 
 
-def test_an_arena_that_a_subprocess_does_not_let_go_of_is_never_given_back(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_arena_in_use_is_never_given_back(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     lost: list[Arena] = []
     monkeypatch.setattr(cuda_memory, "_lost", lost)
     pair.run(torch.zeros(8))

@@ -75,9 +75,7 @@ def test_an_abort_ends_the_wait_for_a_server_that_loads_torch(fork_pool: ForkPoo
             taken.result(LIMIT_S)
 
 
-def test_a_server_that_never_loads_torch_is_given_up(
-    fork_pool: ForkPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_that_does_not_load_is_ended(fork_pool: ForkPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torchft_like.process_group.baby.fork_pool.LOAD_S_MAX", SHORT_S)
     with loading(fork_pool) as server:
         with pytest.raises(SubprocessLostError, match=f"has not loaded torch in {SHORT_S:g} s"):
@@ -103,9 +101,7 @@ def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(
 
 
 @pytest.mark.parametrize("whose", ["trainer", "server"])
-def test_a_server_that_cannot_give_a_fork_for_want_of_descriptors_gives_the_next_one(
-    fork_pool: ForkPool, whose: str
-) -> None:
+def test_a_server_without_descriptors_gives_the_next_fork(fork_pool: ForkPool, whose: str) -> None:
     fork_pool.take(AbortSignal(), LIMIT_S).close()  # the server has torch loaded
     server = fork_pool.pids()["server"]
     with no_descriptors_for(os.getpid() if whose == "trainer" else server):
@@ -161,9 +157,7 @@ def fork() -> Iterator[Idle]:
     process.close()  # the server closes its watch
 
 
-def test_the_trainer_is_told_of_an_end_and_the_server_ends_with_the_trainer(
-    trainer: Idle, fork: Idle
-) -> None:
+def test_the_trainer_is_told_of_an_end_and_ends_the_server(trainer: Idle, fork: Idle) -> None:
     near, far = Channel.pair()
     control = Channel(near)
     server = _ForkServer(Channel(far), trainer.watch)

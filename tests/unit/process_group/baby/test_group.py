@@ -153,9 +153,7 @@ def test_the_peers_of_a_killed_backend_hear_of_it(party: Party) -> None:
 
 @pytest.mark.progress
 @pytest.mark.parametrize("how", ["wait", "future", "full channel"])
-def test_a_stopped_backend_fails_what_waits_long_before_the_timeout_and_is_ended(
-    party: Party, how: str
-) -> None:
+def test_a_stopped_backend_fails_what_waits_long_before_the_timeout(party: Party, how: str) -> None:
     """The timeout is longer than the limit of the waits here."""
     groups = party.meet(2, lambda: ProcessGroupBabyGloo(10 * LIMIT_S, check_collectives=False))
     victim = process_of(groups[0])
@@ -197,9 +195,7 @@ def test_a_backend_that_is_stopped_now_and_then_goes_on(party: Party) -> None:
     waiter.result(LIMIT_S)
 
 
-def test_a_backend_that_hangs_without_being_stopped_is_ended_when_it_is_silent_for_longer(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_backend_that_is_silent_for_longer_is_ended(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody asks it whether it runs."""
     monkeypatch.setattr(RemoteBackend, "_end_lost", lambda _: None)
     groups = party.meet(2, baby)
@@ -336,9 +332,7 @@ def test_many_answers_that_nobody_has_read_block_nobody(party: Party) -> None:
             work.wait()
 
 
-def test_a_member_that_is_slow_is_waited_for_as_by_any_other_group(
-    party: Party, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_member_is_waited_for_as_elsewhere(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "SILENCE_S", 0.3)
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
     first, second = party.meet(2, lambda: ProcessGroupBabyGloo(1, check_collectives=False))

@@ -50,9 +50,7 @@ def test_an_observer_that_was_late_begins_to_count_anew() -> None:
         (HUNG_S, False, "frozen"),
     ],
 )
-def test_a_stopped_process_has_less_time_than_a_hung_one(
-    silent_s: float, is_stopped: bool, says: str | None
-) -> None:
+def test_a_stopped_process_has_less_time(silent_s: float, is_stopped: bool, says: str | None) -> None:
     why = why_silent(silent_s, is_stopped=is_stopped)
     assert (why is None) if says is None else (why is not None and says in why)
 
@@ -113,9 +111,7 @@ def verdict(heartbeat: Heartbeat, until: Callable[[str | None, float], bool]) ->
     raise AssertionError("no verdict")
 
 
-def test_a_process_that_answers_is_alive_and_is_lost_when_it_is_stopped(
-    ends: tuple[socket.socket, socket.socket],
-) -> None:
+def test_a_process_that_answers_is_lost_when_stopped(ends: tuple[socket.socket, socket.socket]) -> None:
     ours, theirs = ends
     watch = os.pidfd_open(os.getpid())
     child = fork(lambda: serve(ours, theirs, watch))

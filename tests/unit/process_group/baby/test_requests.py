@@ -115,9 +115,7 @@ def test_a_follower_may_wait_for_another_request(talk: Correspondence) -> None:
     assert done.wait(LIMIT_S)
 
 
-def test_a_follower_that_comes_while_its_request_is_settled_after_the_end_is_told(
-    talk: Correspondence,
-) -> None:
+def test_a_follower_that_comes_as_its_request_is_settled_is_told(talk: Correspondence) -> None:
     settling, copied = threading.Event(), threading.Event()
 
     def copy_back(_: Request) -> None:
@@ -190,9 +188,7 @@ def test_a_request_that_is_not_answered_in_time_is_reported_once(
     assert not talk.silences.acquire(blocking=False)
 
 
-def test_a_follower_notices_silence_while_another_waits_patiently(
-    talk: Correspondence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_follower_notices_silence_by_itself(talk: Correspondence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.01)
     patient = talk.requests.add(FOREVER)
     with ThreadPoolExecutor(1) as pool:
@@ -204,9 +200,7 @@ def test_a_follower_notices_silence_while_another_waits_patiently(
 
 
 @pytest.mark.parametrize("how", ["waits", "follows", "looks"])
-def test_whether_the_subprocess_runs_is_asked_while_somebody_wants_an_answer_that_does_not_come(
-    talk: Correspondence, how: str
-) -> None:
+def test_whether_the_subprocess_runs_is_asked_while_somebody_waits(talk: Correspondence, how: str) -> None:
     request = talk.requests.add(FOREVER)
     assert not talk.pauses.acquire(timeout=2 * LOOK_EVERY_S), "nobody waits"
     with ThreadPoolExecutor(1) as pool:
@@ -233,9 +227,7 @@ def test_who_asks_late_finds_the_answer_not_silence(talk: Correspondence) -> Non
     assert not talk.silences.acquire(blocking=False)
 
 
-def test_every_answer_shows_that_the_subprocess_is_not_silent(
-    talk: Correspondence, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_answer_is_a_sign_of_life(talk: Correspondence, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 5.0)
     open_requests = [talk.requests.add(patience_s=0.2) for _ in range(10)]
     with ThreadPoolExecutor(1) as pool:
@@ -258,9 +250,7 @@ def test_an_error_in_what_settles_a_request_frees_who_waits(talk: Correspondence
     assert request.answer == ("ValueError", "no room for the copy")
 
 
-def test_a_follower_that_raises_does_not_keep_others_from_being_told(
-    talk: Correspondence, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_follower_that_raises_harms_nobody(talk: Correspondence, caplog: pytest.LogCaptureFixture) -> None:
     def fail(_: Request) -> None:
         raise ValueError("a future that is complete")
 
