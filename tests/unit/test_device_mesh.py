@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.unit.process_group.conftest import Party, party, store  # noqa: F401 - fixtures
+from tests.unit.process_group.conftest import Party
 from tests.unit.process_group.failing import FakeManager
 from torchft_like.device_mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.errors import NotSupportedError, ShutdownError
@@ -390,8 +390,7 @@ def test_a_copy_finds_the_group_again(mesh: ManagedDeviceMesh, quorum: Quorum) -
 
 @pytest.mark.parametrize("participants", [1, 2])
 def test_dtensor_reduces_over_the_members_whoever_of_them_participates(
-    party: Party,  # noqa: F811
-    participants: int,
+    party: Party, participants: int
 ) -> None:
     """One that heals needs the result, too, so the reduction is not left out for want of participants."""
 

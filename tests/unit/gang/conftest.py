@@ -8,11 +8,9 @@ from typing import TypeVar
 import pytest
 import torch
 
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.gang import ProcessGroupGang
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-
-__all__ = ["party", "store"]
 
 T = TypeVar("T")
 CPU = torch.device("cpu")
@@ -27,7 +25,7 @@ class Crew:
 
     def together(self, act: Callable[[ProcessGroupGang], T]) -> list[T]:
         """Run the same on every member at once."""
-        return self._party.together(self.gangs, lambda _, gang: act(gang))  # type: ignore[arg-type]
+        return self._party.together(self.gangs, lambda _, gang: act(gang))
 
     def outcomes(self, act: Callable[[ProcessGroupGang], T]) -> list[T | Exception]:
         """Run the same as `together` does; return the results or errors."""

@@ -442,7 +442,7 @@ def test_a_function_that_the_backend_lacks_is_not_supported(crew: MakeCrew) -> N
 def test_a_part_ends_with_the_configuration_in_which_it_was_made(party: Party) -> None:
     groups = party.meet(3)
     gangs = [ProcessGroupGang(group, CPU) for group in groups]
-    parts = party.together(gangs, lambda _, gang: gang.split([[0, 1], [2]]))  # type: ignore[arg-type]
+    parts = party.together(gangs, lambda _, gang: gang.split([[0, 1], [2]]))
     inner = party.together(parts[:2], lambda _, gang: gang.create_gang([1, 0]))
     blocked = party.aside(inner[0].barrier)
     party.configure(groups)
@@ -452,7 +452,7 @@ def test_a_part_ends_with_the_configuration_in_which_it_was_made(party: Party) -
         assert part is not None
         with pytest.raises(StaleGangError, match="derive it again"):
             part.barrier()
-    assert party.together(gangs, lambda _, gang: all_sum(gang, 1).item()) == [3] * 3  # type: ignore[arg-type]
+    assert party.together(gangs, lambda _, gang: all_sum(gang, 1).item()) == [3] * 3
 
 
 def test_an_abort_of_the_whole_ends_the_making_of_a_part(party: Party) -> None:

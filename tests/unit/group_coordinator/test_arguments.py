@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.unit.group_coordinator.test_coordinator import errors, gloo, over
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.communicator.tensors import device_terms
 from torchft_like.errors import CollectiveMismatchError
 from torchft_like.group_coordinator import GroupCoordinator
 
-__all__ = ["party", "store"]
 HERE, THERE = torch.ones(2), torch.ones(2, device="meta")
 
 
@@ -53,7 +52,7 @@ ROWS = torch.ones(2, 3)
 
 
 def works(party: Party, coordinators: list[GroupCoordinator]) -> bool:
-    return party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    return party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
 
 
 @pytest.mark.parametrize(
@@ -97,4 +96,4 @@ def test_a_conjugate_is_added_like_any_tensor(party: Party) -> None:
         sums = c.reduce_scatterv(turned, 0), c.reduce_scatter(turned, 0), c.combine(turned)
         return [part[0, 0].item() for part in sums]
 
-    assert party.together(coordinators, act) == [[2 - 4j] * 3] * 2  # type: ignore[arg-type]
+    assert party.together(coordinators, act) == [[2 - 4j] * 3] * 2

@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from tests.unit.group_coordinator.test_coordinator import gloo, over
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.gang import ProcessGroupGang, ReduceOperation
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
-__all__ = ["party", "store"]
 TRIES = 40  # a call that has to wait for the other rank takes a few more
 
 

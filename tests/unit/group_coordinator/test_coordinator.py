@@ -15,7 +15,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.core.agreement.statements import RECORD_BYTES
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -38,7 +38,6 @@ from torchft_like.process_group import (
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
-__all__ = ["party", "store"]
 LIMIT_S = 30.0
 
 
@@ -64,7 +63,7 @@ def errors(
             return error
         raise AssertionError("no error")
 
-    return party.together(coordinators, caught)  # type: ignore[arg-type]
+    return party.together(coordinators, caught)
 
 
 WRAPPED: dict[str, Callable[[], ProcessGroup]] = {
@@ -89,7 +88,7 @@ def test_any_group_of_ours_carries_a_coordinator(party: Party, kind: str) -> Non
         assert handle.wait(LIMIT_S) is found
         return [*sizes, told, found]
 
-    assert party.together(coordinators, talk) == [  # type: ignore[arg-type]
+    assert party.together(coordinators, talk) == [
         [1, 2, {"from": 1}, {"rank": 1}],
         [1, 1, {"from": 1}, {"rank": 0}],
     ]
@@ -101,8 +100,8 @@ def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: T
         group = TorchGloo(PrefixStore("bare", client), rank, 2, timedelta(seconds=LIMIT_S))
         return GroupCoordinator.from_groups(group, store=PrefixStore("roll", client))
 
-    coordinators = party.together([None, None], make)  # type: ignore[list-item]
-    found = party.together(coordinators, lambda rank, c: c.all_reduce(torch.ones(1)).item())  # type: ignore[arg-type]
+    coordinators = party.together([None, None], make)
+    found = party.together(coordinators, lambda rank, c: c.all_reduce(torch.ones(1)).item())
     assert found == [2, 2]
     late = party.aside(lambda: errors(party, coordinators[:1], lambda _, c: c.barrier(0.1)))
     (error,) = late.result(LIMIT_S)
@@ -177,7 +176,7 @@ def test_an_expanded_tensor_is_refused_where_it_would_be_overwritten(party: Part
     def broadcast(rank: int, c: GroupCoordinator) -> list[float]:
         return c.broadcast(torch.zeros(2) if rank else torch.ones(1).expand(2)).tolist()
 
-    assert party.together(coordinators, broadcast) == [[1.0, 1.0]] * 2  # type: ignore[arg-type]
+    assert party.together(coordinators, broadcast) == [[1.0, 1.0]] * 2
 
 
 def test_a_column_of_a_matrix_made_in_inference_mode_is_overwritten(party: Party) -> None:
@@ -188,7 +187,7 @@ def test_a_column_of_a_matrix_made_in_inference_mode_is_overwritten(party: Party
         return matrix.tolist()
 
     coordinators = over(party.meet(2, gloo))
-    assert party.together(coordinators, broadcast)[1] == [[0.0, 1.0]] * 2  # type: ignore[arg-type]
+    assert party.together(coordinators, broadcast)[1] == [[0.0, 1.0]] * 2
 
 
 def test_groups_and_ranks_that_do_not_fit_are_refused(party: Party) -> None:
@@ -224,11 +223,11 @@ def test_tensors_go_over_the_device_group_and_words_over_the_other(party: Party)
     coordinators = [
         GroupCoordinator.from_groups(*pair, group_name="two") for pair in zip(quiet, busy, strict=True)
     ]
-    found = party.together(coordinators, lambda rank, c: c.broadcast_tensor_dict({"x": torch.ones(9)}))  # type: ignore[arg-type]
+    found = party.together(coordinators, lambda rank, c: c.broadcast_tensor_dict({"x": torch.ones(9)}))
     assert [len(one["x"]) for one in found] == [9, 9]
     for group in busy:
         group.report_future_error(RuntimeError("injected"))  # type: ignore[attr-defined]
-    assert party.together(coordinators, lambda rank, c: c.broadcast_object(rank)) == [0, 0]  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda rank, c: c.broadcast_object(rank)) == [0, 0]
     for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
         assert isinstance(error, GroupCoordinatorError)
         assert isinstance(error.__cause__, RuntimeError)
@@ -247,13 +246,13 @@ def test_an_error_hidden_by_a_group_is_raised_and_ends_the_groups(party: Party) 
 def test_a_coordinator_ends_with_the_configuration_of_its_group(party: Party) -> None:
     groups = party.meet(2, gloo)
     coordinators = over(groups)
-    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+    party.together(coordinators, lambda _, c: c.barrier())
     party.configure(groups)
     for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
         assert isinstance(error, GroupCoordinatorError)
         assert "configured anew" in str(error)
     anew = over(groups)  # which the old one has not broken
-    assert party.together(anew, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    assert party.together(anew, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
 
 
 def test_a_call_left_half_way_releases_the_others(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +292,7 @@ def test_calls_beside_the_coordinators_on_its_group_are_told_from_statements(par
         return groups[1].gather([], [noise]).wait()
 
     with pytest.raises(GroupCoordinatorError, match="no statement"):
-        party.together(coordinators, foreign)  # type: ignore[arg-type]
+        party.together(coordinators, foreign)
 
 
 # ------------------------------------------------------------------------ handles
@@ -394,7 +393,7 @@ def test_ranks_that_cannot_send_to_each_other_hear_why_at_once_and_the_group_goe
         for error in errors(party, coordinators, lambda _, c, receive=receive: receive(c)):  # type: ignore[misc]
             assert isinstance(error, CollectiveMismatchError)
             assert "is an object, which does not travel" in str(error)
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
 
 
 def test_a_handle_ends_with_its_group(party: Party) -> None:

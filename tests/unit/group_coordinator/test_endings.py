@@ -9,12 +9,10 @@ import torch
 
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
 from tests.unit.group_coordinator.test_coordinator import gloo, over
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator import coordinator as coordinator_module
 from torchft_like.message_queue import MessageQueue
-
-__all__ = ["party", "store"]
 
 
 @pytest.fixture
@@ -71,7 +69,7 @@ def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: 
 def test_queues_that_were_shut_down_are_let_go_of(party: Party) -> None:
     coordinators = over(party.meet(2, gloo))
     for _ in range(3):
-        for queue in party.together(coordinators, lambda _, c: c.create_mq_broadcaster()):  # type: ignore[arg-type]
+        for queue in party.together(coordinators, lambda _, c: c.create_mq_broadcaster()):
             queue.shutdown()
     for coordinator in coordinators:
         assert len(coordinator._queues) == 1

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
@@ -17,7 +17,6 @@ from torchft_like.errors import (
 from torchft_like.group_coordinator import ManagedCoordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
-__all__ = ["party", "store"]
 LIMIT_S = 30.0
 
 
@@ -65,7 +64,7 @@ def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: l
 
     for size in (2, 3, 2):  # of the quorum: the first call in it is one that leaves out the other rank
         party.configure(groups[:size])
-        found = party.together(coordinators[:size], hand_on)  # type: ignore[arg-type]
+        found = party.together(coordinators[:size], hand_on)
         assert found == [(rank - 1) % size for rank in range(size)]
 
 
@@ -77,7 +76,7 @@ def test_a_tensor_goes_to_the_next_rank_in_the_first_call(party: Party, groups: 
             coordinator.send(torch.ones(2))
         return coordinator.recv([2], torch.float32).tolist() if rank == 1 else None
 
-    assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]  # type: ignore[arg-type]
+    assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]
 
 
 def test_a_graph_entered_in_an_earlier_quorum_ends_for_all(party: Party, groups: list[ProcessGroup]) -> None:
@@ -94,18 +93,18 @@ def test_a_graph_entered_in_an_earlier_quorum_ends_for_all(party: Party, groups:
             return str(error)
 
     party.configure(groups[:2])
-    party.together(coordinators[:2], lambda _, c: c.refresh())  # type: ignore[arg-type]
-    assert party.together(coordinators[:2], gather) == [2, 2]  # type: ignore[arg-type]
+    party.together(coordinators[:2], lambda _, c: c.refresh())
+    assert party.together(coordinators[:2], gather) == [2, 2]
     party.configure(groups)
     coordinators[2].refresh()
-    found = party.together(coordinators, gather)  # type: ignore[arg-type]
+    found = party.together(coordinators, gather)
     assert ["entered with 2 members" in str(each) for each in found] == [True, True, False]
     assert all(coordinator._manager.errored() for coordinator in coordinators)
     party.configure(groups)
     for coordinator in coordinators:
         coordinator._manager.lost = None  # type: ignore[attr-defined] # it is a Quorum
-    party.together(coordinators, lambda _, c: c.refresh())  # type: ignore[arg-type]
-    assert party.together(coordinators, gather) == [3, 3, 3]  # type: ignore[arg-type]
+    party.together(coordinators, lambda _, c: c.refresh())
+    assert party.together(coordinators, gather) == [3, 3, 3]
 
 
 def test_a_wait_whose_time_is_up_does_not_lose_the_step(party: Party, groups: list[ProcessGroup]) -> None:
@@ -129,7 +128,7 @@ def test_what_one_rank_refuses_loses_the_step_of_all(party: Party, groups: list[
             coordinator.all_gatherv(torch.ones(2, 3), sizes=sizes)
         return caught.value
 
-    refused = party.together(coordinators, gather)  # type: ignore[arg-type]
+    refused = party.together(coordinators, gather)
     assert [coordinator._manager.errored() for coordinator in coordinators] == refused
     assert isinstance(refused[0], CollectiveMismatchError)
 
@@ -153,6 +152,6 @@ def test_objects_do_not_take_the_queue_of_an_earlier_quorum(party: Party, groups
         coordinator.mq_broadcaster = coordinator.create_mq_broadcaster()
         return coordinator.broadcast_object("first")
 
-    assert party.together(coordinators, broadcast_through_a_queue) == ["first"] * 2  # type: ignore[arg-type]
+    assert party.together(coordinators, broadcast_through_a_queue) == ["first"] * 2
     party.configure(groups[:2])
-    assert party.together(coordinators, lambda _, c: c.broadcast_object("next")) == ["next"] * 2  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda _, c: c.broadcast_object("next")) == ["next"] * 2

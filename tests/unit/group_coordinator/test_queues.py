@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.message_queue.queues import wait_for
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
@@ -26,8 +26,6 @@ from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator
 from torchft_like.message_queue import MessageQueue, members
 from torchft_like.message_queue.remote import RemoteReaders
 from torchft_like.runtime.hosts import own_host
-
-__all__ = ["party", "store"]
 
 
 @pytest.fixture
@@ -41,12 +39,6 @@ def far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(members, "_places", apart)
 
 
-def together(
-    party: Party, coordinators: list[GroupCoordinator], act: Callable[[int, GroupCoordinator], MessageQueue]
-) -> list[MessageQueue]:
-    return party.together(coordinators, act)  # type: ignore[arg-type]
-
-
 @pytest.mark.usefixtures("far")
 def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     lingered: list[float] = []
@@ -58,7 +50,7 @@ def test_groups_that_are_broken_off_wait_for_no_reader(party: Party, monkeypatch
 
     monkeypatch.setattr(RemoteReaders, "close", heard)
     coordinators = over(party.meet(2, gloo))
-    writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    writer, reader = party.together(coordinators, lambda _, c: c.create_mq_broadcaster())
     writer.enqueue("nobody reads this", LIMIT_S)
     coordinators[0]._current().break_off("a test")
     assert lingered == [0]
@@ -75,8 +67,8 @@ def test_all_members_read_a_queue_whose_writer_is_outside_the_group(party: Party
     with MessageQueue(2, 2) as outside:
         handles = [outside.export_handle(), None]  # one member has it
         coordinators = over(party.meet(2, gloo))
-        read = together(
-            party, coordinators, lambda rank, c: c.create_mq_broadcaster(0, handles[rank], blocking=False)
+        read = party.together(
+            coordinators, lambda rank, c: c.create_mq_broadcaster(0, handles[rank], blocking=False)
         )
         outside.wait_until_ready(LIMIT_S)
         assert outside.readers == [0, 1]
@@ -114,7 +106,7 @@ def test_only_the_handle_of_a_queue_can_be_handed_over_and_no_error_tells_its_se
             found = errors(party, coordinators, partial(_hand_over, given))
             assert [type(error) for error in found] == [ValueError, CollectiveMismatchError]
             assert not [error for error in found if token in f"{error!r} {error.__cause__!r}"]
-        party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
+        party.together(coordinators, lambda _, c: c.barrier())
 
 
 def test_one_member_gets_the_handles_of_the_queues_of_all(party: Party) -> None:
@@ -128,7 +120,7 @@ def test_one_member_gets_the_handles_of_the_queues_of_all(party: Party) -> None:
         queue.enqueue(f"from {rank}", LIMIT_S)
         return read
 
-    read = party.together(coordinators, talk)[1]  # type: ignore[arg-type]
+    read = party.together(coordinators, talk)[1]
     assert [end.dequeue(LIMIT_S) for end in read] == ["from 0", "from 1", "from 2"]
     coordinators[2]._current().break_off("a test")
     with pytest.raises(QueueClosedError):
@@ -140,7 +132,7 @@ def test_one_member_gets_the_handles_of_the_queues_of_all(party: Party) -> None:
 def test_the_size_of_a_coordinators_queues_is_one_of_its_options(party: Party) -> None:
     options = CoordinatorOptions(max_chunk_bytes=4096, max_chunks=3)
     coordinators = [GroupCoordinator.from_groups(pg, options=options) for pg in party.meet(2, gloo)]
-    for end in together(party, coordinators, lambda _, c: c.create_mq_broadcaster()):
+    for end in party.together(coordinators, lambda _, c: c.create_mq_broadcaster()):
         assert "3 x 4096 bytes" in repr(end)
 
 
@@ -224,7 +216,7 @@ def test_who_joins_a_queue_hears_that_groups_are_gone(party: Party, monkeypatch:
 
 def test_an_object_without_memory_is_not_the_next_one(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinators = over(party.meet(2, gloo))
-    ends = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    ends = party.together(coordinators, lambda _, c: c.create_mq_broadcaster())
 
     def broadcast(rank: int, coordinator: GroupCoordinator) -> object:
         return members.broadcast_object(coordinator._current(), ends[rank], "large")
@@ -252,7 +244,7 @@ def over_torchs_own(party: Party, store: TCPStore) -> list[GroupCoordinator]:
         group = TorchGloo(PrefixStore(f"bare/{place}", client), rank, 2, timedelta(seconds=LIMIT_S))
         return GroupCoordinator.from_groups(group, store=PrefixStore(f"roll/{place}", client))
 
-    return party.together([None, None], make)  # type: ignore[list-item]
+    return party.together([None, None], make)
 
 
 @pytest.mark.parametrize("place", [b"there/net/0", b"here/net/1"], ids=["another machine", "another user"])
@@ -262,7 +254,7 @@ def test_a_group_that_does_not_tell_where_it_met_carries_a_queue_to(
     """To another machine by the address of this host's name, which is all that is known."""
     monkeypatch.setattr(members, "_places", lambda *_: [b"here/net/0", place])
     coordinators = over_torchs_own(party, store)
-    writer, reader = together(party, coordinators, lambda _, c: c.create_mq_broadcaster())
+    writer, reader = party.together(coordinators, lambda _, c: c.create_mq_broadcaster())
     assert place == b"here/net/1" or own_host() in str(writer.export_handle()["address"])
     writer.enqueue("through the network", LIMIT_S)
     assert reader.dequeue(LIMIT_S) == "through the network"

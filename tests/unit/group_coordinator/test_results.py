@@ -12,13 +12,11 @@ from torch.futures import Future
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, gloo, over
 from tests.unit.message_queue.queues import wait_for
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.futures import future_timeout
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.runtime import long_waits
-
-__all__ = ["party", "store"]
 
 
 def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
@@ -29,7 +27,7 @@ def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
         joined = [c.all_gather(rows, 2), c.all_gatherv(rows, 2), c.gather(rows, 0, 2)]
         return [tensor for tensor in [*joined, c.reduce_scatter(rows, 1)] if tensor is not None]
 
-    for found in party.together(over(party.meet(2, gloo)), join):  # type: ignore[arg-type]
+    for found in party.together(over(party.meet(2, gloo)), join):
         assert found[0].tolist() == [[[0, 10], [1, 11]], [[2, 12], [3, 13]], [[4, 14], [5, 15]]]
         assert all(tensor.is_contiguous() for tensor in found)
 
@@ -46,7 +44,7 @@ def test_groups_that_compare_calls_serve_in_inference_mode(party: Party) -> None
 
     groups = party.meet(2, lambda: ProcessGroupGloo(LIMIT_S, check_collectives=True))
     both = [[0.0, 0.0], [1.0, 1.0]]
-    for rank, found in enumerate(party.together(over(groups), infer)):  # type: ignore[arg-type]
+    for rank, found in enumerate(party.together(over(groups), infer)):
         assert found == [both, both, both if rank else None, "a", {"b": 1}]
 
 
@@ -59,7 +57,7 @@ def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_dev
             told = [c.broadcast_object("a"), c.broadcast_object([0] * 2000)]
             return [c.all_gatherv(row).tolist(), *told, handle.wait(LIMIT_S)["a"].tolist()]
 
-    for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):  # type: ignore[arg-type]
+    for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):
         assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
 
 
@@ -70,7 +68,7 @@ def test_a_number_is_the_size_of_one_dimension(party: Party) -> None:
             return []
         return c.recv(3, torch.int64).tolist()
 
-    assert party.together(over(party.meet(2, gloo)), pass_on) == [[], [0, 1, 2]]  # type: ignore[arg-type]
+    assert party.together(over(party.meet(2, gloo)), pass_on) == [[], [0, 1, 2]]
 
 
 def test_the_device_group_is_one_of_the_members_where_there_is_no_other_for_the_device(party: Party) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
-from tests.unit.process_group.conftest import Party, party, store
+from tests.unit.process_group.conftest import Party
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -20,8 +20,6 @@ from torchft_like.group_coordinator import GroupCoordinator, Handle, coordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
 pytestmark = pytest.mark.usefixtures("no_operator")
-
-__all__ = ["party", "store"]
 
 
 def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +42,7 @@ def test_an_interrupted_barrier_is_waited_for_again(party: Party, monkeypatch: p
             interrupted.barrier()
     other.barrier()
     interrupted.barrier()
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
 
 
 def test_a_barrier_that_was_refused_is_none(party: Party) -> None:
@@ -56,7 +54,7 @@ def test_a_barrier_that_was_refused_is_none(party: Party) -> None:
         other.barrier(0.05)
     one.barrier()
     other.barrier()
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
     with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
         one.barrier(0.05)
     other.barrier()
@@ -69,8 +67,8 @@ def test_a_refusal_that_nobody_has_received_within_the_timeout_leaves_the_group_
         refusing.send_object({1, 2}, 1)
     with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come"):
         refusing.barrier(4)  # the timeout passes
-    party.together(coordinators, lambda _, c: c.barrier())  # type: ignore[arg-type]
-    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]  # type: ignore[arg-type]
+    party.together(coordinators, lambda _, c: c.barrier())
+    assert party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
     with pytest.raises(CollectiveMismatchError, match="does not travel"):
         other.recv_object(0)
 
@@ -121,7 +119,7 @@ def test_a_sender_that_dies_leaves_no_counterpart_of_its_receiver_waiting(party:
     for place in range(2):
         with pytest.raises(GroupCoordinatorError):
             receiving[place].result(LIMIT_S)
-    party.together(first_stage, lambda _, c: c.barrier())  # type: ignore[arg-type]
+    party.together(first_stage, lambda _, c: c.barrier())
 
 
 def test_a_dict_that_nobody_waits_for_costs_the_counterparts_nothing(party: Party) -> None:
@@ -132,7 +130,7 @@ def test_a_dict_that_nobody_waits_for_costs_the_counterparts_nothing(party: Part
     ending[1].shutdown()
     while not handle.is_completed():
         threading.Event().wait(0.005)
-    party.together(second_stage, lambda _, c: c.barrier())  # type: ignore[arg-type]
+    party.together(second_stage, lambda _, c: c.barrier())
     with pytest.raises(GroupCoordinatorError):
         handle.wait(LIMIT_S)
     with pytest.raises(GroupCoordinatorError):
@@ -152,5 +150,5 @@ def test_zeros_of_another_dtype_are_another_tensor(party: Party, dtype: torch.dt
         sending.wait(LIMIT_S)
         return str(caught.value)
 
-    told = party.together(stages[0], act)  # type: ignore[arg-type]
+    told = party.together(stages[0], act)
     assert all(str(dtype) in text and "torch.float32" in text for text in told)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -50,9 +50,9 @@ class Party:
         prefix = self.prefix()
         self.together(groups, lambda rank, group: group.configure(prefix, rank, len(groups)))
 
-    def together(self, groups: list[ProcessGroup], act: Callable[[int, Any], T]) -> list[T]:
+    def together(self, members: Sequence[Any], act: Callable[[int, Any], T]) -> list[T]:
         """Run `act` on every member at once, and return the results in the order of the ranks."""
-        futures = [self.aside(act, rank, group) for rank, group in enumerate(groups)]
+        futures = [self.aside(act, rank, member) for rank, member in enumerate(members)]
         return [future.result(LIMIT_S) for future in futures]
 
     def aside(self, act: Callable[..., T], *args: Any) -> Future[T]:
