@@ -28,7 +28,7 @@ _NATIVE = "how torch configures a group of its own anew: no collective"
 EXCUSED = {
     "destroy_process_group": "it ends the group: tests/integration/test_registration.py",
     "gather_into_tensor": "gather_single under its older name, of which torch warns",
-    "get_backend_impl": "tests/unit/process_group/test_torch_backend.py",
+    "get_backend_impl": "tests/unit/process_group/test_registration.py",
     "set_timeout": "tests/unit/process_group/test_controls.py",
     "_get_reconfigure_handle": _NATIVE,
     "_reconfigure": _NATIVE,

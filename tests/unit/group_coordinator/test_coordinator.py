@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +26,7 @@ from torchft_like.errors import (
     PlainDataError,
     StillUnderWayError,
 )
+from torchft_like.gang import ProcessGroupGang, ReduceOperation
 from torchft_like.group_coordinator import CoordinatorOptions, GroupCoordinator, Handle
 from torchft_like.group_coordinator.coordinator import coordinator_named
 from torchft_like.group_coordinator.creation import device_of, unique_name
@@ -450,3 +453,47 @@ def test_options_are_checked() -> None:
     for wrong in ({"timeout": 0}, {"message_bytes_max": 0}):
         with pytest.raises(ValueError, match="positive"):
             CoordinatorOptions(**wrong)  # type: ignore[arg-type]
+
+
+# How many functions of the library one call of a coordinator or a gang goes through.
+
+
+TRIES = 40  # a call that has to wait for the other rank takes a few more
+
+
+def calls_in_library(act: Callable[[], object]) -> int:
+    count = 0
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_globals.get("__name__", "").startswith("torchft_like.")
+
+    sys.setprofile(note)
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("name", "calls_max"), [("reduce_scatter", 25), ("broadcast_object", 45), ("gang.all_reduce", 16)]
+)
+def test_a_call_takes_few_steps(party: Party, name: str, calls_max: int) -> None:
+    groups = party.meet(2, gloo)
+    coordinators = over(groups)
+    gangs = [ProcessGroupGang(group, torch.device("cpu")) for group in groups]
+    tensor = torch.ones(4, 4)
+
+    def fewest(rank: int, _: object) -> int:
+        acts: dict[str, Callable[[], object]] = {
+            "reduce_scatter": lambda: coordinators[rank].reduce_scatter(tensor, 0),
+            "broadcast_object": lambda: coordinators[rank].broadcast_object(None if rank else {"a": 1}),
+            "gang.all_reduce": lambda: gangs[rank].all_reduce(torch.ones(4, 4), ReduceOperation.SUM),
+        }
+        act = acts[name]
+        act()
+        return min(calls_in_library(act) for _ in range(TRIES))
+
+    found = party.together(groups, fewest)
+    assert 0 < found[0] <= calls_max

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import signal
 import threading
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -26,15 +28,16 @@ from torchft_like.errors import (
     QuorumTimeoutError,
     ShutdownError,
 )
+from torchft_like.manager import ExceptionWithTraceback
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import GroupReduction, Reduction, is_average, options_for, summing
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
-from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupWrapper
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
-from torchft_like.process_group.work import OperationWork, operation_of
+from torchft_like.process_group.work import OperationWork, finished_work, operation_of
 
 LIMIT_S = 30.0
 ASK = [OperationWork.wait, OperationWork.is_completed, OperationWork.get_future]
@@ -141,18 +144,17 @@ def made_in_inference_mode() -> torch.Tensor:
 HARD_TO_WRITE = [leaf, view_of_a_leaf, made_in_inference_mode]
 
 
-class Spare:
-    """A rank that takes part in the collectives of a step, and adds nothing; its own quorum driver."""
+class Rank:
+    """A rank in a step whose quorum is there; its own quorum driver."""
 
     fatal = None
 
-    def __init__(self) -> None:
-        rules = StepRules(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    def __init__(self, pg: ProcessGroup, rules: StepRules, **about: Any) -> None:
         self.protocol = StepProtocol(rules)
-        self.group = ManagedGroup(ProcessGroupDummy(0, 1), self.protocol, lambda *_, **__: None)
+        self.group = ManagedGroup(pg, self.protocol, lambda *_, **__: None)
         self.attempt = Attempt(True, LIMIT_S)
         self.protocol.begin()
-        result = quorum(replica_rank=2, max_replica_rank=2)
+        result = quorum(**about)
         self.group.agree(result, allow_heal=True)
         self.group.configure(result, "s:1/p", "a:1", (0, 1))
         self.attempt.agree(result)
@@ -161,6 +163,12 @@ class Spare:
 
     def wait_configured(self, attempt: Attempt) -> None:
         attempt.wait_configured(lambda: "there is one")
+
+
+def spare() -> Rank:
+    """Return a rank that takes part in the collectives of a step, and adds nothing."""
+    rules = StepRules(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+    return Rank(ProcessGroupDummy(0, 1), rules, replica_rank=2, max_replica_rank=2)
 
 
 class TestReduction:
@@ -286,10 +294,10 @@ class TestReducer:
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
     def test_a_spare_adds_zeros_whatever_autograd_says(self, make: Callable[[], torch.Tensor]) -> None:
         tensor = make()
-        spare = Spare()
-        assert spare.reducer.start([tensor], options_for(ReduceOp.AVG), Reduction).wait()
+        rank = spare()
+        assert rank.reducer.start([tensor], options_for(ReduceOp.AVG), Reduction).wait()
         assert tensor.tolist() == [0.0, 0.0]
-        assert spare.protocol.vote()
+        assert rank.protocol.vote()
 
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize(
@@ -308,46 +316,46 @@ class TestReducer:
             ReduceOp.BAND: torch.bitwise_and,
             ReduceOp.BOR: torch.bitwise_or,
         }
-        tensor, spare = of_the_others.clone(), Spare()
-        assert spare.reducer.start([tensor], options_for(operation), Reduction).wait()
+        tensor, rank = of_the_others.clone(), spare()
+        assert rank.reducer.start([tensor], options_for(operation), Reduction).wait()
         assert torch.equal(combine[operation](tensor, of_the_others), of_the_others)
-        assert spare.protocol.vote()
+        assert rank.protocol.vote()
 
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("collective", [ALLREDUCE, BY_NAME["allreduce_coalesced"]])
     def test_a_spare_adds_nothing_by_any_of_several_tensors(self, collective: Collective) -> None:
         for operation, neutral in ((ReduceOp.SUM, 0), (ReduceOp.AVG, 0), (ReduceOp.MIN, math.inf)):
-            spare, tensors = Spare(), [torch.ones(3), torch.ones(3)]
-            work = spare.reducer.start(tensors, options_for(operation), GroupReduction, collective)
+            rank, tensors = spare(), [torch.ones(3), torch.ones(3)]
+            work = rank.reducer.start(tensors, options_for(operation), GroupReduction, collective)
             assert work.wait()
             assert torch.cat(tensors).tolist() == [neutral] * 6
-            calls = spare.group.pg.calls  # type: ignore[attr-defined] # it is a dummy
+            calls = rank.group.pg.calls  # type: ignore[attr-defined] # it is a dummy
             assert calls == {collective.name: 1}
-            assert spare.protocol.vote()
+            assert rank.protocol.vote()
 
     def test_tensors_that_overlap_lose_the_step_and_are_not_touched(self) -> None:
-        spare, whole = Spare(), torch.ones(4)
+        rank, whole = spare(), torch.ones(4)
         tensors = [whole[:3], whole[1:]]
-        work = spare.reducer.start(tensors, options_for(ReduceOp.SUM), GroupReduction, of_all_members=True)
+        work = rank.reducer.start(tensors, options_for(ReduceOp.SUM), GroupReduction, of_all_members=True)
         assert work.wait()
         assert whole.tolist() == [1.0] * 4
-        assert isinstance(spare.protocol.failure, CollectiveRefusedError)
-        assert not spare.protocol.vote()
+        assert isinstance(rank.protocol.failure, CollectiveRefusedError)
+        assert not rank.protocol.vote()
 
     def test_after_the_step_is_lost_several_tensors_are_left_alone(self) -> None:
-        spare, tensors = Spare(), [torch.ones(2), torch.ones(3)]
-        spare.group.fail_current(RuntimeError("lost"))
-        work = spare.reducer.start(tensors, options_for(ReduceOp.AVG), GroupReduction)
+        rank, tensors = spare(), [torch.ones(2), torch.ones(3)]
+        rank.group.fail_current(RuntimeError("lost"))
+        work = rank.reducer.start(tensors, options_for(ReduceOp.AVG), GroupReduction)
         assert work.wait()
         assert work.result()[1] is tensors[1]
         assert torch.cat(tensors).tolist() == [1.0] * 5
 
     @pytest.mark.heal_is_clean
     def test_a_spare_whose_tensor_cannot_be_written_to_loses_the_step(self) -> None:
-        spare = Spare()
-        assert spare.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), Reduction).wait()
-        assert not spare.protocol.vote()
-        assert spare.attempt.pending_collectives == {}
+        rank = spare()
+        assert rank.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), Reduction).wait()
+        assert not rank.protocol.vote()
+        assert rank.attempt.pending_collectives == {}
 
 
 class TestOptions:
@@ -500,3 +508,73 @@ class TestSignals:
             assert released.wait(LIMIT_S)
         assert isinstance(errors[0], ShutdownError)
         assert signal.set_wakeup_fd(-1) == -1, "what was installed before is put back"
+
+
+# Averages that the backend divides itself, and those that it would divide by something else.
+
+
+NARROW = (torch.bfloat16, torch.float16)
+
+
+class Dividing(ProcessGroupDummy):
+    """Remembers what it was asked for; a sum is that of as many equal tensors as there are members."""
+
+    def __init__(self, members: int, divides: bool) -> None:
+        super().__init__(0, 1)
+        self._members = members
+        self.divides = divides
+        self.asked: list[str] = []
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work:
+        tensors, options = args
+        self.asked.append("AVG" if options.reduceOp == ReduceOp.AVG else "SUM")
+        if options.reduceOp == ReduceOp.SUM:
+            tensors[0].mul_(self._members)
+        return finished_work(tensors)
+
+
+@pytest.mark.no_zombie
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize(
+    ("members", "participants", "dtype", "divides", "expected"),
+    [
+        *((n, n, dtype, True, ("AVG", 6.0)) for n in (1, 2, 4) for dtype in (torch.float32, *NARROW)),
+        (3, 3, torch.float32, True, ("AVG", 6.0)),  # wide numbers are divided by any number of members
+        *((3, 3, dtype, True, ("SUM", 6.0)) for dtype in NARROW),  # whose factor is not exact
+        (4, 2, torch.float32, True, ("SUM", 12.0)),  # where somebody heals, the participants count
+        (2, 2, torch.float32, False, ("SUM", 6.0)),  # another backend adds, and the result is divided
+    ],
+)
+def test_an_average_is_left_to_a_backend_that_divides_by_the_right_number(
+    members: int, participants: int, dtype: torch.dtype, divides: bool, expected: tuple[str, float]
+) -> None:
+    """What the group of a step is asked for, and the result where every member has a six."""
+    dividing = Dividing(members, divides)
+    pg = ProcessGroupWrapper(pg=dividing)
+    rank = Rank(pg, StepRules(1), max_world_size=participants, replica_world_size=members)
+    tensor = torch.full((4,), 6.0, dtype=dtype)
+    rank.reducer.start([tensor], options_for(ReduceOp.AVG), Reduction).wait()
+    assert rank.protocol.failure is None
+    assert (dividing.asked[0], tensor[0].item()) == expected
+
+
+# What `Manager.errored` returns keeps the error and its traceback, and is an exception like any other.
+
+
+def an_error() -> ValueError:
+    with pytest.raises(ValueError, match="no loss") as caught:
+        raise ValueError("no loss")
+    return caught.value
+
+
+def test_what_errored_returns_keeps_the_error_and_its_traceback() -> None:
+    error = an_error()
+    wrapped, again = ExceptionWithTraceback(error), ExceptionWithTraceback(error)
+    assert wrapped.original_exception is error
+    assert (wrapped, len({wrapped, again})) == (again, 1)
+    assert wrapped != ExceptionWithTraceback(an_error())
+    assert str(wrapped) == str(copy.copy(wrapped)) == "ValueError: no loss"  # copied as between processes
+    assert "in an_error" in wrapped.stack_trace
+    with pytest.raises(ExceptionWithTraceback) as caught:
+        raise wrapped
+    assert "in an_error" in "".join(traceback.format_exception(caught.value))
