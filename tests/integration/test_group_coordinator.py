@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import resource
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -201,6 +201,13 @@ def meet(store: TCPStore, members: Ranks, swallows: bool = False) -> None:
     members.ask(job.meet, address, swallows)
 
 
+def with_a_queue(store: TCPStore, ranks: Sequence[Rank], *size: int) -> Ranks:
+    """A group through whose queue one object has gone."""
+    meet(store, members := Ranks(ranks))
+    assert members.ask(job.use_a_queue, *size) == [["first"]] * 3
+    return members
+
+
 # Where a rank may have given, or got, all that it has to before it can hear: it hears with its next call.
 MAY_SUCCEED_FOR_SOME = ("broadcast", "gather", "reduce_scatter")
 
@@ -239,9 +246,7 @@ def test_a_group_cannot_hide_its_errors_here(store: TCPStore, ranks: Ranks, vict
 
 
 def test_readers_of_a_queue_hear_of_its_writers_death(store: TCPStore, ranks: Ranks, victim: Rank) -> None:
-    members = Ranks([victim, ranks[0], ranks[1]])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    members = with_a_queue(store, [victim, ranks[0], ranks[1]])
     for rank in members[1:]:
         rank.tell(job.broadcast_object, 1)
     victim.kill()
@@ -250,9 +255,7 @@ def test_readers_of_a_queue_hear_of_its_writers_death(store: TCPStore, ranks: Ra
 
 
 def test_the_writer_of_a_queue_hears_of_a_readers_death(store: TCPStore, ranks: Ranks, victim: Rank) -> None:
-    members = Ranks([ranks[0], ranks[1], victim])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    with_a_queue(store, [ranks[0], ranks[1], victim])
     victim.kill()
     assert "ranks [2] do not read" in ranks[0].ask(job.broadcast_object, 0)
     assert "second" in ranks[1].ask(job.broadcast_object, 1)  # it was written before the writer knew
@@ -264,9 +267,7 @@ def test_the_writer_of_a_queue_hears_of_a_readers_death(store: TCPStore, ranks: 
     ids=["memory", "descriptors"],
 )
 def test_an_object_without_room_is_an_error(store: TCPStore, ranks: Ranks, limit: int, error: str) -> None:
-    members = Ranks(ranks[:3])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    members = with_a_queue(store, ranks[:3])
     writer, *readers = members.ask(job.broadcast_beyond_a_limit, 20 << 20, limit)
     assert writer[0].startswith(error)
     for refused, _ in readers:
@@ -276,10 +277,7 @@ def test_an_object_without_room_is_an_error(store: TCPStore, ranks: Ranks, limit
 
 
 def test_readers_whom_nobody_can_tell_that_nothing_comes_are_released(store: TCPStore, ranks: Ranks) -> None:
-    members = Ranks(ranks[:3])
-    meet(store, members)
-    smallest = 256, 1  # what is told does not fit into this ring either
-    assert members.ask(job.use_a_queue, *smallest) == [["first"]] * 3
+    members = with_a_queue(store, ranks[:3], 256, 1)  # what is told does not fit into this ring either
     for refused, after in members.ask(job.broadcast_beyond_a_limit, 5000):
         assert refused.startswith("GroupCoordinatorError")
         assert after.startswith("GroupCoordinatorError")
@@ -291,9 +289,7 @@ SHUT_DOWN = "the writer has shut the queue down"
 
 @pytest.mark.parametrize("heard_in", ["broadcast_object", "all_reduce"])
 def test_the_groups_end_releases_a_reader(store: TCPStore, ranks: Ranks, victim: Rank, heard_in: str) -> None:
-    members = Ranks([ranks[0], ranks[1], victim])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    with_a_queue(store, [ranks[0], ranks[1], victim])
     victim.kill()
     ranks[0].ask(job.begin, 0, heard_in)
     assert ranks[0].ask(job.end, 0).startswith("GroupCoordinatorError")
@@ -306,9 +302,7 @@ def test_the_groups_end_releases_a_reader(store: TCPStore, ranks: Ranks, victim:
 
 @pytest.mark.parametrize("how", ["destroys", "breaks off"])
 def test_a_reader_that_has_left_is_an_error_for_the_others(store: TCPStore, ranks: Ranks, how: str) -> None:
-    members = Ranks(ranks[:3])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    with_a_queue(store, ranks[:3])
     ranks[1].ask(job.give_up, 1, how)
     assert "ranks [1] do not read" in ranks[0].ask(job.broadcast_object, 0)
     assert "second" in ranks[2].ask(job.broadcast_object, 2)
@@ -337,9 +331,7 @@ def test_a_queue_that_was_made_for_other_ranks_is_refused_on_all(store: TCPStore
 
 
 def test_what_does_not_travel_through_a_queue_is_named_by_its_place(store: TCPStore, ranks: Ranks) -> None:
-    members = Ranks(ranks[:3])
-    meet(store, members)
-    assert members.ask(job.use_a_queue) == [["first"]] * 3
+    members = with_a_queue(store, ranks[:3])
     writer, *readers = members.ask(job.broadcast_a_set)
     assert writer.startswith("PlainDataError: a is a set")
     assert all("broadcast_object: a is a set" in text for text in readers)
