@@ -93,7 +93,7 @@ class Suite:
 _SIDE_BY_SIDE = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder", "--max-worker-restart", "0")
 _DRILLS = (
     "test_demo.py::test_all_end_bit_identical_through_a_kill_and_a_stop",
-    "test_replica_faults.py::test_survivors_commit_after_a_replica_is_killed",
+    "test_replica_faults.py::test_survivors_commit_after_one_is_killed_and_the_last_after_all",
     "test_replica_faults.py::test_survivors_commit_after_a_kill_in_a_collective",
     "test_hsdp.py::test_sharded_models_survive_a_death_and_arrive_as_plain_training",
 )

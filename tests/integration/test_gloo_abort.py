@@ -156,34 +156,23 @@ def test_a_configure_whose_peer_dies_in_the_middle_of_it_ends_by_itself(
     scene.assert_survivors_go_on()
 
 
-def test_an_abort_ends_a_configure_that_finds_the_store_stopped(scene: Scene) -> None:
+@pytest.mark.parametrize("store", ["is stopped", "stops", "is killed"])
+def test_a_configure_whose_store_fails_ends_with_an_abort_or_by_itself(scene: Scene, store: str) -> None:
     prefix = scene.fresh_prefix()
-    scene.store.stop()
-    configuring = scene.configure_survivors(prefix, 2)
+    if store == "is stopped":
+        scene.store.stop()
+    configuring = scene.configure_survivors(prefix, 3)
     assert_felt(configuring)
-    scene.abort_survivors()
-    assert_aborted(configuring)
-    scene.replace_store()
-    scene.assert_survivors_go_on()
-
-
-def test_an_abort_ends_a_configure_whose_store_stops_in_the_middle_of_it(scene: Scene) -> None:
-    configuring = scene.configure_survivors(scene.fresh_prefix(), 3)
-    assert_felt(configuring)
-    scene.store.stop()
-    assert_felt(configuring)
-    scene.abort_survivors()
-    assert_aborted(configuring)
-    scene.replace_store()
-    scene.assert_survivors_go_on()
-
-
-def test_a_configure_whose_store_is_killed_fails_by_itself(scene: Scene) -> None:
-    configuring = scene.configure_survivors(scene.fresh_prefix(), 3)
-    assert_felt(configuring)
-    scene.store.kill()
-    for future in configuring:
-        with pytest.raises(RuntimeError, match="store"):
-            future.result(LIMIT_S)
+    if store == "is killed":
+        scene.store.kill()
+        for future in configuring:
+            with pytest.raises(RuntimeError, match="store"):
+                future.result(LIMIT_S)
+    else:
+        if store == "stops":
+            scene.store.stop()
+            assert_felt(configuring)
+        scene.abort_survivors()
+        assert_aborted(configuring)
     scene.replace_store()
     scene.assert_survivors_go_on()

@@ -72,11 +72,14 @@ def test_replicas_that_come_and_go_cost_the_others_no_step(tmp_path: Path, use_a
         assert_undisturbed([a, b], since)
 
 
-def test_an_interrupt_ends_a_replica_that_trains_and_the_others_go_on(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_replica_that_trains_with_its_lighthouse_and_without(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
         interrupt(cluster, b.ranks[0])
         cluster.wait_for_quorum_of(a)
+        cluster.lighthouse.kill()
+        cluster.wait_for_event(a, "disconnected")
+        interrupt(cluster, a.ranks[0])
 
 
 def test_an_interrupt_ends_every_rank_of_a_group(tmp_path: Path) -> None:
@@ -97,25 +100,13 @@ def test_an_interrupt_ends_a_replica_that_waits_for_a_peer_in_a_collective(tmp_p
         interrupt(cluster, waiting.ranks[0])
 
 
-def test_an_interrupt_ends_a_replica_that_has_just_registered(tmp_path: Path) -> None:
+def test_an_interrupt_ends_a_replica_that_has_just_registered_or_waits_for_a_quorum(tmp_path: Path) -> None:
     """It strikes while the model is wrapped; torch's reducer swallows a KeyboardInterrupt now and then."""
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")
         cluster.wait_until(lambda: cluster.lighthouse_events.records("register"), "a is registered")
         interrupt(cluster, a.ranks[0])
-
-
-def test_an_interrupt_ends_a_replica_that_waits_for_a_quorum(tmp_path: Path) -> None:
-    with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")
         cluster.wait_until(lambda: a.ranks[0].records("attempt"), "a begins a step")
         interrupt(cluster, a.ranks[0])
         assert not a.ranks[0].commits()
-
-
-def test_an_interrupt_ends_a_replica_whose_lighthouse_is_away(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        (a,) = cluster.start_all("a")
-        cluster.lighthouse.kill()
-        cluster.wait_for_event(a, "disconnected")
-        interrupt(cluster, a.ranks[0])

@@ -119,21 +119,19 @@ def test_readers_that_wait_notice_that_the_writer_was_killed(cast: Cast) -> None
         assert "QueueWriterLostError" in error_of(reader, End.dequeue, None)
 
 
-def test_what_a_killed_writer_had_written_is_still_read(cast: Cast) -> None:
-    writer, (reader,) = cast.queue(1)
+@pytest.mark.parametrize(
+    ("ends", "error"), [("killed", "QueueWriterLostError"), ("exits", "QueueClosedError")]
+)
+def test_what_a_writer_wrote_before_its_end_is_still_read(cast: Cast, ends: str, error: str) -> None:
+    writer, readers = cast.queue(1, int(ends == "exits"))
     fill(writer)
-    writer.kill()
-    assert read(reader, CHUNKS) == list(range(CHUNKS))
-    assert "QueueWriterLostError" in error_of(reader, End.dequeue, None)
-
-
-def test_a_writer_that_just_exits_has_closed_the_queue(cast: Cast) -> None:
-    writer, readers = cast.queue(1, 1)
-    fill(writer)
-    writer.tell(End.leave)
+    if ends == "killed":
+        writer.kill()
+    else:
+        writer.tell(End.leave)
     for reader in readers:
         assert read(reader, CHUNKS) == list(range(CHUNKS))
-        assert "QueueClosedError" in error_of(reader, End.dequeue, None)
+        assert error in error_of(reader, End.dequeue, None)
     writer.process.wait()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def assert_lost(lost: Group, by: list[Group], since: float = 0.0) -> None:
 
 
 @ASYNC_AND_SYNC
-def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_quorum: bool) -> None:
+def test_survivors_commit_after_one_is_killed_and_the_last_after_all(
+    tmp_path: Path, use_async_quorum: bool
+) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)
         a, b, c = cluster.start_all("abc", options=options)
@@ -39,6 +42,12 @@ def test_survivors_commit_after_a_replica_is_killed(tmp_path: Path, use_async_qu
         cluster.wait_for_quorum_of(a, b, again)
         assert again.events("heal")
 
+        since = time.time()
+        for group in (b, again):
+            group.signal(signal.SIGKILL)
+        cluster.wait_for_quorum_of(a)
+        assert {event["member"] for event in a.events("loss", since)} == {b.replica_id, again.replica_id}
+
 
 def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_path: Path) -> None:
     """More than the survivors: slow starters, say, or trainers that hang before their first step."""
@@ -49,15 +58,6 @@ def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_
         a, b, c = cluster.start_all("abc")
         c.kill()
         cluster.wait_for_quorum_of(a, b)
-
-
-def test_the_last_survivor_commits_after_all_others_are_killed_at_once(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        a, b, c = cluster.start_all("abc")
-        for group in (b, c):
-            group.signal(signal.SIGKILL)
-        cluster.wait_for_quorum_of(a)
-        assert {event["member"] for event in a.events("loss")} == {b.replica_id, c.replica_id}
 
 
 def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) -> None:
