@@ -69,22 +69,19 @@ class Talk:
         return answer
 
 
-def test_a_message_above_the_limit_ends_its_own_call(serve: Serve) -> None:
-    server = serve(ServerLimits(request_bytes=1000))
-    with Talk(server) as early, Talk(server) as late:
-        assert early.say(b"x" * 1000) == b"x" * 1000
-        with pytest.raises(grpc.RpcError) as refused:
-            late.say(b"x" * 1001)
-        assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert early.say(b"y") == b"y"
-
-
-def test_a_call_above_the_limit_is_refused(serve: Serve) -> None:
-    server = serve(ServerLimits(calls=1))
+@pytest.mark.parametrize(
+    ("limits", "size"),
+    [(ServerLimits(request_bytes=1000), 1001), (ServerLimits(calls=1), 1)],
+    ids=["bytes", "calls"],
+)
+def test_a_message_or_a_call_above_the_limit_is_refused_alone(
+    serve: Serve, limits: ServerLimits, size: int
+) -> None:
+    server = serve(limits)
     with Talk(server) as early:
-        assert early.say(b"x") == b"x"
+        assert early.say(b"x" * 1000) == b"x" * 1000
         with Talk(server) as late, pytest.raises(grpc.RpcError) as refused:
-            late.say(b"x")
+            late.say(b"x" * size)
         assert refused.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
         assert early.say(b"y") == b"y"
 

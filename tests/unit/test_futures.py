@@ -29,33 +29,23 @@ def wait_for(event: threading.Event) -> None:
 
 
 class TestFutureTimeout:
-    def test_a_result_in_time_is_handed_on(self) -> None:
-        fut: Future[int] = Future()
-        timed = future_timeout(fut, LATE)
-        fut.set_result(3)
-        assert timed.wait() == 3
-
-    def test_an_error_in_time_is_handed_on(self) -> None:
-        fut: Future[int] = Future()
-        timed = future_timeout(fut, LATE)
-        fut.set_exception(RuntimeError("peer gone"))  # type: ignore[arg-type]
+    @pytest.mark.parametrize("is_complete_before", [False, True])
+    def test_a_result_or_an_error_in_time_is_handed_on(self, is_complete_before: bool) -> None:
+        good, bad = Future[int](), Future[int]()
+        if not is_complete_before:
+            timed = future_timeout(good, LATE), future_timeout(bad, LATE)
+        good.set_result(3)
+        bad.set_exception(RuntimeError("peer gone"))  # type: ignore[arg-type]
+        if is_complete_before:
+            timed = future_timeout(good, LATE), future_timeout(bad, LATE)
+        assert timed[0].wait() == 3
         with pytest.raises(RuntimeError, match="peer gone"):
-            timed.wait()
+            timed[1].wait()
 
-    def test_a_future_that_is_already_complete_is_handed_on(self) -> None:
-        fut: Future[int] = Future()
-        fut.set_result(4)
-        assert future_timeout(fut, LATE).wait() == 4
-
-    def test_a_future_that_never_completes_times_out(self) -> None:
-        timed = future_timeout(Future[int](), SOON)
-        with pytest.raises(TimeoutError, match=r"future did not complete within 0\.01 s"):
-            timed.wait()
-
-    def test_a_result_after_the_timeout_is_dropped(self) -> None:
+    def test_a_future_that_does_not_complete_in_time_times_out_and_a_late_result_is_dropped(self) -> None:
         fut: Future[int] = Future()
         timed = future_timeout(fut, SOON)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError, match=r"future did not complete within 0\.01 s"):
             timed.wait()
         fut.set_result(1)
         with pytest.raises(TimeoutError):
@@ -76,21 +66,15 @@ class TestFutureTimeout:
         assert torch.equal(doubled.wait(), torch.full((2,), 2.0))
 
 
-class TestFutureWait:
-    def test_the_result_is_returned(self) -> None:
-        fut: Future[int] = Future()
-        threading.Thread(target=fut.set_result, args=(5,)).start()
-        assert future_wait(fut, LATE) == 5
-
-    def test_the_error_of_the_future_is_raised(self) -> None:
-        fut: Future[int] = Future()
-        fut.set_exception(ValueError("bad"))  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match="bad"):
-            future_wait(fut, LATE)
-
-    def test_a_future_that_never_completes_times_out(self) -> None:
-        with pytest.raises(TimeoutError, match="future did not complete"):
-            future_wait(Future[int](), SOON)
+def test_a_wait_returns_the_result_or_raises_the_error_or_a_timeout() -> None:
+    good, bad = Future[int](), Future[int]()
+    threading.Thread(target=good.set_result, args=(5,)).start()
+    assert future_wait(good, LATE) == 5
+    bad.set_exception(ValueError("bad"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bad"):
+        future_wait(bad, LATE)
+    with pytest.raises(TimeoutError, match="future did not complete"):
+        future_wait(Future[int](), SOON)
 
 
 class TestContextTimeout:

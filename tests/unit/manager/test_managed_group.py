@@ -60,6 +60,11 @@ class Setting:
     def configure(self, quorum_id: int) -> None:
         self.configured = self.group.configure(quorum(quorum_id), "s:1/p", "a:1", (0, 1))
 
+    def is_ready_in(self, quorum_id: int) -> None:
+        self.pg.proceed.set()
+        self.agree(quorum_id)
+        self.configure(quorum_id)
+
     def _record(self, kind: str, **fields: Any) -> None:
         self.events.append((kind, fields))
 
@@ -85,7 +90,9 @@ def test_a_configure_that_is_not_disturbed_makes_the_group_usable(setting: Setti
 
 
 @pytest.mark.progress
-def test_a_loss_during_configure_ends_it(setting: Setting) -> None:
+@pytest.mark.parametrize("is_deaf", [False, True], ids=["it listens", "before it listens"])
+def test_a_loss_during_configure_ends_it(is_deaf: bool) -> None:
+    setting = Setting(BlockingGroup(is_deaf))
     setting.agree(1)
     thread = threading.Thread(target=setting.configure, args=(1,))
     thread.start()
@@ -99,19 +106,6 @@ def test_a_loss_during_configure_ends_it(setting: Setting) -> None:
 
 
 @pytest.mark.progress
-def test_an_abort_that_comes_before_the_group_listens_ends_its_configuration() -> None:
-    setting = Setting(BlockingGroup(is_deaf=True))
-    setting.agree(1)
-    thread = threading.Thread(target=setting.configure, args=(1,))
-    thread.start()
-    assert setting.pg.entered.wait(LIMIT_S)
-    setting.group.member_lost(LossNotice(1, "b:1", "gone"))
-    thread.join(LIMIT_S)
-    assert setting.configured is False
-    assert setting.pg.aborts == ["lost b:1: gone"]
-
-
-@pytest.mark.progress
 def test_a_quorum_that_broke_before_configure_is_not_configured(setting: Setting) -> None:
     setting.agree(1)
     setting.group.member_lost(LossNotice(1, "b:1", "gone"))
@@ -122,11 +116,8 @@ def test_a_quorum_that_broke_before_configure_is_not_configured(setting: Setting
 
 @pytest.mark.no_zombie
 def test_an_abort_for_an_old_quorum_does_not_touch_the_new_one(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    setting.configure(1)
-    setting.agree(2)
-    setting.configure(2)
+    setting.is_ready_in(1)
+    setting.is_ready_in(2)
     setting.group.fail(1, RuntimeError("late callback"))
     setting.group.member_lost(LossNotice(1, "b:1", "late notice"))
     assert setting.pg.aborts == []
@@ -136,9 +127,7 @@ def test_an_abort_for_an_old_quorum_does_not_touch_the_new_one(setting: Setting)
 
 @pytest.mark.progress
 def test_a_local_error_releases_the_peers_at_once(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    setting.configure(1)
+    setting.is_ready_in(1)
     setting.group.fail_current(ValueError("loss is nan"))
     assert len(setting.pg.aborts) == 1
     assert not setting.protocol.vote()
@@ -146,9 +135,7 @@ def test_a_local_error_releases_the_peers_at_once(setting: Setting) -> None:
 
 
 def test_an_error_that_only_this_replica_has_does_not_disturb_the_peers(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    setting.configure(1)
+    setting.is_ready_in(1)
     setting.group.fail(1, RuntimeError("heal failed"), group_broken=False)
     assert setting.pg.aborts == []
     assert not setting.group.refuse()
@@ -156,9 +143,7 @@ def test_an_error_that_only_this_replica_has_does_not_disturb_the_peers(setting:
 
 
 def test_a_collective_in_a_broken_quorum_spoils_the_step_with_a_clear_reason(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    setting.configure(1)
+    setting.is_ready_in(1)
     setting.group.member_lost(LossNotice(1, "b:1", "gone"))
     assert setting.protocol.vote(), "its collectives may all have succeeded"
     assert setting.group.refuse()
@@ -180,9 +165,7 @@ def test_a_configure_that_fails_is_told_and_spoils_the_step(setting: Setting) ->
 
 @pytest.mark.progress
 def test_an_error_reported_before_the_quorum_is_known_releases_the_peers_in_it(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    setting.configure(1)
+    setting.is_ready_in(1)
     setting.protocol.decide(committed=True)
     setting.protocol.begin()
     setting.group.fail_current(ValueError("a bad batch"))

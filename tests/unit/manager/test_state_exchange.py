@@ -213,36 +213,27 @@ def test_a_step_that_has_failed_heals_all_the_same(replica: Replica, monkeypatch
 
 
 @pytest.mark.progress
-@pytest.mark.parametrize("lost", ["a", "b"], ids=["this replica", "its source"])
-def test_a_fetch_ends_when_one_of_the_two_is_lost_in_the_quorum(replica: Replica, lost: str) -> None:
-    replica.registry.register("model", ignore, dict)
-    attempt = replica.begin(5, **HEALS)
-
-    def lose() -> None:
-        assert replica.transport.is_receiving.wait(LIMIT_S)
-        replica.exchange.member_lost(5, "c")
-        replica.exchange.member_lost(5, lost)
-
-    thread = threading.Thread(target=lose)
-    thread.start()
-    assert not replica.end(attempt)
-    thread.join(LIMIT_S)
-
-
-@pytest.mark.progress
-def test_the_end_of_the_replica_group_ends_a_fetch_and_is_what_the_script_is_told(replica: Replica) -> None:
+@pytest.mark.parametrize("lost", ["a", "b", ""], ids=["this replica", "its source", "a rank of the group"])
+def test_a_fetch_ends_when_who_takes_part_in_it_is_lost_in_the_quorum(replica: Replica, lost: str) -> None:
     replica.registry.register("model", ignore, dict)
     attempt = replica.begin(5, **HEALS)
 
     def lose() -> None:
         assert replica.transport.is_receiving.wait(LIMIT_S)
         assert replica.driver.waits_for() is not None
-        replica.driver.group_lost("rank 1 is gone")
+        replica.exchange.member_lost(5, "c")
+        if lost:
+            replica.exchange.member_lost(5, lost)
+        else:
+            replica.driver.group_lost("rank 1 is gone")
 
     thread = threading.Thread(target=lose)
     thread.start()
-    with pytest.raises(GroupLostError, match="rank 1 is gone"):
-        replica.exchange.exchange(attempt)
+    if lost:
+        assert not replica.end(attempt)
+    else:
+        with pytest.raises(GroupLostError, match="rank 1 is gone"):  # the script is told of it
+            replica.exchange.exchange(attempt)
     thread.join(LIMIT_S)
     assert not attempt.is_exchanging
 

@@ -34,10 +34,9 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
 )
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
-from torchft_like.process_group.work import OperationWork
 
-from .conftest import LIMIT_S, Party, wait_until
-from .failing import SPOILT, OopsError, Pending, Subject
+from .conftest import LIMIT_S, Party
+from .failing import SPOILT, OopsError, Subject
 from .test_collectives import ALONE, garbage, ones
 
 NAMES = [row.name for row in COLLECTIVES]
@@ -330,39 +329,23 @@ def test_a_manager_that_was_shut_down_is_a_mistake_of_the_caller() -> None:
             call()
 
 
-def test_waiting_helper_is_honest() -> None:
-    """Pending must not be over by itself: else the tests above could not fail."""
-    operation = Pending()
-    with pytest.raises(RuntimeError, match="too long"):
-        OperationWork(operation).wait(timedelta(milliseconds=1))
-    operation.finish()
-    wait_until(operation.over)
-
-
 # Backends: who notices an error, and what they are told
 
 
 @pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
 @pytest.mark.parametrize("how", ["wait", "future"])
-def test_a_future_tells_the_group_of_an_error(party: Party, make: Callable[[float], Any], how: str) -> None:
+@pytest.mark.parametrize("aborts", ["the peer", "itself"])
+def test_a_future_tells_of_an_error_as_a_wait_does(
+    party: Party, make: Callable[[float], Any], how: str, aborts: str
+) -> None:
     first, second = party.meet(2, lambda: make(30))
     work = first.allreduce([ones(2)])
     future = work.get_future() if how == "future" else None
-    second.abort("on purpose")
-    with pytest.raises(RuntimeError):
+    (first if aborts == "itself" else second).abort("on purpose")
+    kind, told = (ProcessGroupAbortedError, "on purpose") if aborts == "itself" else (RuntimeError, ".")
+    with pytest.raises(kind, match=told):
         future.wait() if future is not None else work.wait()
-    assert isinstance(first.errored(), RuntimeError)
-
-
-@pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])
-@pytest.mark.parametrize("how", ["wait", "future"])
-def test_a_future_tells_of_an_abort_as_a_wait(party: Party, make: Callable[[float], Any], how: str) -> None:
-    first, _ = party.meet(2, lambda: make(30))
-    work = first.allreduce([ones(2)])
-    future = work.get_future() if how == "future" else None
-    first.abort("on purpose")
-    with pytest.raises(ProcessGroupAbortedError, match="on purpose"):
-        future.wait() if future is not None else work.wait()
+    assert isinstance(first.errored(), kind)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -122,22 +122,18 @@ def test_a_member_that_heals_does_not_broadcast_its_old_state() -> None:
 
 
 @pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
-def test_what_needs_every_member_is_skipped_while_one_does_not_participate(name: str) -> None:
-    inner = ProcessGroupDummy(0, 1)
-    manager = manager_of(inner, participants=3)
-    getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
-    assert inner.calls[name] == 0
-    assert isinstance(manager.error, ProcessGroupError)
-
-
-@pytest.mark.parametrize("name", [row.name for row in COLLECTIVES if row.everyone])
-def test_what_needs_every_member_is_skipped_while_one_gets_its_first_state(name: str) -> None:
-    inner = ProcessGroupDummy(0, 1)
-    manager = manager_of(inner)
-    manager.healing = frozenset({0})  # in the first step they count as participants
-    getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
-    assert inner.calls[name] == 0
-    assert "init_sync=False" in str(manager.error)
+def test_what_needs_every_member_is_skipped_while_one_does_not_participate_or_heals(name: str) -> None:
+    for participants, healing, told in (
+        (3, frozenset[int](), ""),
+        (1, frozenset({0}), "init_sync=False"),  # in the first step they count as participants
+    ):
+        inner = ProcessGroupDummy(0, 1)
+        manager = manager_of(inner, participants)
+        manager.healing = healing
+        getattr(ManagedProcessGroup(manager), name)(*ALONE[name][0])
+        assert inner.calls[name] == 0
+        assert isinstance(manager.error, ProcessGroupError)
+        assert told in str(manager.error)
 
 
 def test_a_managed_group_is_configured_by_its_manager_only() -> None:

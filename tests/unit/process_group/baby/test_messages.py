@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -88,8 +88,13 @@ def test_a_message_with_descriptors_waits_no_longer_than_its_deadline(ends: tupl
     os.close(writing)
 
 
-def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[Channel, Channel]) -> None:
+@pytest.mark.parametrize("unread", [False, True], ids=["", "that left something unread"])
+def test_what_was_sent_before_the_end_is_received_before_the_error(
+    ends: tuple[Channel, Channel], unread: bool
+) -> None:
     left, right = ends
+    if unread:
+        right.send((1, 2, "nobody reads this"))
     left.send((1, 2, "last words"))
     left.close()
     assert right.receive()[0] == (1, 2, "last words")
@@ -99,32 +104,17 @@ def test_what_was_sent_before_the_end_is_received_before_the_error(ends: tuple[C
         right.send((1, 2, "nobody hears"))
 
 
-def test_what_an_end_said_that_left_a_word_unread_is_received(ends: tuple[Channel, Channel]) -> None:
-    left, right = ends
-    right.send((1, 2, "nobody reads this"))
-    left.send((1, 2, "last words"))
-    left.close()
-    assert right.receive()[0] == (1, 2, "last words")
-    with pytest.raises(ChannelClosedError):
-        right.receive()
-
-
-def test_sending_to_who_takes_nothing_ends_at_the_deadline(ends: tuple[Channel, Channel]) -> None:
-    def fill() -> None:
+def test_sending_to_who_takes_nothing_ends_at_the_deadline_or_with_its_own_end(
+    ends: tuple[Channel, Channel],
+) -> None:
+    def fill(limit_s: float, while_full: Callable[[], None] | None = None) -> None:
         while True:
-            ends[0].send((1, 2, b"x" * 1000), deadline=time.monotonic() + 0.01)
+            ends[0].send((1, 2, b"x" * 1000), deadline=time.monotonic() + limit_s, while_full=while_full)
 
     with pytest.raises(TimeoutError):
-        fill()
-
-
-def test_sending_ends_with_an_end_that_is_closed_meanwhile(ends: tuple[Channel, Channel]) -> None:
-    def fill() -> None:
-        while True:
-            ends[0].send((1, 2, b"x" * 1000), deadline=time.monotonic() + 60, while_full=ends[0].close)
-
+        fill(0.01)
     with pytest.raises(ChannelClosedError):
-        fill()
+        fill(60, ends[0].close)
     assert not ends[0].has_message()
 
 
