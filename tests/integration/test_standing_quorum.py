@@ -17,7 +17,7 @@ from torchft_like.testing.cluster import Group
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
-MORE_STEPS = 20
+MORE_STEPS = 10
 ABSENCE_S = 1.0  # a hundred steps, where nothing holds them up
 
 
