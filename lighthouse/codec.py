@@ -63,6 +63,8 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.broken_quorum_id,
         message.SerializeToString(),
         message.may_stand,
+        message.own_failure,
+        message.own_failures,
     )
 
 
@@ -120,12 +122,15 @@ def quorum_broken(broken: QuorumBroken) -> bytes:
 
 
 def left_out(left: LeftOut, replica_id: str) -> bytes:
-    """Serialize the news that a quorum was formed without this replica, with those of its links that do not
-    work.
-    """
+    """Serialize the news that a quorum was formed without this replica, and why."""
     own = [link for link in left.links if replica_id in link]
     unreachable = [one if other == replica_id else other for one, other in own]
-    message = pb.LeftOut(quorum_id=left.quorum_id, replica_id=replica_id, unreachable_replica_ids=unreachable)
+    message = pb.LeftOut(
+        quorum_id=left.quorum_id,
+        replica_id=replica_id,
+        unreachable_replica_ids=unreachable,
+        reason=dict(left.reasons).get(replica_id, ""),
+    )
     return pb.SessionResponse(left_out=message).SerializeToString()
 
 

@@ -32,7 +32,7 @@ LEVELS: Mapping[str, int] = {
     "register": logging.INFO,  # a replica group opened its session: member
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
-    "left_out": logging.WARNING,  # a quorum left replicas out for links that do not work: members, links
+    "left_out": logging.WARNING,  # a quorum left replicas out, for links or reasons: members, links, reasons
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
@@ -115,13 +115,15 @@ def _commit_sentence(fields: Fields) -> str:
 
 
 def _left_out_sentence(fields: Fields) -> str:
-    """Describe the links that do not work; each is two names with " - " between them."""
+    """Describe why; each link that does not work is two names with " - " between them."""
     links = fields["links"] if isinstance(fields["links"], list) else []
-    named = ", ".join(" - ".join(map(short_name, link.split(" - "))) for link in links)
-    who = "nobody is left out, too few would stay"
-    if fields["members"]:
-        who = f"left out until it and the others can reach each other: {_names(fields['members'])}"
-    return f"{who}; links that do not work: {named}"
+    reasons = fields.get("reasons")
+    why = list(reasons) if isinstance(reasons, list) else []
+    if links:
+        named = ", ".join(" - ".join(map(short_name, link.split(" - "))) for link in links)
+        why.append(f"links that do not work: {named}")
+    who = f"left out: {_names(fields['members'])}"
+    return "; ".join([who if fields["members"] else "nobody is left out, too few would stay", *why])
 
 
 def _divergence_sentence(fields: Fields) -> str:

@@ -52,7 +52,7 @@ _STOP_GRACE_S = 0.5
 _REGISTER_S = 10.0  # seconds in which a session has to begin with its register
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
-_LINKS_TOLD_MAX = 32  # links that an event names at most
+_LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names at most
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
@@ -378,8 +378,11 @@ class Lighthouse:
         for number, replica_id in left.sessions:
             self._send(number, codec.left_out(left, replica_id))
         links = [f"{one} - {other}" for one, other in left.links[:_LINKS_TOLD_MAX]]
-        members = list(left.replica_ids)
-        self.events.emit("left_out", quorum_id=left.quorum_id, members=members, links=links)
+        members, reasons = (
+            list(left.replica_ids),
+            [f"{i} {why}" for i, why in left.reasons[:_LINKS_TOLD_MAX]],
+        )
+        self.events.emit("left_out", quorum_id=left.quorum_id, members=members, links=links, reasons=reasons)
 
     def _send_all(self, numbers: Iterable[int], message: bytes) -> None:
         for number in numbers:

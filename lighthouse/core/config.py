@@ -28,6 +28,8 @@ _BOUNDS = {
     "reconnect_grace_ms": (0, _DAY_MS),
     "start_grace_ms": (0, _DAY_MS),
     "standing_lease_ms": (0, _DAY_MS),
+    "sick_pause_ms": (0, _DAY_MS),
+    "sick_pause_max_ms": (0, _DAY_MS),
     "keepalive_time_ms": (10, _DAY_MS),
     "keepalive_timeout_ms": (10, _DAY_MS),
     "replicas_max": (1, 100_000),
@@ -76,6 +78,16 @@ class LighthouseConfig:
     """How long members of a quorum that stands go on without a word from this lighthouse, unless they know
     that its process is gone; and, with time for both sides to notice, how long it forms no quorum without any
     of them, unless it knows that the process of one is gone. 0 is no limit, and no wait.
+    """
+
+    sick_pause_ms: int = 1_000
+    """How long quorums are formed without a replica that has spoilt two in a row by itself; twice as long
+    after each further one. 0 leaves no replica out for that.
+    """
+
+    sick_pause_max_ms: int = 60_000
+    """The longest time for which quorums are formed without such a replica, before it may try again. It
+    should not be longer than the clients' quorum timeout.
     """
 
     keepalive_time_ms: int = 500

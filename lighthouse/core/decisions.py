@@ -38,8 +38,10 @@ class QuorumState(enum.Enum):
 class Member(NamedTuple):
     """A replica group as it joined: the fields of its `QuorumMember` (torchft.proto) that the rules look at.
 
-    `may_stand` says that this replica could go on in the quorum without asking for the next one. `message` is
-    the whole of it, which the other members of the quorum receive. The core does not look into it.
+    `may_stand` says that this replica could go on in the quorum without asking for the next one;
+    `own_failure` what it spoilt its last quorum with, by itself, and `own_failures` how often it has
+    (`sickness.py`). `message` is the whole of it, which the other members of the quorum receive. The core
+    does not look into it.
     """
 
     replica_id: str
@@ -50,6 +52,8 @@ class Member(NamedTuple):
     broken_quorum_id: int = 0
     message: object = None
     may_stand: bool = False
+    own_failure: str = ""
+    own_failures: int = 0
 
 
 class Quorum(NamedTuple):
@@ -120,16 +124,17 @@ class QuorumBroken(NamedTuple):
 
 class LeftOut(NamedTuple):
     """This quorum was formed without these replicas, although they had joined, because these links do not
-    work.
+    work, or because some, with `reasons`, spoil quorums by themselves.
 
-    They stay joined. Tell those of their sessions that have not been told since they joined. `replica_ids` is
-    empty, although there are such links, where too few replicas would have stayed in the quorum.
+    They stay joined. Tell those of their sessions that have not been told since they joined. Where too few
+    would have stayed in the quorum, `replica_ids` lacks those with a reason, and all ends of links.
     """
 
     quorum_id: int
     replica_ids: tuple[str, ...]
     links: tuple[Link, ...]
     sessions: tuple[tuple[int, str], ...]  # each with its replica
+    reasons: tuple[tuple[str, str], ...] = ()  # replicas, each with what it has failed with, and for how long
 
 
 class HoldQuorum(NamedTuple):

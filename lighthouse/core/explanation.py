@@ -23,6 +23,7 @@ class Facts:
     expected: Collection[str]
     left_out: Collection[str]
     links: Collection[Link]
+    sick: Collection[str]
     standing: str
     state: QuorumState
     candidates: int
@@ -52,6 +53,7 @@ def describe(facts: Facts) -> str:
         f"expected back after a restart: {_names(expected)}" if expected else "",
         f"left out: {_names(facts.left_out)}" if facts.left_out else "",
         f"links that do not work: {_names(links, ', ')}" if links else "",
+        *facts.sick,
         _why_no_quorum(facts),
     ]
     return "\n".join(line for line in lines if line)

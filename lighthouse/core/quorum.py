@@ -25,6 +25,10 @@ Two replicas that cannot reach each other are not in one quorum (`links.py`): as
 and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer than
 `min_replicas`, or no more than half of the healthy, would stay, no replica is left out.
 
+Nor is a replica in a quorum that has spoilt several by itself, until its pause is over (`sickness.py`): it
+stays joined, and ends a quorum that stands only then. As many as `min_replicas`, and half of those that
+count, stay: those that are left out are then no majority. Where that takes sick ones, they are tried again.
+
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
@@ -58,7 +62,7 @@ for which they go on (`standing_lease_ms`).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lighthouse.core.config import LighthouseConfig
@@ -82,6 +86,7 @@ from lighthouse.core.decisions import (
 from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.links import Links, leave_out
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
+from lighthouse.core.sickness import describe_pause, leave_out_sick, pause_s
 from lighthouse.core.standing import StandingQuorum
 
 __all__ = [
@@ -110,6 +115,8 @@ ALARMS_PER_QUORUM_MAX = 16
 # distance.
 _LEAP_MAX = 1_000_003
 
+_NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
+
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
 
@@ -121,6 +128,8 @@ class _Join:
     since: float
     in_session: bool = False
     in_call: bool = False
+    pause_s: float = 0.0  # for so long it is left out, as it spoils quorums by itself
+    let_in_at: float = 0.0  # until then
     left_out: bool = False  # left out of a quorum that was formed since
     told: bool = False  # told so since its last join
 
@@ -137,6 +146,7 @@ class QuorumCore:
         self._reconnect_grace = config.reconnect_grace_ms / 1000
         self._start_grace = config.start_grace_ms / 1000
         self._lease = config.lease_s
+        self._pauses_s = config.sick_pause_ms / 1000, config.sick_pause_max_ms / 1000
         self._not_before: float | None = None  # until then it forms no quorum, if it knows of none
         self._healthy = HealthyReplicas(config.heartbeat_timeout_ms / 1000)
         self._highest_id = first_quorum_id - 1
@@ -161,7 +171,7 @@ class QuorumCore:
         self._shrinking = 0  # joined members that want to shrink only
         self._deadline = math.inf
         self._links = Links()
-        self._last_left_out: tuple[frozenset[str], tuple[Link, ...]] = (frozenset(), ())
+        self._last_left_out: tuple[object, ...] = _NONE_LEFT_OUT
 
     # -- sessions
 
@@ -206,7 +216,7 @@ class QuorumCore:
             self._enter(member, now).in_session = True
             if 0 < member.broken_quorum_id == self._number.quorum_id:
                 self._break(member.replica_id, decisions)
-            self._stand_no_more(member.replica_id, member.step, decisions)
+            self._stand_no_more(member.replica_id, member.step, now, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -242,7 +252,7 @@ class QuorumCore:
             self._goes_on_no_more(replica_id)
             if replica_id in self._last:
                 self._departed.add(replica_id)
-                self._stand_no_more(replica_id, step, decisions)
+                self._stand_no_more(replica_id, step, now, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -270,7 +280,7 @@ class QuorumCore:
         decisions = self.advance(now)
         self._healthy.open_call(member.replica_id, now)
         self._enter(member, now).in_call = True
-        self._stand_no_more(member.replica_id, member.step, decisions)
+        self._stand_no_more(member.replica_id, member.step, now, decisions)
         self._form(now, decisions)
         return decisions
 
@@ -304,6 +314,8 @@ class QuorumCore:
                 self._lose(replica_id, "no heartbeat within heartbeat_timeout", now, decisions)
             for replica_id in missed:
                 self._lose(replica_id, "did not come back within reconnect_grace", now, decisions)
+            for replica_id in sorted(i for i, join in self._joined.items() if now >= join.let_in_at > 0):
+                self._hold(replica_id, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -351,6 +363,7 @@ class QuorumCore:
             expected=self._healthy.expected_ids(),
             left_out=[i for i, join in self._joined.items() if join.left_out],
             links=self._links.among(set(self._healthy.ids())),
+            sick=[f"{i} {reason}" for i, reason in self._sick(now, self._joined).items()],
             standing=self._standing.describe(now) if self._standing is not None else "",
             state=self._state(now),
             candidates=self._candidates(),
@@ -405,8 +418,12 @@ class QuorumCore:
         return (first or next(iter(self._joined.values()))).since + self._join_timeout
 
     def _majority(self, now: float) -> int:
-        """Return how many replicas are more than half of those that have joined, or are awaited."""
-        return (len(self._joined) + len(self._awaited(now))) // 2 + 1
+        """Return how many replicas are more than half of those that count."""
+        return self._counted(now) // 2 + 1
+
+    def _counted(self, now: float) -> int:
+        """Return how many replicas have joined, or are awaited."""
+        return len(self._joined) + len(self._awaited(now))
 
     def _awaited(self, now: float) -> dict[str, float]:
         """Return until when each healthy replica that has not joined counts for a majority, those that count
@@ -425,7 +442,7 @@ class QuorumCore:
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
             self._find_members(now, decisions)
         while (state := self._state(now)).forms:
-            last_id = self._number.quorum_id
+            last_id, sick = self._number.quorum_id, self._sick(now, self._joined)
             chosen, links = self._choose(now)
             formed = self._next_quorum(chosen, now)
             for replica_id in formed.left:  # present, but too slow: the others have gone on
@@ -433,9 +450,10 @@ class QuorumCore:
                 if session is not None and replica_id not in self._joined:
                     decisions.append(QuorumOver(session.number, replica_id, last_id))
             decisions.append(formed)
-            if links or self._last_left_out[1]:
-                self._tell_left_out(links, decisions)
-        self._deadline = self._healthy.next_expiry()
+            if links or sick or self._last_left_out != _NONE_LEFT_OUT:
+                self._tell_left_out(links, sick, decisions)
+        pauses = [join.let_in_at for join in self._joined.values() if join.let_in_at > now]
+        self._deadline = min([self._healthy.next_expiry(), *pauses])
         if state is QuorumState.STARTING:
             self._deadline = min(self._deadline, self._not_before or now)
         if state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
@@ -462,12 +480,16 @@ class QuorumCore:
         """Choose the members of the quorum that is about to be formed; return them, and the broken links
         heeded.
 
-        INVARIANT: they are more than half of the replicas that count: the others cannot form a quorum beside
-        them.
+        INVARIANT: those that are left out are no majority of the replicas that count: they cannot form a
+        quorum beside the others.
         """
         chosen = self._joined
         if self._is_shrinking():
             chosen = {i: join for i, join in chosen.items() if i in self._last}
+        if sick := self._sick(now, chosen):
+            at_least = max(self._min_replicas, self._counted(now) - self._counted(now) // 2)
+            out = leave_out_sick({i: join.member for i, join in chosen.items()}, sick, at_least)
+            chosen = {i: join for i, join in chosen.items() if i not in out}
         links = self._links.among(chosen) if self._links else ()
         if links:
             at_least = max(self._min_replicas, self._majority(now))
@@ -475,17 +497,27 @@ class QuorumCore:
             chosen = {i: join for i, join in chosen.items() if i not in out}
         return chosen, links
 
-    def _tell_left_out(self, links: tuple[Link, ...], decisions: list[Decision]) -> None:
+    def _sick(self, now: float, joins: Mapping[str, _Join]) -> dict[str, str]:
+        """Return those that are to be left out as they spoil quorums by themselves, each with the reason."""
+        sick = [(i, join) for i, join in joins.items() if now < join.let_in_at]
+        return {i: describe_pause(join.member, join.pause_s) for i, join in sick}
+
+    def _tell_left_out(
+        self, links: tuple[Link, ...], sick: Mapping[str, str], decisions: list[Decision]
+    ) -> None:
         """Tell each replica once a join, and operators of every change.
 
         A wish to `shrink_only` concerned the quorum that was formed, and is settled.
         """
-        out = frozenset(i for link in links for i in link if i in self._joined)
+        out = frozenset(i for i in [*(end for link in links for end in link), *sick] if i in self._joined)
         news = [i for i in sorted(out) if not self._joined[i].told]
-        if links and (news or (out, links) != self._last_left_out):
+        now_left_out = out, links, frozenset(sick)
+        if (links or sick) and (news or now_left_out != self._last_left_out):
             sessions = tuple((s.number, i) for i in news if (s := self._healthy.session_of(i)) is not None)
-            decisions.append(LeftOut(self._number.quorum_id, tuple(sorted(out)), links, sessions))
-        self._last_left_out = out, links
+            reasons = tuple(sorted(sick.items()))
+            left = LeftOut(self._number.quorum_id, tuple(sorted(out)), links, sessions, reasons)
+            decisions.append(left)
+        self._last_left_out = now_left_out
         for join in map(self._joined.__getitem__, news):
             join.left_out = join.told = True
             self._shrinking -= join.member.shrink_only
@@ -499,7 +531,7 @@ class QuorumCore:
         self._has_formed = True
         self._healthy.were_in_a_quorum(last | self._last, now)
         self._begin_round(chosen, now)
-        stands = not self._joined and _can_stand(chosen.values())
+        stands = all(now < join.let_in_at for join in self._joined.values()) and _can_stand(chosen.values())
         self._stands(stands, now)
         ids = sorted(chosen)
         callers = tuple(i for i in ids if chosen[i].in_call)
@@ -524,8 +556,7 @@ class QuorumCore:
     def _is_same(self, chosen: dict[str, _Join]) -> bool:
         if self._missing or len(chosen) != len(self._last):
             return False
-        # With broken links, not all replicas that have joined are in.
-        return not self._links or chosen.keys() == self._last
+        return len(chosen) == len(self._joined) or chosen.keys() == self._last
 
     def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
         """Keep the replicas that were not chosen joined; the clock of the new round starts for them now."""
@@ -544,6 +575,7 @@ class QuorumCore:
         self._use_up(member.commit_quorum_id)
         self._goes_on_no_more(member.replica_id)
         join = self._joined.get(member.replica_id)
+        is_news = join is None or join.member.own_failures != member.own_failures
         if join is None:
             join = self._joined[member.replica_id] = _Join(member, now)
             self._missing -= member.replica_id in self._last
@@ -552,6 +584,10 @@ class QuorumCore:
             member = member._replace(shrink_only=member.shrink_only and not join.left_out)  # settled
             join.member, join.told = member, False  # a new attempt of the replica, which does not know it yet
         self._shrinking += member.shrink_only
+        if is_news and (pause := pause_s(member, *self._pauses_s)):
+            join.pause_s, join.let_in_at = pause, now + pause
+        elif is_news:
+            join.pause_s = join.let_in_at = 0.0
         return join
 
     def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
@@ -607,11 +643,14 @@ class QuorumCore:
 
     # -- the quorum that stands
 
-    def _stand_no_more(self, replica_id: str, step: int, decisions: list[Decision]) -> None:
+    def _stand_no_more(self, replica_id: str, step: int, now: float, decisions: list[Decision]) -> None:
         """Handle a replica that wants a quorum, or has left, while one stands."""
         if (standing := self._standing) is not None:
+            join = self._joined.get(replica_id)
             if replica_id in standing.members:
                 standing.ends_at(replica_id, step)
+            elif join is not None and now < join.let_in_at:
+                return  # `advance` lets it in
             self._hold(replica_id, decisions)
 
     def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
@@ -684,7 +723,7 @@ class QuorumCore:
                 self._goes_on_no_more(replica_id)
         for replica_id in sorted(self._joined):  # before this lighthouse knew that a quorum stands
             self._goes_on_no_more(replica_id)
-            self._stand_no_more(replica_id, self._joined[replica_id].member.step, decisions)
+            self._stand_no_more(replica_id, self._joined[replica_id].member.step, now, decisions)
 
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids

@@ -60,6 +60,21 @@ def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_
         cluster.wait_for_quorum_of(a, b)
 
 
+def test_the_others_commit_beside_one_that_cannot_be_configured_until_it_can(tmp_path: Path) -> None:
+    """It says so itself, so none of those whose steps it spoils is taken for the culprit."""
+    with Cluster(tmp_path) as cluster:
+        cluster.pull_trigger()
+        a, b, c = cluster.start_all("abc")
+        d = cluster.start("d", options=WorkerOptions(faults=(cluster.plan("raise", "configure"),)))
+        [reason] = cluster.wait_for_event(d, "left_out")["reasons"]
+        assert "has spoilt 2 quorums lately by itself, and is out for 1 s: OSError: [Errno 5]" in reason
+        cluster.wait_for_quorum_of(a, b, c)
+        (tmp_path / "trigger").unlink()
+        cluster.wait_for_quorum_of(a, b, c, d)
+    events = cluster.lighthouse_events.records("left_out")
+    assert {name for event in events for name in event["members"]} == {d.replica_id}
+
+
 def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a, b = cluster.start_all("ab")

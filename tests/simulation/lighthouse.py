@@ -45,6 +45,8 @@ class SimLighthouse(Process):
             reconnect_grace_ms=int(scenario.compute_s * 8000),
             start_grace_ms=int(scenario.compute_s * 500),
             standing_lease_ms=max(1, int(scenario.lease_s * 1000)),
+            sick_pause_ms=int(scenario.compute_s * 4000),
+            sick_pause_max_ms=int(scenario.compute_s * 30_000),
             keepalive_time_ms=max(10, int(scenario.keepalive_s * 500)),
             keepalive_timeout_ms=max(10, int(scenario.keepalive_s * 500)),
         )

@@ -385,8 +385,8 @@ class _GoesOnAfterFailures(StepProtocol):
 
 
 class _LateErrorSpoilsAnyStep(StepProtocol):
-    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
-        return super().fail(max(quorum_id, self.quorum_id), reason, group_broken=group_broken)
+    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True, own: str = "") -> bool:
+        return super().fail(max(quorum_id, self.quorum_id), reason, group_broken=group_broken, own=own)
 
 
 class _CommitsBeforeHealing(StepProtocol):

@@ -40,7 +40,11 @@ EXAMPLES: dict[str, dict[str, Field]] = {
     "loss": {"member": "b:89abcde", "reason": "its connection ended"},
     "abort": {"reason": "lost b"},
     "error": {"reason": "RuntimeError: x"},
-    "left_out": {"members": ["b:89abcde"], "links": ["a:1234567 - b:89abcde"]},
+    "left_out": {
+        "members": ["b:89abcde"],
+        "links": ["a:1234567 - b:89abcde"],
+        "reasons": ["b:89abcde has spoilt 2 quorums"],
+    },
     "divergence": {
         "members": ["b:89abcde"],
         "ranks": ["0"],
@@ -90,9 +94,9 @@ def test_the_quorum_line_says_who_is_in_who_left_and_who_heals() -> None:
     )
 
 
-def test_the_line_on_who_is_left_out_names_the_links() -> None:
+def test_the_line_on_who_is_left_out_names_reasons_and_links() -> None:
     text = Event("left_out", "lighthouse", 0.0, fields=EXAMPLES["left_out"]).to_text()
-    assert "left out until it and the others can reach each other: b:89ab" in text
+    assert "left out: b:89ab; b:89abcde has spoilt 2 quorums; " in text
     assert text.endswith("links that do not work: a:1234 - b:89ab")
     text = Event("left_out", "lighthouse", 0.0, fields={**EXAMPLES["left_out"], "members": []}).to_text()
     assert "nobody is left out, too few would stay" in text

@@ -50,6 +50,8 @@ class RankJoin(NamedTuple):
     broken_quorum_id: int = 0
     reconfigure_handle: str = ""
     may_stand: bool = False
+    own_failure: str = ""
+    own_failures: int = 0
 
 
 class GroupJoin(NamedTuple):
@@ -63,6 +65,8 @@ class GroupJoin(NamedTuple):
     broken_quorum_id: int = 0
     reconfigure_handles: tuple[str, ...] = ()  # by group rank; empty if no rank gave one
     may_stand: bool = False
+    own_failure: str = ""  # of the rank that has failed most often by itself
+    own_failures: int = 0
 
 
 class GroupHolds(NamedTuple):
@@ -140,12 +144,13 @@ class LossNotice(NamedTuple):
 
 class LeftOutNotice(NamedTuple):
     """Effect: tell every rank that a quorum leaves this group out: it and these groups cannot reach each
-    other.
+    other, or it spoils quorums by itself, as the reason says.
     """
 
     quorum_id: int
     replica_id: str
     unreachable: tuple[str, ...]
+    reason: str = ""
     unknown: bytes = b""  # as in LossNotice
 
 
@@ -236,6 +241,8 @@ class ReplicaGroup:
         versions = {(j.step, j.commit_quorum_id) for j in joins}
         self._is_torn = len(versions) > 1
         step, commit_quorum_id = (0, 0) if self._is_torn else versions.pop()
+        worst = max(joins, key=lambda j: (bool(j.own_failure), j.own_failures))
+        whose = f"rank {worst.group_rank}: " if worst.own_failure and self.world_size > 1 else ""
         self._open_join = GroupJoin(
             step=step,
             shrink_only=any(j.shrink_only for j in joins),
@@ -245,6 +252,8 @@ class ReplicaGroup:
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
             reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
             may_stand=all(j.may_stand for j in joins),
+            own_failure=whose + worst.own_failure,
+            own_failures=worst.own_failures,
         )
         if self._open_join.commit_failures == 0:
             self._links.step_succeeded()
@@ -458,11 +467,13 @@ class ReplicaGroup:
         report = [BrokenLinks(unreachable)] if unreachable != before else []
         return [*report, *probes, *(self._say_join() if was_unsettled else [])]
 
-    def left_out(self, quorum_id: int, unreachable: Sequence[str], unknown: bytes = b"") -> list[Effect]:
-        """Handle a quorum without this group, for links that do not work; its join stays open."""
+    def left_out(
+        self, quorum_id: int, unreachable: Sequence[str], reason: str = "", unknown: bytes = b""
+    ) -> list[Effect]:
+        """Handle a quorum without this group, for links that do not work or a reason; its join stays open."""
         if self._open_join is None:
             return []
-        return [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable), unknown)]
+        return [LeftOutNotice(quorum_id, self.replica_id, tuple(unreachable), reason, unknown)]
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """Handle a rank's vote on a step: the verdict that it wants."""

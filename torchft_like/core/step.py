@@ -21,6 +21,9 @@ Between `stand` and `enter` it may still be told to ask. Invariants:
 * The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
   id and with it a fresh store prefix, and that peers that wait for it in the old one are released.
+* Where this rank has spoilt a quorum by itself, its next joins say so, and how often it has lately: once more
+  for each quorum, once less for each step that is committed. An error that comes after the quorum broke for
+  another reason does not count.
 
 Callers serialize the calls; decisions are returned, and acting on them is the Manager's job.
 """
@@ -64,6 +67,8 @@ class Join(NamedTuple):
     commit_quorum_id: int
     broken_quorum_id: int = 0
     may_stand: bool = False
+    own_failure: str = ""
+    own_failures: int = 0
 
 
 class Plan(NamedTuple):
@@ -75,6 +80,10 @@ class Plan(NamedTuple):
 
 
 NO_QUORUM = -1
+OWN_FAILURES_MAX = 8  # with so many the lighthouse leaves a replica out for the longest time
+
+
+GIVEN_UP = "it gave a step up without a verdict"
 
 
 class StepProtocol:
@@ -97,6 +106,9 @@ class StepProtocol:
         self._failures: dict[int, Exception] = {}
         self._failure_before_quorum: Exception | None = None
         self._broken: set[int] = set()
+        self._own_failure = ""  # what this rank spoilt the last quorum with, by itself
+        self._own_failures = 0
+        self._own_failure_before_quorum = ""
         self._agreed = False
         self._lacks_state = False
         self._stands = False  # the quorum, until this rank is told the step at which it asks for another one
@@ -114,17 +126,19 @@ class StepProtocol:
         of this attempt: its process group is used no more.
         """
         if self.in_step and self._agreed and self._is_entered:
+            self._blame_itself(self.quorum_id, GIVEN_UP)
             self._broken.add(self.quorum_id)
         self.steps_given_up += self.in_step
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = self._lacks_state = False
         self._agreed = self._is_entered = self._has_gone_on = self._is_bound = False
-        self._failure_before_quorum = None
+        self._failure_before_quorum, self._own_failure_before_quorum = None, ""
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
-        return Join(self.step, failures, self.commit_quorum_id, broken, may_stand)
+        own = self._own_failure, self._own_failures
+        return Join(self.step, failures, self.commit_quorum_id, broken, may_stand, *own)
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
@@ -134,8 +148,9 @@ class StepProtocol:
         self._stands, self._is_held, self._ask_at = result.stands, False, None
         self._failures = {q: reason for q, reason in self._failures.items() if q >= result.quorum_id}
         self._broken = {q for q in self._broken if q >= result.quorum_id}
+        self._own_failure = ""
         if self._failure_before_quorum is not None:
-            self.fail(result.quorum_id, self._failure_before_quorum)
+            self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
         self.healing = self._lacks_state = result.heal and allow_heal
         self._choose_participants(result, allow_heal)
         return Plan(
@@ -246,22 +261,34 @@ class StepProtocol:
             "commit_quorum_id": self.commit_quorum_id,
         }
 
-    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True) -> bool:
-        """Record an error in a quorum; return True if that is news and concerns the current one."""
+    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True, own: str = "") -> bool:
+        """Record an error in a quorum; return True if that is news and concerns the current one.
+
+        Args:
+            own: the error in words, if it is this rank's own (`blame.py`).
+        """
         if quorum_id < self.quorum_id:
             return False
+        self._blame_itself(quorum_id, own)
         is_news = quorum_id not in self._failures or (group_broken and quorum_id not in self._broken)
         self._failures.setdefault(quorum_id, reason)
         if group_broken:
             self._broken.add(quorum_id)
         return is_news
 
-    def fail_current(self, reason: Exception) -> bool:
+    def fail_current(self, reason: Exception, own: str = "") -> bool:
         """Record an error in the current attempt, whether or not its quorum is known yet."""
         if self._is_waiting:
-            self._failure_before_quorum = self._failure_before_quorum or reason
+            if self._failure_before_quorum is None:
+                self._failure_before_quorum, self._own_failure_before_quorum = reason, own
             return False
-        return self.fail(self.quorum_id, reason)
+        return self.fail(self.quorum_id, reason, own=own)
+
+    def _blame_itself(self, quorum_id: int, own: str) -> None:
+        """Count an error of this rank, once for each quorum, unless the quorum was spoilt before."""
+        is_first = quorum_id == self.quorum_id and not self.is_broken(quorum_id) and not self._own_failure
+        if own and is_first:
+            self._own_failure, self._own_failures = own, min(self._own_failures + 1, OWN_FAILURES_MAX)
 
     def group_broke(self, quorum_id: int) -> bool:
         """Record that the process group of a quorum cannot be used any more; return True if that is news."""
@@ -327,6 +354,7 @@ class StepProtocol:
             self.commit_quorum_id = self.quorum_id
             self.batches_committed += self.num_participants
             self.commit_failures = 0
+            self._own_failures = max(self._own_failures - 1, 0)
         else:
             self.commit_failures += 1
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.blame import described, is_own
 from torchft_like.core.replica_group import LossNotice
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import MemberLostError
@@ -109,7 +110,8 @@ class ManagedGroup:
         """Record an error in a quorum, and release the peers that wait for this rank."""
         with self.lock:
             was_broken = self._protocol.is_broken(quorum_id)
-            is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken)
+            own = described(reason) if group_broken and is_own(reason) else ""
+            is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken, own=own)
             if group_broken and not was_broken:
                 self._abort(quorum_id, f"{type(reason).__name__}: {reason}")
         if is_news:
@@ -118,7 +120,8 @@ class ManagedGroup:
     def fail_current(self, reason: Exception) -> None:
         """Record an error that the training script reports in its current step."""
         with self.lock:
-            is_news = self._protocol.fail_current(reason)
+            own = described(reason) if is_own(reason) else ""
+            is_news = self._protocol.fail_current(reason, own)
             quorum_id = self._protocol.quorum_id
             if is_news:
                 self._abort(quorum_id, f"the training script reported {reason!r}")

@@ -263,6 +263,8 @@ class Manager:
             commit_quorum_id=own.commit_quorum_id,
             broken_quorum_id=own.broken_quorum_id,
             may_stand=own.may_stand,
+            own_failure=own.own_failure,
+            own_failures=own.own_failures,
         )
         self._driver.ask(attempt, join, self._link)
 

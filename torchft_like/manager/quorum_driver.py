@@ -68,8 +68,7 @@ class QuorumDriver:
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False
-        # The members to which links are broken, if this quorum leaves this group out for them.
-        self._left_out_by: tuple[str, ...] = ()
+        self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
 
     def begin(self, attempt: Attempt) -> Join:
         """Make `attempt` the current one, in the present quorum if that stands; return what its join says of
@@ -78,7 +77,7 @@ class QuorumDriver:
         with self._group.lock:
             last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
-            self._left_out_by = ()
+            self._left_out = None
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
@@ -165,10 +164,13 @@ class QuorumDriver:
             return "rank 0 answered, but has no quorum; its log says why"
         if self.trouble is not None:
             return f"the lighthouse at {lighthouse} cannot be reached ({self.trouble})"
-        if self._left_out_by:
+        if self._left_out is not None and self._left_out.reason:
+            return f"the others go on without this replica group: it {self._left_out.reason}"
+        if self._left_out is not None:
+            names = ", ".join(self._left_out.unreachable)
             return (
-                "the others go on without this replica group, as it and "
-                f"{', '.join(self._left_out_by)} do not reach each other; check the network between them"
+                f"the others go on without this replica group, as it and {names} do not reach each other; "
+                "check the network between them"
             )
         return (
             f"the lighthouse at {lighthouse} answered, but not enough replica groups joined; "
@@ -234,12 +236,13 @@ class QuorumDriver:
 
     def left_out(self, notice: LeftOutNotice) -> None:
         """Wait until a later quorum takes this replica in, however long that takes; the others go on."""
-        self._left_out_by = notice.unreachable
+        self._left_out = notice
         if self.attempt is not None:
             self.attempt.is_left_out = not self._is_asked_to_stop
         own = notice.replica_id
         links = [f"{own} - {other}" for other in notice.unreachable]
-        self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links)
+        reasons = [f"{own} {notice.reason}"] if notice.reason else []
+        self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links, reasons=reasons)
 
     def asked_to_stop(self) -> None:
         """Wait no longer than `quorum_timeout` for a quorum that takes this replica in. Safe in a signal

@@ -207,7 +207,9 @@ class SessionLink:
             case "left_out":
                 left = response.left_out
                 unreachable = tuple(left.unreachable_replica_ids)
-                self._listener.left_out(LeftOutNotice(left.quorum_id, left.replica_id, unreachable))
+                self._listener.left_out(
+                    LeftOutNotice(left.quorum_id, left.replica_id, unreachable, left.reason)
+                )
             case "hold":
                 quorum_id = response.hold.quorum_id
                 if (step := self._listener.hold(quorum_id)) is not None:

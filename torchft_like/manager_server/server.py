@@ -248,7 +248,9 @@ class ManagerServer:
 
     def left_out(self, left: pb.LeftOut) -> None:
         unknown = codec.unknown_fields(left)
-        self._perform(self._group.left_out(left.quorum_id, left.unreachable_replica_ids, unknown))
+        self._perform(
+            self._group.left_out(left.quorum_id, left.unreachable_replica_ids, left.reason, unknown)
+        )
 
     # ------------------------------------------------------------------- effects
 
@@ -365,6 +367,8 @@ class ManagerServer:
             broken_quorum_id=join.broken_quorum_id,
             reconfigure_handles=join.reconfigure_handles,
             may_stand=join.may_stand,
+            own_failure=join.own_failure,
+            own_failures=join.own_failures,
         )
 
     # -------------------------------------------------------------- start and stop

@@ -208,6 +208,8 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
         fingerprint=request.fingerprint,
         reconfigure_handle=request.reconfigure_handle,
         may_stand=request.may_stand,
+        own_failure=request.own_failure,
+        own_failures=request.own_failures,
     )
 
 
@@ -249,6 +251,7 @@ class _SessionLine:
             quorum_id=notice.quorum_id,
             replica_id=notice.replica_id,
             unreachable_replica_ids=notice.unreachable,
+            reason=notice.reason,
         )
         left.MergeFromString(notice.unknown)
         self._put(pb.RankSessionResponse(left_out=left))

@@ -2,12 +2,14 @@
 
 A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the first
 process that comes to the place and finds the file, which that process removes. The process then kills itself,
-stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. The script calls `visit`
-in each place; the record of the fault is on disk before it strikes.
+stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. One that raises an OSError
+does so each time, for as long as its file is there. The script calls `visit` in each place; the record of the
+fault is on disk before it strikes.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -18,7 +20,7 @@ from pathlib import Path
 
 from torchft_like.testing.journal import Journal
 
-ACTS = ("kill", "stop", "hang", "flip-parameter", "flip-optimizer", "flip-ballast")
+ACTS = ("kill", "stop", "hang", "raise", "flip-parameter", "flip-optimizer", "flip-ballast")
 PLACES = (
     "step",  # before the join
     "backward",  # after the gradients, before the collective
@@ -42,10 +44,17 @@ class Fault:
             raise ValueError(f"{text!r} is not act@place or act@place@path")
         return cls(match[1], match[2], Path(match[3]) if match[3] else None)
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it strikes again and again."""
+        return self.act == "raise"
+
     def is_triggered(self) -> bool:
         """Return whether the fault strikes now; of several processes that ask, only one gets True."""
         if self.trigger is None:
             return True
+        if self.lasts:
+            return self.trigger.exists()
         try:
             self.trigger.unlink()
         except FileNotFoundError:
@@ -79,7 +88,8 @@ class Faults:
         """Let the faults strike that are due at `place`."""
         for fault in list(self._planned):
             if fault.place == place and fault.is_triggered():
-                self._planned.remove(fault)
+                if not fault.lasts:
+                    self._planned.remove(fault)
                 self._strike(fault)
 
     def _strike(self, fault: Fault) -> None:
@@ -89,6 +99,8 @@ class Faults:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "stop":
                 os.kill(os.getpid(), signal.SIGSTOP)
+            case "raise":
+                raise OSError(errno.EIO, "the device is gone")
             case "hang":
                 while not self._released:
                     time.sleep(0.01)

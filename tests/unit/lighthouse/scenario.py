@@ -131,7 +131,8 @@ class _Player:
 
 
 def _member(replica_id: str, named: dict[str, str]) -> Member:
-    return Member(replica_id, **{field: int(number) for field, number in named.items()})  # type: ignore[arg-type]
+    fields = {field: value if field == "own_failure" else int(value) for field, value in named.items()}
+    return Member(replica_id, **fields)  # type: ignore[arg-type]
 
 
 def _show(decision: Decision) -> str:
@@ -154,7 +155,8 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, LeftOut):
         links = ", ".join(" - ".join(link) for link in decision.links)
         told = _sessions(tuple(number for number, _ in decision.sessions))
-        return f"left out: {' '.join(decision.replica_ids) or 'nobody'}, for {links}; tells {told}"
+        why = "; ".join([*([f"for {links}"] if links else []), *(f"{i} {r}" for i, r in decision.reasons)])
+        return f"left out: {' '.join(decision.replica_ids) or 'nobody'}, {why}; tells {told}"
     if isinstance(decision, HoldQuorum):
         number = f"{decision.quorum_id}/{decision.round}"
         return f"asks {_sessions(decision.sessions)} to hold in quorum {number}, for {decision.replica_id}"

@@ -37,16 +37,18 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold"})
 @pytest.mark.progress
 @pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
-    quorums, left_out, named, looked_for = map(sum, zip(*map(_compare, range(CASES)), strict=True))
+    quorums, left_out, sick, named, looked_for = map(sum, zip(*map(_compare, range(CASES)), strict=True))
     assert quorums > CASES  # the stories are about something
     assert left_out > CASES / 50
+    assert sick > CASES / 50
     assert named > CASES / 50
     assert looked_for > CASES / 50
 
 
-def _compare(seed: int) -> tuple[int, int, int, int]:
-    """Tell one story to both; return how many quorums were in it, how often some were left out, how often a
-    step was named at which a quorum ends that stood, and how often its members were looked for.
+def _compare(seed: int) -> tuple[int, ...]:
+    """Tell one story to both; return how many quorums were in it, how often some were left out, and for
+    reasons of their own, how often a step was named at which a quorum ends that stood, and how often its
+    members were looked for.
     """
     chance = random.Random(seed)
     config = LighthouseConfig(
@@ -56,11 +58,13 @@ def _compare(seed: int) -> tuple[int, int, int, int]:
         reconnect_grace_ms=chance.choice((0, 1500)),
         start_grace_ms=chance.choice((0, 0, 700)),
         standing_lease_ms=chance.choice((0, 2000)),
+        sick_pause_ms=chance.choice((0, 500, 2000)),
+        sick_pause_max_ms=3000,
     )
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, left_out, named, looked_for, now = 0, 0, 0, 0, 0.0
+    quorums, left_out, sick, named, looked_for, now = 0, 0, 0, 0, 0, 0.0
     for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
@@ -73,8 +77,10 @@ def _compare(seed: int) -> tuple[int, int, int, int]:
         named += sum(isinstance(decision, QuorumReleased) for decision in ours)
         looked_for += sum(isinstance(decision, FindMembers) for decision in ours)
         story.hear(ours)
-        left_out += sum(isinstance(decision, LeftOut) and bool(decision.replica_ids) for decision in ours)
-    return quorums, left_out, named, looked_for
+        out = [decision for decision in ours if isinstance(decision, LeftOut) and decision.replica_ids]
+        left_out += len(out)
+        sick += sum(not set(decision.replica_ids).isdisjoint(dict(decision.reasons)) for decision in out)
+    return quorums, left_out, sick, named, looked_for
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
@@ -92,6 +98,7 @@ class _Story:
         self._replicas = "abcd"
         self._quorum, self._round = 0, 0  # the last one, to hold in
         self._may_stand = chance.random() < 0.5
+        self._is_sick = chance.random() < 0.4
         self._joins = chance.choice((3, 8))
         self.plan = self._rounds() if chance.random() < 0.2 else []
         if self._may_stand and chance.random() < 0.3:
@@ -178,4 +185,6 @@ class _Story:
             commit_quorum_id=0 if self._may_stand else chance.choice((0, 0, 0, 99, 104, 160)),
             broken_quorum_id=0 if self._may_stand else chance.choice((0, 0, 100, 101, 102, 103)),
             may_stand=self._may_stand and chance.random() < 0.9,
+            own_failure="it is sick" if self._is_sick and chance.random() < 0.4 else "",
+            own_failures=chance.choice((0, 1, 2, 2, 3, 9)) if self._is_sick else 0,
         )

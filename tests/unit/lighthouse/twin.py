@@ -26,6 +26,7 @@ from lighthouse.core.quorum import (
     QuorumReleased,
     SessionSuperseded,
 )
+from lighthouse.core.sickness import describe_pause
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Joined:
     since: float
     in_session: bool
     in_call: bool
+    pause: float
+    let_in: float
     left_out: bool = False
     told: bool = False
 
@@ -80,7 +83,7 @@ class Twin:
         self.highest_round = 0
         self.formed = False
         self.unreachable: dict[str, tuple[str, ...]] = {}
-        self.left_out: tuple[set[str], list[tuple[str, str]]] = (set(), [])
+        self.left_out: tuple[set[str], list[tuple[str, str]], set[str]] = (set(), [], set())
         self.standing: Standing | None = None
         self.cut_off = False  # the members of the last quorum may all go on in it, without this lighthouse
         self.heard = 0.0  # the last word from them, or to them
@@ -178,7 +181,7 @@ class Twin:
                 self.gave_up(session.replica_id)
         for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
             self.gave_up(joined.member.replica_id)
-            self.end_standing(joined.member.replica_id, joined.member.step, out)
+            self.end_standing(joined.member.replica_id, joined.member.step, now, out)
 
     def gave_up(self, replica_id: str) -> None:
         if replica_id in self.last[1]:
@@ -191,12 +194,14 @@ class Twin:
             out += self.form(now)
         return out
 
-    def end_standing(self, replica_id: str, step: int, out: list[Decision]) -> None:
+    def end_standing(self, replica_id: str, step: int, now: float, out: list[Decision]) -> None:
         """End the quorum that stands for a replica that asks at this step, or leaves before it."""
         if self.standing:
             if replica_id in self.last[1]:
                 self.standing.holds.pop(replica_id, None)
                 self.standing.ends[replica_id] = step
+            elif any(now < j.let_in for j in self.joined if j.member.replica_id == replica_id):
+                return
             self.all_hold(replica_id, out)
 
     def all_hold(self, replica_id: str, out: list[Decision]) -> None:
@@ -230,7 +235,7 @@ class Twin:
         if self.owner(number) == member.replica_id:
             self.enter(member, now, session=True)
             self.give_up(member, out)
-            self.end_standing(member.replica_id, member.step, out)
+            self.end_standing(member.replica_id, member.step, now, out)
         return out + self.form(now)
 
     def give_up(self, member: Member, out: list[Decision]) -> None:
@@ -261,7 +266,7 @@ class Twin:
             self.gave_up(replica_id)
             if replica_id in self.last[1]:
                 self.departed.append(replica_id)
-                self.end_standing(replica_id, step, out)
+                self.end_standing(replica_id, step, now, out)
         return out + self.form(now)
 
     def lost(self, number: int, reason: str, now: float) -> list[Decision]:
@@ -278,7 +283,7 @@ class Twin:
             self.clear(member.replica_id, joined=False)
             self.calling.append(member.replica_id)
         self.enter(member, now, session=False)
-        self.end_standing(member.replica_id, member.step, out)
+        self.end_standing(member.replica_id, member.step, now, out)
         return out + self.form(now)
 
     def withdraw(self, replica_id: str, now: float) -> list[Decision]:
@@ -313,6 +318,8 @@ class Twin:
             self.lose(replica_id, "no heartbeat within heartbeat_timeout", now, out)
         for replica_id in missed:
             self.lose(replica_id, "did not come back within reconnect_grace", now, out)
+        for replica_id in sorted(j.member.replica_id for j in self.joined if 0 < j.let_in <= now):
+            self.all_hold(replica_id, out)
         return out + self.form(now)
 
     # -- the rules
@@ -323,7 +330,10 @@ class Twin:
             out += self.look_for_members(now)
         while self.is_quorum(now):
             last_id = self.last[0].quorum_id
-            chosen, links = self.without_broken_links(self.chosen(), self.counted(now))
+            pauses = {j.member.replica_id: j for j in self.joined if now < j.let_in}
+            sick = {i: j.member for i, j in pauses.items()}
+            well = self.without_sick(self.chosen(), sick, self.counted(now))
+            chosen, links = self.without_broken_links(well, self.counted(now))
             formed = self.next_quorum(chosen, now)
             waiting = {j.member.replica_id for j in self.joined}
             left = [s for s in self.sessions if s.replica_id in set(formed.left) - waiting]
@@ -331,8 +341,22 @@ class Twin:
                 QuorumOver(s.number, s.replica_id, last_id) for s in sorted(left, key=lambda s: s.replica_id)
             ]
             out.append(formed)
-            out += self.tell_left_out(links)
+            out += self.tell_left_out(links, pauses)
         return out
+
+    def without_sick(self, joined: list[Joined], sick: dict[str, Member], counted: set[str]) -> list[Joined]:
+        stay = {j.member.replica_id: j.member for j in joined}
+        versions = {i: (member.step, member.commit_quorum_id) for i, member in stay.items()}
+        order = sorted(
+            sorted(sick, reverse=True),
+            key=lambda i: (-sick[i].own_failures, sick[i].step, sick[i].commit_quorum_id),
+        )
+        for i in [i for i in order if i in stay and stay.keys() - sick]:
+            newest = [k for k in stay if versions[k] == max(versions.values())]
+            is_enough = len(stay) > self.config.min_replicas and 2 * (len(stay) - 1) >= len(counted)
+            if is_enough and newest != [i]:
+                del stay[i]
+        return [j for j in joined if j.member.replica_id in stay]
 
     def without_broken_links(
         self, joined: list[Joined], counted: set[str]
@@ -357,11 +381,13 @@ class Twin:
             stay = set(members)
         return [j for j in joined if j.member.replica_id in stay], sorted(links)
 
-    def tell_left_out(self, links: list[tuple[str, str]]) -> list[Decision]:
-        out = {j.member.replica_id for j in self.joined} & {end for link in links for end in link}
+    def tell_left_out(self, links: list[tuple[str, str]], sick: dict[str, Joined]) -> list[Decision]:
+        out = {j.member.replica_id for j in self.joined} & (
+            {end for link in links for end in link} | sick.keys()
+        )
         news = {j.member.replica_id for j in self.joined if not j.told} & out
-        is_news = bool(links) and (bool(news) or self.left_out != (out, links))
-        self.left_out = out, links
+        is_news = bool(links or sick) and (bool(news) or self.left_out != (out, links, set(sick)))
+        self.left_out = out, links, set(sick)
         self.joined = [
             replace(j, left_out=True, told=True, member=j.member._replace(shrink_only=False))
             if j.member.replica_id in news
@@ -370,7 +396,8 @@ class Twin:
         ]
         told = sorted((s.replica_id, s.number) for s in self.sessions if s.replica_id in news)
         sessions = tuple((number, i) for i, number in told)
-        left_out = LeftOut(self.last[0].quorum_id, tuple(sorted(out)), tuple(links), sessions)
+        reasons = tuple((i, describe_pause(sick[i].member, sick[i].pause)) for i in sorted(sick))
+        left_out = LeftOut(self.last[0].quorum_id, tuple(sorted(out)), tuple(links), sessions, reasons)
         return [left_out] if is_news else []
 
     def chosen(self) -> list[Joined]:
@@ -445,7 +472,7 @@ class Twin:
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
         versions = {(j.member.step, j.member.commit_quorum_id) for j in chosen}
-        stands = not self.joined and len(versions) == 1 < len(chosen)
+        stands = all(now < j.let_in for j in self.joined) and len(versions) == 1 < len(chosen)
         for j in chosen:
             stands = stands and j.in_session and j.member.may_stand and not j.member.commit_failures
         self.standing = Standing() if stands else None
@@ -471,12 +498,21 @@ class Twin:
         self.joined = [j for j in self.joined if j is not older]
         if older and older.left_out:
             member = member._replace(shrink_only=False)
+        pause = 0.0
+        if member.own_failure and member.own_failures > 1:
+            first_s, longest_s = self.config.sick_pause_ms / 1000, self.config.sick_pause_max_ms / 1000
+            pause = min(longest_s, first_s * 2.0 ** (member.own_failures - 2))
+        let_in = now + pause if pause else 0.0
+        if older and older.member.own_failures == member.own_failures:
+            pause, let_in = older.pause, older.let_in
         self.joined.append(
             Joined(
                 member,
                 older.since if older else now,
                 session or bool(older and older.in_session),
                 not session or bool(older and older.in_call),
+                pause,
+                let_in,
                 bool(older and older.left_out),
             )
         )

@@ -48,6 +48,47 @@ def test_a_step_without_trouble_commits() -> None:
     assert (p.step, p.commit_quorum_id, p.batches_committed, p.commit_failures) == (1, 1, 3, 0)
 
 
+def test_a_rank_that_spoils_quorums_by_itself_says_so_in_its_joins_and_once_less_after_each_commit() -> None:
+    p = protocol()
+    for quorum_id in (1, 2):
+        ready(p, quorum_id)
+        p.fail(quorum_id, OSError("no device"), own="no device")
+        p.fail(quorum_id, OSError("no device"), own="no device")
+        p.decide(committed=False)
+    assert p.begin()[-2:] == ("no device", 2)
+    p.agreed(quorum(3), allow_heal=True)
+    p.decide(committed=False)
+    assert p.begin()[-2:] == ("", 2)  # the last quorum was not spoilt by it
+    p.agreed(quorum(4), allow_heal=True)
+    p.decide(committed=True)
+    assert p.begin()[-2:] == ("", 1)
+
+
+def test_a_failure_before_the_quorum_is_known_is_of_that_quorum() -> None:
+    p = protocol()
+    p.begin()
+    p.fail_current(ValueError("of the script"), own="of the script")
+    p.agreed(quorum(1), allow_heal=True)
+    p.decide(committed=False)
+    assert p.begin()[-2:] == ("of the script", 1)
+
+
+def test_a_rank_is_not_to_blame_for_an_error_after_its_quorum_broke() -> None:
+    p = protocol()
+    ready(p)
+    p.group_broke(1)
+    p.fail(1, OSError("aborted"), own="aborted")
+    p.decide(committed=False)
+    assert p.begin()[-2:] == ("", 0)
+
+
+def test_a_rank_that_gives_steps_up_without_a_verdict_is_to_blame_for_that() -> None:
+    p = protocol()
+    ready(p)
+    ready(p, 2)
+    assert p.begin()[-2:] == ("it gave a step up without a verdict", 2)
+
+
 def test_the_same_quorum_is_configured_once() -> None:
     p = protocol()
     ready(p)
