@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from torchft_like.errors import NotSupportedError
+from torchft_like.process_group.baby import cuda_sharing
 from torchft_like.process_group.baby.cuda_sharing import Export, IsPast, OwnEvents, PeerEvents, TorchCuda
 
 
@@ -95,8 +96,10 @@ class Machine(TorchCuda):
 
 
 @pytest.fixture
-def machine() -> Machine:
-    return Machine()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(cuda_sharing, "cuda", machine)
+    return machine
 
 
 def storage_of(count: int = 4) -> torch.UntypedStorage:
@@ -104,7 +107,7 @@ def storage_of(count: int = 4) -> torch.UntypedStorage:
 
 
 def test_each_memory_has_a_number_of_its_own(machine: Machine) -> None:
-    first, second = (Export(storage_of(), machine) for _ in range(2))
+    first, second = (Export(storage_of()) for _ in range(2))
     assert first.details == (0, b"handle", 16, 512)
     assert second.number != first.number
     assert machine.counters == [1, 1]
@@ -113,11 +116,11 @@ def test_each_memory_has_a_number_of_its_own(machine: Machine) -> None:
 def test_memory_that_cannot_be_shared_is_refused_with_the_cure(machine: Machine) -> None:
     machine.refusal = RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
     with pytest.raises(NotSupportedError, match=r"cudaMallocAsync .* without expandable_segments"):
-        Export(storage_of(), machine)
+        Export(storage_of())
 
 
 def test_event_is_recorded_anew_only_after_every_wait_for_it(machine: Machine) -> None:
-    own, peer = OwnEvents(machine), PeerEvents(machine)
+    own, peer = OwnEvents(), PeerEvents()
     here: Any = Stream()
     there: Any = Stream()
     first = own.record(here)
@@ -135,7 +138,7 @@ def test_event_is_recorded_anew_only_after_every_wait_for_it(machine: Machine) -
 
 
 def test_prepared_events_are_opened_before_they_are_needed(machine: Machine) -> None:
-    own, peer = OwnEvents(machine), PeerEvents(machine)
+    own, peer = OwnEvents(), PeerEvents()
     here: Any = Stream()
     for message in own.prepare(here, 3):
         peer.open(message)
@@ -146,7 +149,7 @@ def test_prepared_events_are_opened_before_they_are_needed(machine: Machine) -> 
 
 
 def test_events_of_different_devices_are_not_mixed_up(machine: Machine) -> None:
-    own = OwnEvents(machine)
+    own = OwnEvents()
     one: Any = Stream(device=1)
     zero: Any = Stream(device=0)
     own.record(one)
@@ -156,7 +159,7 @@ def test_events_of_different_devices_are_not_mixed_up(machine: Machine) -> None:
 
 
 def test_event_that_nobody_waits_for_is_free_again(machine: Machine) -> None:
-    own, peer = OwnEvents(machine), PeerEvents(machine)
+    own, peer = OwnEvents(), PeerEvents()
     here: Any = Stream()
     peer.open(own.record(here))
     assert not peer.is_over(0)

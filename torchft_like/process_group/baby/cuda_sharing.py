@@ -35,6 +35,7 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import threading
 import weakref
@@ -133,7 +134,7 @@ class TorchCuda:
         return stream
 
 
-TORCH_CUDA = TorchCuda()
+cuda = TorchCuda()
 
 
 class Export(Segment):
@@ -145,8 +146,7 @@ class Export(Segment):
         NotSupportedError: the memory cannot be shared; the text says why.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, cuda: TorchCuda = TORCH_CUDA) -> None:
-        self._cuda = cuda
+    def __init__(self, storage: torch.UntypedStorage) -> None:
         try:
             device, handle, nbytes, offset, counter, counter_offset, _, _ = cuda.share(storage)
         except RuntimeError as error:
@@ -155,11 +155,8 @@ class Export(Segment):
                 "allocator without expandable_segments can"
             ) from error
         super().__init__(device, handle, nbytes, offset)
-        self._counter = counter, counter_offset
-
-    def release(self) -> None:
-        """Return the memory to torch with its storage: no subprocess maps it any more, and none will."""
-        self._cuda.decrement(*self._counter)
+        # It returns the memory to torch with its storage: no subprocess maps it any more, and none will.
+        self.release = functools.partial(cuda.decrement, counter, counter_offset)
 
 
 class OwnEvents:
@@ -168,8 +165,7 @@ class OwnEvents:
     It makes no more events than are in use at once.
     """
 
-    def __init__(self, cuda: TorchCuda = TORCH_CUDA) -> None:
-        self._cuda = cuda
+    def __init__(self) -> None:
         self._events: list[torch.cuda.Event] = []
         self._devices: list[int] = []
         self._free: dict[int, list[int]] = defaultdict(list)
@@ -181,11 +177,11 @@ class OwnEvents:
             number = self._free[device].pop()
             self._events[number].record(stream)
             return number, device, None
-        event = self._cuda.new_event()
+        event = cuda.new_event()
         event.record(stream)
         self._events.append(event)
         self._devices.append(device)
-        return len(self._events) - 1, device, self._cuda.handle_of(event)
+        return len(self._events) - 1, device, cuda.handle_of(event)
 
     def prepare(self, stream: torch.cuda.Stream, count: int) -> list[EventMessage]:
         """Make events that the other side may open now, while nothing runs.
@@ -208,8 +204,7 @@ class PeerEvents:
     Once the other side is dead its events must not be touched: drop this object.
     """
 
-    def __init__(self, cuda: TorchCuda = TORCH_CUDA) -> None:
-        self._cuda = cuda
+    def __init__(self) -> None:
         self._events: dict[int, torch.cuda.Event] = {}
         self._waits: list[tuple[int, IsPast]] = []
         self._unused: list[int] = []
@@ -218,7 +213,7 @@ class PeerEvents:
         """Open an event that a stream may wait for later."""
         number, device, handle = message
         if handle is not None:
-            self._events[number] = self._cuda.open_event(device, handle)
+            self._events[number] = cuda.open_event(device, handle)
 
     def order(self, number: int, stream: torch.cuda.Stream) -> None:
         """Make the stream wait for the event; the caller reports with `skip` when that wait is passed."""
@@ -227,7 +222,7 @@ class PeerEvents:
     def wait(self, number: int, stream: torch.cuda.Stream) -> None:
         """Make the stream wait for the event."""
         self.order(number, stream)
-        self._waits.append((number, self._cuda.mark(stream)))
+        self._waits.append((number, cuda.mark(stream)))
 
     def is_over(self, number: int) -> bool:
         """Return whether the other side's device has reached the event."""
@@ -260,15 +255,14 @@ class MirroredStreams:
     There are as many as the trainer uses; torch's own pool has 32 for each priority.
     """
 
-    def __init__(self, cuda: TorchCuda = TORCH_CUDA) -> None:
-        self._cuda = cuda
+    def __init__(self) -> None:
         self._streams: dict[StreamMessage, torch.cuda.Stream] = {}
 
     def get(self, message: StreamMessage) -> torch.cuda.Stream:
         """Return the counterpart of a stream."""
         if (stream := self._streams.get(message)) is None:
             device, _, priority = message
-            stream = self._streams[message] = self._cuda.new_stream(device, priority)
+            stream = self._streams[message] = cuda.new_stream(device, priority)
         return stream
 
 
@@ -299,10 +293,9 @@ class Arena(Blocks):
 
     BLOCK_BYTES_MIN = 512  # the alignment of torch's own allocator
 
-    def __init__(self, device: torch.device, cuda: TorchCuda) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.device = device
-        self._cuda = cuda
         self._exports: list[Export] = []
         self._late: list[tuple[IsPast, list[Block]]] = []
         weakref.finalize(self, _release, self._exports).atexit = False
@@ -330,9 +323,9 @@ class Arena(Blocks):
 
     def _make_segment(self, nbytes: int) -> tuple[Export, torch.UntypedStorage]:
         # The current stream may still use memory that is free only by the order of its work.
-        stream = self._cuda.new_stream(self.device.index, 0)
+        stream = cuda.new_stream(self.device.index, 0)
         try:
-            with self._cuda.on(stream):
+            with cuda.on(stream):
                 memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device).untyped_storage()
         except torch.OutOfMemoryError as error:
             raise ProcessGroupError(
@@ -340,7 +333,7 @@ class Arena(Blocks):
                 "tensors, or fewer at a time, or ProcessGroupNCCL, which stages nothing"
             ) from error
         stream.synchronize()
-        export = Export(memory, self._cuda)
+        export = Export(memory)
         self._exports.append(export)
         return export, memory
 
@@ -422,14 +415,13 @@ class CudaExporter(Exporter):
 
     OPERATION = RemoteCudaOperation
 
-    def __init__(self, device: torch.device, arena: Arena, cuda: TorchCuda = TORCH_CUDA) -> None:
+    def __init__(self, device: torch.device, arena: Arena) -> None:
         super().__init__(arena)
-        self.cuda = cuda
         self.device = device
         self._lock = threading.Lock()
         self._arena = arena
-        self._events = OwnEvents(cuda)
-        self._peers = PeerEvents(cuda)
+        self._events = OwnEvents()
+        self._peers = PeerEvents()
         self._private: list[torch.cuda.Event] = []
         self.running: deque[_CudaCallTensors] = deque()  # until their operations are over
         self.failed: list[_CudaCallTensors] = []  # until the subprocess is dead
@@ -442,7 +434,7 @@ class CudaExporter(Exporter):
     def greeting(self) -> Any:
         """Return the device's index, and events that the subprocess opens now, while nothing runs."""
         with self._lock:
-            events = self._events.prepare(self.cuda.current_stream(self.device), EVENTS_PREPARED)
+            events = self._events.prepare(cuda.current_stream(self.device), EVENTS_PREPARED)
         return self.device.index, events
 
     def greeted(self, greeting: list[EventMessage]) -> None:
@@ -468,7 +460,7 @@ class CudaExporter(Exporter):
         with beside_captures(self.device):
             with self._lock:
                 self.is_dead = True
-                self._peers = PeerEvents(self.cuda)  # the events of a dead process must not be touched
+                self._peers = PeerEvents()  # the events of a dead process must not be touched
             while self.running:
                 self.running.popleft().let_go()
             while self.failed:
@@ -518,11 +510,11 @@ class CudaExporter(Exporter):
 
     def new_stream(self) -> torch.cuda.Stream:
         """Make a stream that waits for nothing of the caller's."""
-        return self.cuda.new_stream(self.device.index, 0)
+        return cuda.new_stream(self.device.index, 0)
 
     def take_event(self) -> torch.cuda.Event:
         """Return an event that only this process uses."""
-        return self._private.pop() if self._private else self.cuda.private_event()
+        return self._private.pop() if self._private else cuda.private_event()
 
     def give_event_back(self, event: torch.cuda.Event) -> None:
         """Take back an event that is neither waited for nor queried any more."""
@@ -555,7 +547,7 @@ class _CudaCallTensors(CallTensors):
         self._done: torch.cuda.Event | None = None
 
     def context(self) -> bytes:
-        self._stream = self._exporter.cuda.current_stream(self.device)
+        self._stream = cuda.current_stream(self.device)
         copy_all(self._inputs)
         return self._exporter.context(self._stream)
 
@@ -582,7 +574,7 @@ class _CudaCallTensors(CallTensors):
 
     def order_current_stream(self) -> bool:
         """Make the device's current stream wait for the operation; return False if its end is lost."""
-        return self.order(self._exporter.cuda.current_stream(self.device), is_callers=True)
+        return self.order(cuda.current_stream(self.device), is_callers=True)
 
     def order(self, stream: torch.cuda.Stream, *, is_callers: bool) -> bool:
         """Make a stream wait for the results of an operation that has been queued; return False if they are
@@ -650,7 +642,7 @@ class _CudaCallTensors(CallTensors):
             if self._done is not None:
                 is_past: IsPast | None = keeping(self._call, self._done.query)
             else:
-                is_past = None if self._stream is None else self._exporter.cuda.mark(self._stream)
+                is_past = None if self._stream is None else cuda.mark(self._stream)
         if blocks and is_past is not None:
             self._exporter.give_back_when(is_past, blocks)
         else:
@@ -660,7 +652,7 @@ class _CudaCallTensors(CallTensors):
         """Make a stream that comes after the operation copy its outputs, once."""
         self._done = self._exporter.take_event()
         try:
-            with self._exporter.cuda.on(stream):
+            with cuda.on(stream):
                 copy_all(self._outputs)
         finally:
             self._done.record(stream)
@@ -673,20 +665,19 @@ _GONE: list[Block] = []
 class CudaImporter(Importer):
     """The subprocess's side. What it maps it maps as long as it lives."""
 
-    def __init__(self, greeting: Any, cuda: TorchCuda = TORCH_CUDA) -> None:
+    def __init__(self, greeting: Any) -> None:
         super().__init__()
         device, events = greeting
-        self._cuda = cuda
-        self._events = OwnEvents(cuda)
-        self._peers = PeerEvents(cuda)
-        self._streams = MirroredStreams(cuda)
+        self._events = OwnEvents()
+        self._peers = PeerEvents()
+        self._streams = MirroredStreams()
         cuda.use_device(device)
         for event in events:
             self._peers.open(event)
 
     def greeting(self) -> list[EventMessage]:
         """Return events that the trainer opens now, while nothing runs."""
-        return self._events.prepare(self._cuda.current_stream(), EVENTS_PREPARED)
+        return self._events.prepare(cuda.current_stream(), EVENTS_PREPARED)
 
     @contextlib.contextmanager
     def entered(self, context: bytes | None) -> Iterator[None]:
@@ -694,7 +685,7 @@ class CudaImporter(Importer):
         event, (device, stream_id, priority, *freed) = read_note(context or b"")
         stream = self._streams.get((device, stream_id, priority))
         self._events.free(freed)
-        with self._cuda.on(stream):
+        with cuda.on(stream):
             self._peers.open(event)
             self._peers.wait(event[0], stream)
             yield
@@ -703,9 +694,9 @@ class CudaImporter(Importer):
         """Return the event that marks the operation's end, and the trainer's events that are free again."""
         if work is not None:
             work.wait()
-        stream = self._cuda.current_stream()
+        stream = cuda.current_stream()
         return (note_of(self._events.record(stream), self._peers.take_passed()),)
 
     def _open(self, details: tuple[Any, ...], descriptors: list[int]) -> torch.UntypedStorage:
         device, handle, nbytes, offset = details
-        return self._cuda.open(device, handle, nbytes, offset)
+        return cuda.open(device, handle, nbytes, offset)

@@ -29,7 +29,7 @@ from torchft_like.errors import (
     ProcessGroupError,
     SubprocessLostError,
 )
-from torchft_like.process_group.baby.cuda_sharing import TORCH_CUDA, Arena, CudaExporter
+from torchft_like.process_group.baby.cuda_sharing import Arena, CudaExporter
 from torchft_like.process_group.baby.fork_pool import Child, fork_pool
 from torchft_like.process_group.baby.messages import (
     UNASKED,
@@ -211,7 +211,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         if self._device is None:
             raise ProcessGroupError("the group has no device: call configure()")
         if self._arena is None or self._arena.device != self._device:
-            self._arena = Arena(self._device, TORCH_CUDA)
+            self._arena = Arena(self._device)
         return CudaExporter(self._device, self._arena)
 
     def _warm_up(self) -> Message | None:

@@ -70,11 +70,11 @@ class OneDevice(Machine):
 class Pair:
     """An exporter, its importer, and the messages between them."""
 
-    def __init__(self) -> None:
-        self.machine = OneDevice()
-        self.arena = Arena(torch.device("cpu"), self.machine)
-        self.exporter = CudaExporter(torch.device("cpu"), self.arena, self.machine)
-        self.importer = CudaImporter(self.exporter.greeting(), self.machine)
+    def __init__(self, machine: OneDevice) -> None:
+        self.machine = machine
+        self.arena = Arena(torch.device("cpu"))
+        self.exporter = CudaExporter(torch.device("cpu"), self.arena)
+        self.importer = CudaImporter(self.exporter.greeting())
         self.exporter.greeted(self.importer.greeting())
         self.streams: list[Stream] = []
         self.mapped: list[tuple[Any, ...]] = []
@@ -114,8 +114,15 @@ class Pair:
 
 
 @pytest.fixture
-def pair() -> Pair:
-    return Pair()
+def machine(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
+    machine = OneDevice()
+    monkeypatch.setattr(cuda_memory, "cuda", machine)
+    return machine
+
+
+@pytest.fixture
+def pair(machine: OneDevice) -> Pair:
+    return Pair(machine)
 
 
 def test_memory_is_mapped_once_for_all_its_tensors(pair: Pair) -> None:
@@ -211,9 +218,9 @@ def test_the_next_subprocess_maps_the_same_memory(pair: Pair) -> None:
     pair.finish()
     pair.machine.current.run()
     pair.exporter.close()
-    pair.exporter = CudaExporter(torch.device("cpu"), pair.arena, pair.machine)
+    pair.exporter = CudaExporter(torch.device("cpu"), pair.arena)
     pair.exporter.send = pair.deliver
-    pair.importer = CudaImporter(pair.exporter.greeting(), pair.machine)
+    pair.importer = CudaImporter(pair.exporter.greeting())
     pair.exporter.greeted(pair.importer.greeting())
     pair.run(torch.ones(8))
     assert len(pair.mapped) == 2
@@ -272,7 +279,7 @@ def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     gc.collect()
     assert machine.counters == [1]  # the caller's stream has not come to the copy
     stream.run()
-    Arena(torch.device("cpu"), machine).stage(torch.zeros(1))
+    Arena(torch.device("cpu")).stage(torch.zeros(1))
     gc.collect()
     assert machine.counters[0] == 0
 
@@ -331,7 +338,7 @@ def test_blocks_of_a_failed_request_wait_for_the_subprocess_to_die(pair: Pair, i
     if is_abandoned:
         pair.exporter.abandon()
     pair.exporter.close()
-    again = CudaExporter(torch.device("cpu"), pair.arena, pair.machine)
+    again = CudaExporter(torch.device("cpu"), pair.arena)
     assert (again.stage(tensor)[0] is block) != is_abandoned
 
 
@@ -372,8 +379,8 @@ def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
 
 
 def test_a_tensor_of_another_device_is_refused_by_name() -> None:
-    device, machine = torch.device("cuda", 0), OneDevice()
-    exporter = CudaExporter(device, Arena(device, machine), machine)
+    device = torch.device("cuda", 0)
+    exporter = CudaExporter(device, Arena(device))
     with pytest.raises(NotSupportedError, match=r"cpu.*cuda:0"):
         exporter.find(torch.zeros(2))
 
