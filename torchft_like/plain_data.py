@@ -288,10 +288,8 @@ def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
 
 
 def encode(values: Sequence[object]) -> bytes:
-    """Encode values without leaves, one after the other, for `decode`.
-
-    Raises:
-        PlainDataError: a value is of a type that cannot be sent, or too large.
+    """Encode values without leaves, one after the other, for `decode`; a PlainDataError says what does not
+    fit.
     """
     sheet = Sheet(CALLS)
     index = 0
@@ -307,11 +305,7 @@ def encode(values: Sequence[object]) -> bytes:
 
 
 def decode(data: bytes, start: int = 0, count: int = 1) -> list[object]:
-    """Decode `count` values that `encode` has encoded.
-
-    Raises:
-        PlainDataError: there are fewer values, or more.
-    """
+    """Decode `count` values that `encode` has encoded; a PlainDataError says that there are fewer, or more."""
     try:
         values, end = Reader(data, CALLS, CALLS.limits).values(start, count)
         if end != len(data):
@@ -853,11 +847,8 @@ class Structure(Reader):
             self.copies_left = limits.leaves - len(self.specs)
 
     def value(self, leaves: LeafSource) -> object:
-        """Read the value.
-
-        Raises:
-            PlainDataError: the bytes are no value.
-            FaultToleranceError: the source of the leaves raised it.
+        """Read the value; a PlainDataError says that the bytes are none. Errors of the source of the leaves
+        pass.
         """
         self.leaves = leaves
         try:

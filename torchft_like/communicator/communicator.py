@@ -122,15 +122,7 @@ class Started(NamedTuple):
     channel: Channel
 
     def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for the end of the collective.
-
-        Args:
-            timeout: the limit of the wait; None takes that of the group.
-
-        Raises:
-            GroupCoordinatorError: the collective failed, and the group hid that.
-            RuntimeError: the collective failed.
-        """
+        """Wait for the end of the collective; a failure that the group hid is a GroupCoordinatorError."""
         self.work.wait() if timeout is None else self.work.wait(timeout)
         self.channel.check()
 
@@ -299,11 +291,8 @@ class Communicator:
     # ------------------------------------------------------------------------- errors
 
     def begin(self, operation: str) -> None:
-        """Raise an error if no call can be made now.
-
-        Raises:
-            GroupCoordinatorError: a group has failed, or has other members.
-            StaleEpochError: the members have changed.
+        """Raise an error if no call can be made now: a StaleEpochError if the members have changed, and a
+        GroupCoordinatorError if a group has failed, or has other members.
         """
         self.end(operation)
         try:
@@ -411,10 +400,8 @@ class Communicator:
         return self.agree(operation, state)[1]
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Tell the other ranks that this rank cannot take part, and raise the error.
-
-        Raises:
-            Exception: `error`, or a ToldToAllError around it if it is not about the caller's arguments.
+        """Tell the other ranks that this rank cannot take part, and raise the error, in a ToldToAllError if
+        it is not about the caller's arguments.
         """
         if self.world_size > 1:
             self._gather(pack_statement(Statement(operation).refused(error)))
@@ -423,11 +410,8 @@ class Communicator:
         raise ToldToAllError(error) from error
 
     def exchange(self, record: bytes) -> list[Record]:
-        """Return the records of all ranks, in the order of ranks, if they belong together.
-
-        Raises:
-            CollectiveMismatchError: they do not belong together; every rank raises the same.
-            GroupCoordinatorError: the received bytes are no record.
+        """Return the records of all ranks, in the order of ranks. If they do not belong together, every rank
+        raises the same CollectiveMismatchError.
         """
         try:
             records = unpack_all(record) if self.world_size == 1 else self._gather(record)

@@ -281,11 +281,7 @@ def start_receiving(
 
 
 def disassembled(communicator: Communicator, value: object) -> Message:
-    """Take a value apart into a message.
-
-    Raises:
-        PlainDataError: a part of the value is of a type that cannot be sent, or it is too large.
-    """
+    """Take a value apart; a PlainDataError says what cannot be sent, or is too large."""
     message = disassemble(value)
     check_size(communicator, message.tensors)
     return message

@@ -132,12 +132,7 @@ def checked_tensor(value: object) -> Tensor:
 
 
 def checked_target(value: object) -> Tensor:
-    """Return the value, if it is a dense tensor whose every element can be overwritten.
-
-    Raises:
-        TypeError: the value is no dense tensor.
-        ValueError: some of its elements share memory.
-    """
+    """Return the value, if it is a dense tensor whose every element has memory of its own."""
     tensor = checked_tensor(value)
     if overlaps_itself(tensor):
         raise ValueError("an expanded tensor cannot be overwritten: pass its `.contiguous()`")
@@ -145,12 +140,7 @@ def checked_target(value: object) -> Tensor:
 
 
 def checked_along(tensors: Sequence[object], dim: int) -> int:
-    """Return the dimension that `dim` means, for tensors with the same number of rows along it.
-
-    Raises:
-        TypeError: a value is no dense tensor.
-        ValueError: there are no tensors, they have no such dimension, or not the same number of rows.
-    """
+    """Return the dimension that `dim` means, for dense tensors with the same number of rows along it."""
     if not tensors:
         raise ValueError("a list of tensors is empty")
     checked = [checked_tensor(tensor) for tensor in tensors]

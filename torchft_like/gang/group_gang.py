@@ -121,11 +121,7 @@ class GroupGang(Gang):
 
     @abstractmethod
     def _present(self) -> Communicator:
-        """Return the members of the present configuration, if they can communicate now.
-
-        Raises:
-            GangError: they cannot.
-        """
+        """Return the members of the present configuration; a GangError says why they cannot communicate."""
 
     def _over(self, group: dist.ProcessGroup) -> Communicator:
         """Return the members of a group in its present configuration."""
@@ -465,11 +461,7 @@ class ProcessGroupGang(GroupGang):
 
 
 def _known(place: Callable[[], int]) -> int:
-    """Return the rank or the size of a group.
-
-    Raises:
-        GangError: it has none before it is configured.
-    """
+    """Return the rank or the size of a group, which has none before it is configured."""
     try:
         return place()
     except ProcessGroupNotConfiguredError as error:

@@ -56,11 +56,7 @@ _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValue
 
 
 def coordinator_named(unique_name: str) -> GroupCoordinator:
-    """Return the coordinator of this process with that `unique_name`.
-
-    Raises:
-        GroupCoordinatorError: there is none, or it was given up.
-    """
+    """Return the coordinator of this process with that `unique_name`; it may have been given up."""
     if (found := _by_name.get(unique_name)) is None:
         raise GroupCoordinatorError(f"there is no coordinator named {unique_name!r} any more")
     return found
@@ -763,11 +759,8 @@ class GroupCoordinator:
         return self._current().among(metadata_group or group, group)
 
     def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Communicator, int | None]:
-        """Return the communicator of a call to one rank, and that rank; None in a group of one, which has no
-        other.
-
-        Raises:
-            ValueError: it is no rank of the group, or the caller itself.
+        """Return the communicator of a call to one rank, and that rank, which is not the caller; None in a
+        group of one, which has no other.
         """
         communicator = self._current()  # it may have other members than at the last call
         size = communicator.world_size
@@ -794,11 +787,7 @@ class GroupCoordinator:
         _by_name[self.unique_name] = self
 
     def _current(self) -> Communicator:
-        """Return the communicator of the next call.
-
-        Raises:
-            GroupCoordinatorError: the coordinator was destroyed.
-        """
+        """Return the communicator of the next call; a GroupCoordinatorError says why there is none."""
         if self._communicator is None:
             raise GroupCoordinatorError(f"the coordinator {self.unique_name} was destroyed")
         return self._communicator

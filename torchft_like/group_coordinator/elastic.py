@@ -115,11 +115,7 @@ class EpochGroups(AbortSignal):
             group.set_timeout(timeout)
 
     def barrier(self, timeout: timedelta) -> None:
-        """Wait until all members have come.
-
-        Raises:
-            RuntimeError: they have not, within `timeout`, or one of them died.
-        """
+        """Wait until all members have come; a RuntimeError says that they have not, or that one died."""
         options = BarrierOptions()
         options.timeout = timeout
         self.cpu.barrier(options).wait(timeout)

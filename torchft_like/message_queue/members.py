@@ -94,10 +94,8 @@ def create_broadcaster(
 def create_single_reader(
     group: Communicator, find_reader: Callable[[], int], blocking: bool
 ) -> tuple[MessageQueue, list[object]]:
-    """Do what `MessageQueue.create_from_process_group_single_reader` says.
-
-    Args:
-        find_reader: returns the reader's rank in the group, or raises an error that refuses the call.
+    """Do what `MessageQueue.create_from_process_group_single_reader` says; `find_reader` returns the reader's
+    rank in the group, or raises an error that refuses the call.
     """
     operation = "create_single_reader_mq_broadcasters"
     made: list[MessageQueue] = []
@@ -227,10 +225,8 @@ def _written(group: Communicator, queue: MessageQueue, obj: object) -> object:
 
 
 def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[bytes]) -> MessageQueue:
-    """Return a queue from the caller to other members, of the size that the group's options say.
-
-    Args:
-        readers: the members that read, and what the queue calls each of them.
+    """Return a queue from the caller to `readers`: the members that read, and what the queue calls each of
+    them.
     """
     here = places[group.rank]
     near = [called for rank, called in readers.items() if places[rank] == here]
@@ -241,10 +237,8 @@ def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[byt
 
 
 def _places(group: Communicator, operation: str, choose: Callable[[], Terms]) -> list[bytes]:
-    """Return the places of the members: the same bytes for members that can share memory.
-
-    Args:
-        choose: returns what the members must agree on, or raises an error that refuses the call.
+    """Return the places of the members, the same bytes for members that can share memory, once they agree on
+    the terms that `choose` returns.
     """
     said, _ = group.agree(operation, lambda: (Statement(operation, terms=choose()), 0, _place(), None))
     return [record.payload for record in said]

@@ -33,11 +33,8 @@ def reserve(nbytes: int, purpose: str) -> int:
 
 @contextlib.contextmanager
 def creating(nbytes: int, purpose: str) -> Iterator[int]:
-    """Yield the descriptor of a new file in memory, which the block fills; it is closed if that fails.
-
-    Raises:
-        QueueMemoryError: there is no room for it.
-        QueueDescriptorsError: this process can open no more files.
+    """Yield the descriptor of a new file in memory, which the block fills; it is closed if there is no room
+    for that.
     """
     with descriptors_for(purpose):
         available = available_bytes()

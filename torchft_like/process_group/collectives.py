@@ -52,11 +52,7 @@ class Argument:
     depth: int
 
     def find(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensors:
-        """Return the argument of one call, nested to `depth`.
-
-        Raises:
-            TypeError: the call does not have it.
-        """
+        """Return the argument of one call, nested to `depth`; a TypeError says that it is missing."""
         if len(args) > self.index:
             value = args[self.index]
             if self.depth == 1 and type(value) is list and value and type(value[0]) is Tensor:
@@ -220,11 +216,7 @@ class Collective:
         return tuple(dict.fromkeys(each for each in (self.output, self.input) if each is not None))
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Call:
-        """Read the arguments of one call.
-
-        Raises:
-            TypeError: a tensor argument is missing.
-        """
+        """Read the arguments of one call; a TypeError says which tensors are missing."""
         outputs = self.output.find(args, kwargs) if self.output else None
         if self.input is self.output:
             return Call(self, args, kwargs, outputs, outputs)

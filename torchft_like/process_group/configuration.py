@@ -83,11 +83,7 @@ class AbortSignal:
         self.add(lambda: other.remove(hook))
 
     def check(self) -> None:
-        """Raise an error if the signal is set.
-
-        Raises:
-            ProcessGroupAbortedError: it is set.
-        """
+        """Raise a ProcessGroupAbortedError if the signal is set."""
         if self.reason is not None:
             raise ProcessGroupAbortedError(self.reason)
 

@@ -375,11 +375,7 @@ class Generation:
             raise error
 
     def run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
-        """Start one collective.
-
-        Raises:
-            ProcessGroupAbortedError, ProcessGroupNotConfiguredError: the generation is over, or never began.
-        """
+        """Start one collective; the error says why the generation is over, or that it never began."""
         if collective.blocking or collective.name in POINT_TO_POINT:
             work = self._start(collective, args, kwargs)
             return None if work is None else OperationWork(self.take(collective, work))
@@ -464,11 +460,7 @@ class Generation:
         return self._gone.wait(seconds)
 
     def target(self) -> object:
-        """Return the object that runs the collectives.
-
-        Raises:
-            ProcessGroupError: no object does now.
-        """
+        """Return the object that runs the collectives; a ProcessGroupError says why there is none."""
         if (backend := self._backend) is None:
             raise self._unusable()
         return backend.inner

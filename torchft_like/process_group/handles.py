@@ -71,11 +71,8 @@ class Meeting(NamedTuple):
 
 
 def parse_handle(text: str) -> Handle:
-    """Read a handle; fields that this version does not know are ignored.
-
-    Raises:
-        ProcessGroupError: the text is no handle of this package.
-        AddressError: the handle names no valid address of a store.
+    """Read a handle; fields that this version does not know are ignored. A ProcessGroupError says that it is
+    no handle of this package.
     """
     try:
         said = json.loads(text)
@@ -91,11 +88,8 @@ def parse_handle(text: str) -> Handle:
 
 
 def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
-    """Find the place of the member with `own_id` among all members.
-
-    Raises:
-        ProcessGroupError: a handle is not of this package, is there twice, or the member's own is missing.
-        AddressError: a handle names no valid address of a store.
+    """Find the place of the member with `own_id` among all members. A ProcessGroupError says which handle is
+    missing, or there twice.
     """
     ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
     members = [parse_handle(text) for text in ordered]

@@ -284,11 +284,7 @@ class ManagedDeviceMesh(DeviceMesh):
         mesh_dim_names: tuple[str, ...],
         backend_override: Any = None,
     ) -> DeviceMesh:
-        """Split one of the fixed dimensions into several.
-
-        Raises:
-            NotSupportedError: the dimension is the elastic one.
-        """
+        """Split one of the fixed dimensions into several; the elastic one cannot be split."""
         place = self._names.index(dim) if isinstance(dim, str) else dim % self.ndim
         if self._fixed is None or place == self._elastic_dim:
             raise NotSupportedError("the elastic dimension is one: how many it joins is not known in advance")

@@ -618,11 +618,7 @@ class DeviceWatch:
             self._end(f"{late.name} was not done within {late.limit_s:g} s")
 
     def wait_over(self) -> None:
-        """Wait until nothing is under way any more, or the end has been decided.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Wait until nothing is under way, or the end has been decided; a RuntimeError is of the device."""
         pauses = growing_pauses()
         while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
             time.sleep(next(pauses))

@@ -288,11 +288,7 @@ class GroupBackend(Backend):
 
     @property
     def group(self) -> Any:
-        """The group to which this backend belongs.
-
-        Raises:
-            ReferenceError: the group was deleted.
-        """
+        """The group to which this backend belongs; a ReferenceError once that was deleted."""
         if (group := self._find()) is None:
             raise ReferenceError("the process group of this backend is gone")
         return group

@@ -51,12 +51,8 @@ WATCHED_MAX = 16  # operations that are watched, of many that are asked for at o
 
 
 def serve(channel: Channel, heartbeat: socket.socket, trainer: int) -> None:
-    """Serve a trainer until it has gone.
-
-    Args:
-        channel: the channel to the trainer.
-        heartbeat: the socket on which the trainer asks whether this process runs.
-        trainer: the trainer's pidfd.
+    """Serve a trainer until it has gone; on `heartbeat` it asks whether this process runs, and `trainer` is
+    its pidfd.
     """
     watch = threading.Thread(target=echo, args=(heartbeat, trainer), name="torchft-baby-watch", daemon=True)
     watch.start()

@@ -155,22 +155,14 @@ class ForkPool:
                 self._takers -= 1
 
     def prepare_spare(self, first_message: Message | None = None) -> None:
-        """Ask for a fork for the next `take`; return at once.
-
-        Args:
-            first_message: the message that the fork gets as soon as it exists.
-        """
+        """Ask for a fork for the next `take`, which gets the message as soon as it exists; return at once."""
         with self._changed:
             if self._server is not None and not self._server.is_gone:
                 self._server.expect(1, first_message)
 
     def wait_for_spare(self, timeout_s: float, first_message: Message | None = None) -> bool:
-        """Wait until there is a fork for the next `take`, or none can be had now; return whether there is
-        one.
-
-        Args:
-            timeout_s: the longest wait in seconds.
-            first_message: the message that the fork gets as soon as it exists.
+        """Do as `prepare_spare`, and wait until there is a fork, or none can be had now; return whether there
+        is one.
         """
         with self._changed:
             server = self._running()
@@ -386,12 +378,7 @@ in_each_fork(Turn.OBJECTS, fork_pool.forget)
 
 
 def main(control: int, trainer_pid: int) -> None:
-    """Serve the trainer that started this process, and end the process.
-
-    Args:
-        control: the descriptor of the channel to the trainer.
-        trainer_pid: the trainer's process id.
-    """
+    """Serve the trainer that started this process, over the channel `control`, and end the process."""
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     trainer = _watch(trainer_pid)

@@ -250,11 +250,7 @@ class RemoteBackend:
         abort.add(self._kill)
 
     def begin(self, group: str, importer: str, members: GroupMembers) -> None:
-        """Make the subprocess create its backend.
-
-        Raises:
-            ProcessGroupError: the subprocess could not; the text says why.
-        """
+        """Make the subprocess create its backend; a ProcessGroupError says why it could not."""
         self._timeout_s = members.timeout.total_seconds()
         place = (str(members.store), members.rank, members.world_size, self._timeout_s)
         how = (group, importer, self._exporter.greeting())
@@ -305,11 +301,7 @@ class RemoteBackend:
         return self._requests.count()
 
     def wait_over(self) -> None:
-        """Wait until no operation is under way, or the subprocess is gone.
-
-        Raises:
-            RuntimeError: the device has failed.
-        """
+        """Wait until no operation is under way, or the subprocess is gone; a RuntimeError is of the device."""
         pauses = growing_pauses()
         while not self._child.has_ended() and self._is_busy():
             time.sleep(next(pauses))

@@ -98,12 +98,9 @@ class Heartbeat:
         self._is_asked = False
 
     def why_lost(self, now: float) -> str | None:
-        """Return why the subprocess has to be ended, if it has to be.
+        """Return why the subprocess has to be ended, if it has to be, at the time `now` in seconds.
 
         The caller looks every LOOK_EVERY_S while it waits; after a pause the count begins anew.
-
-        Args:
-            now: the present time in seconds.
         """
         if (state := state_of(self._pid)) is None:
             return None  # the channel says that, too
@@ -129,11 +126,8 @@ class Heartbeat:
 
 
 def echo(end: socket.socket, trainer: int) -> None:
-    """Echo the pings of the trainer, and end this process when the trainer is gone or closes its end.
-
-    Args:
-        end: the subprocess's end.
-        trainer: the trainer's pidfd.
+    """Echo the trainer's pings on the subprocess's `end`; end this process when the trainer closes its end,
+    or its pidfd says that it is gone.
     """
     events = select.poll()
     for descriptor in (end.fileno(), trainer):

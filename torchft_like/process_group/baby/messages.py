@@ -369,11 +369,7 @@ _STRUCTS = [struct.Struct(f"<BQBq{2 * dimensions}q") for dimensions in range(65)
 
 
 def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tensor: EncodeTensor) -> bytes:
-    """Encode a call of a collective.
-
-    Raises:
-        NotSupportedError: an argument is of a type that no collective takes.
-    """
+    """Encode a call of a collective; NotSupportedError names an argument that no collective takes."""
     if not kwargs:
         return _encoded_name(name) + encode(args, tensor) + _NO_NAMED
     named = [list_of([_encoded_name(key), encode(value, tensor)]) for key, value in kwargs.items()]
@@ -381,11 +377,7 @@ def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
 
 
 def decode_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
-    """Decode the name of a call, and its arguments in the form that `decode` takes.
-
-    Raises:
-        PlainDataError: the bytes are no call.
-    """
+    """Decode the name of a call, and its arguments in the form that `decode` takes."""
     return (_known_call if len(data) <= CALL_KEPT_BYTES_MAX else _known_call.__wrapped__)(data)
 
 

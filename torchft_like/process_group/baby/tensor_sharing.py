@@ -102,11 +102,7 @@ class Blocks(ABC):
         self._life = object()
 
     def stage(self, tensor: Tensor) -> tuple[Block, TensorSpec]:
-        """Return a block with room for the tensor's elements, in contiguous order, and its description.
-
-        Raises:
-            ProcessGroupError: there is no memory left for the block.
-        """
+        """Return a block with room for the tensor's elements, in contiguous order, and its description."""
         block = self._take(tensor.numel() * tensor.element_size())
         return block, contiguous_spec(tensor, block.segment.number, block.start // tensor.element_size())
 
