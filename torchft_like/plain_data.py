@@ -145,10 +145,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a DTensor, on its way between replica groups.
-
-    Attributes:
-        mesh: the number of its mesh among those of the sender's state.
+    """A rank's part of a DTensor, on its way between replica groups; `mesh` numbers the meshes of the
+    sender's state.
     """
 
     local: Tensor
@@ -305,7 +303,7 @@ def encode(values: Sequence[object]) -> bytes:
 
 
 def decode(data: bytes, start: int = 0, count: int = 1) -> list[object]:
-    """Decode `count` values that `encode` has encoded; a PlainDataError says that there are fewer, or more."""
+    """Decode `count` values that `encode` has encoded; a PlainDataError says that it is another number."""
     try:
         values, end = Reader(data, CALLS, CALLS.limits).values(start, count)
         if end != len(data):
@@ -825,15 +823,9 @@ class Reader:
 
 
 class Structure(Reader):
-    """A structure that `write` has made: its leaves are known at once, and its value can be read once.
-
-    Args:
-        data: the bytes, which need not be trusted.
-        schema: the types that may be in them.
-        limits: the limits of the reader; by default those of the schema.
-
-    Raises:
-        PlainDataError: the bytes are no structure, or it goes beyond the limits.
+    """A structure that `write` has made: its leaves are known at once, and its value can be read once. The
+    bytes need not be trusted: a PlainDataError says that they are no structure, or beyond the limits of the
+    reader, or else of the schema.
     """
 
     def __init__(self, data: bytes, schema: Schema, limits: Limits | None = None) -> None:

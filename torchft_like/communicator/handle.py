@@ -23,11 +23,8 @@ T = TypeVar("T")
 
 
 class Epoch(Configuration):
-    """The time for which members that change are the present ones; it is set when that is over.
-
-    Args:
-        number: the number of the epoch.
-        mark: a number that tells its messages from those of other epochs; the same on all members.
+    """The time for which members that change are the present ones; it is set when that is over. Its `mark`,
+    the same on all members, tells its messages from those of other epochs.
     """
 
     def __init__(self, number: int, mark: int = 0) -> None:

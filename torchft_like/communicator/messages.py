@@ -66,10 +66,8 @@ UNTIL_THE_GROUP_ENDS = timedelta(days=365)
 
 
 class Begun(NamedTuple):
-    """A message that was announced, and whose tensors are under way.
-
-    Attributes:
-        value: the value that `wait` returns, unless `finish` makes it.
+    """A message that was announced, and whose tensors are under way; `value` is that of `wait` unless
+    `finish` makes it.
     """
 
     started: Sequence[Started]
@@ -297,11 +295,8 @@ def check_size(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
 
 
 class _Buckets:
-    """The tensors of one outgoing message, or the memory for those of an incoming one.
-
-    Attributes:
-        flats: the tensors that move: contiguous uint8 tensors of one dimension, in the same order on each
-          rank.
+    """The tensors of one outgoing message, or the memory for those of an incoming one. What moves are
+    `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.
     """
 
     def __init__(

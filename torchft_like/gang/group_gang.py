@@ -100,11 +100,7 @@ class _Members(Communicator):
 
 
 class GroupGang(Gang):
-    """The functions of a gang; a subclass says which members carry them out.
-
-    Args:
-        device: of the tensors that the gang makes itself; "cuda" is the current device.
-    """
+    """The functions of a gang; a subclass says which members carry them out."""
 
     _quick: Communicator | None = None  # the members, if nothing has to be asked of them before a call
 

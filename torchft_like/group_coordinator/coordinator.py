@@ -64,12 +64,8 @@ def coordinator_named(unique_name: str) -> GroupCoordinator:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """The facts about a dispatch that `combine` needs.
-
-    Attributes:
-        sizes: the tokens of each rank.
-        is_sequence_parallel: as it was passed.
-        epoch: of the members that have the tokens.
+    """What `combine` needs of a dispatch: the tokens of each rank, how it was called, and the epoch of the
+    members that have the tokens.
     """
 
     sizes: Sizes
@@ -883,14 +879,10 @@ class Barriers:
     """The barriers of the members of one communicator, which name the missing ranks.
 
     The ranks meet in a barrier of the process group, which notices at once when one of them dies. Beside it
-    each rank notes in a store that it has come, and a rank that waits in vain reads there which ranks have
-    not. A barrier whose time is up stays open: a rank that comes late finds it complete, and the group stays
-    usable. A rank that calls again, after a timeout or an interrupt, waits for the same barrier again:
-    otherwise the ranks would be one off.
-
-    Args:
-        store: a store that all members reach; None takes the one in which the members of the group met.
-        name: the coordinator's name, the same on all members.
+    each rank notes in a store, by default the one in which the members of the group met, that it has come,
+    and a rank that waits in vain reads there which ranks have not. A barrier whose time is up stays open: a
+    rank that comes late finds it complete, and the group stays usable. A rank that calls again, after a
+    timeout or an interrupt, waits for the same barrier again: otherwise the ranks would be one off.
     """
 
     def __init__(self, communicator: Communicator, store: Store | None, name: str) -> None:

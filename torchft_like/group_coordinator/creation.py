@@ -44,12 +44,9 @@ _numbers: Counter[str] = Counter()
 
 
 class Place(NamedTuple):
-    """The caller's place among the members of a coordinator, and the groups that join them.
-
-    Attributes:
-        name: unique among the coordinators of this process.
-        ranks: the members' ranks in the whole job, in the order of their ranks in the group.
-        device_group: None without a device group; the CPU group where the device is a CPU.
+    """The caller's place among the members of a coordinator, and the groups that join them. `ranks` are those
+    of the members in the whole job; without a device group `device_group` is None, and where the device is a
+    CPU it is the CPU group.
     """
 
     name: str
@@ -187,12 +184,7 @@ def _part_of_next(store: Store, rank: int) -> Store:
 
 
 class Agreement:
-    """One rank's part in one agreement.
-
-    Args:
-        store: the part of the store that belongs to this agreement.
-        timeout: how long this rank waits for the others.
-    """
+    """One rank's part in one agreement, to which a part of the store belongs."""
 
     def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
         self._store = store

@@ -87,12 +87,7 @@ class Membership(NamedTuple):
 
 
 class EpochGroups(AbortSignal):
-    """The process groups of one epoch, which end when this signal is set; on a CPU both are the same.
-
-    Args:
-        place: the device of the tensors.
-        timeout: the limit of each operation, until `set_timeout`.
-    """
+    """The process groups of one epoch, which end when this signal is set; on a CPU both are the same."""
 
     def __init__(self, place: torch.device, timeout: timedelta) -> None:
         super().__init__()

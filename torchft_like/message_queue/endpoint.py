@@ -110,11 +110,8 @@ def nothing_written() -> tuple[str, Sequence[int]]:
 
 
 class Endpoint(ABC):
-    """The writer's end of a queue, or a reader's. A subclass calls `__init__` after everything that it
-    acquires has been acquired.
-
-    Args:
-        closed: the message of the error of a call that comes too late.
+    """The writer's end of a queue, or a reader's. A subclass calls `__init__`, with the text of the error of
+    a call that comes too late, after everything that it acquires has been acquired.
     """
 
     def __init__(self, closed: str) -> None:

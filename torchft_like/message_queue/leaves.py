@@ -39,12 +39,7 @@ def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
 
 
 class Source:
-    """The leaves of one message, in their order.
-
-    Args:
-        nbytes: of all leaves together.
-        fill: fills memory with the next bytes.
-    """
+    """The leaves of one message, in their order; `fill` fills memory with the next bytes."""
 
     def __init__(self, nbytes: int, fill: Callable[[memoryview], None]) -> None:
         self.nbytes = self.left = nbytes

@@ -102,10 +102,8 @@ _logger = logging.getLogger(__name__)
 
 
 class JoinListener:
-    """The writer's listening socket and the callers that have not joined yet. No method waits.
-
-    Attributes:
-        shortage: the error for which the last `admit` could not accept a caller: no descriptor is left.
+    """The writer's listening socket and the callers that have not joined yet. No method waits. `shortage` is
+    the error for which the last `admit` could not accept a caller: no descriptor is left.
     """
 
     def __init__(self, ranks: Sequence[int], token: bytes) -> None:
@@ -226,10 +224,8 @@ class _Reader:
 
 
 class LocalReaders:
-    """All local readers; only the thread that holds the writer's lock uses this.
-
-    Attributes:
-        lost, left: the ranks of those that died, and of those that left in good order.
+    """All local readers, with the ranks of those that were `lost`, and of those that have `left` in good
+    order; only the thread that holds the writer's lock uses this.
     """
 
     def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:

@@ -80,16 +80,8 @@ class _Reader:
 
 
 class RemoteReaders:
-    """All remote readers; only the thread that holds the writer's lock uses this.
-
-    Args:
-        host: the address of this machine at which readers reach it.
-        n_readers: how many will join; any rank that is not local may.
-        window: how many messages a reader may be behind.
-        token: the token that readers must know.
-
-    Raises:
-        ValueError: `host` is no address of this machine.
+    """All remote readers, each of which may be `window` messages behind; only the thread that holds the
+    writer's lock uses this. A ValueError says that `host` is no address of this machine.
     """
 
     def __init__(

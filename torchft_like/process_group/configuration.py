@@ -89,10 +89,8 @@ class AbortSignal:
 
 
 class Configuration(AbortSignal):
-    """One configuration of a group: the signal of its end, which is compared by identity.
-
-    Attributes:
-        number: how often the group was configured, this time included; 0 before the first time.
+    """One configuration of a group: the signal of its end, which is compared by identity. `number` counts how
+    often the group was configured, this time included.
     """
 
     def __init__(self, number: int = 0) -> None:

@@ -618,7 +618,7 @@ class DeviceWatch:
             self._end(f"{late.name} was not done within {late.limit_s:g} s")
 
     def wait_over(self) -> None:
-        """Wait until nothing is under way, or the end has been decided; a RuntimeError is of the device."""
+        """Wait until nothing is under way, or the end has been decided; a RuntimeError names the device."""
         pauses = growing_pauses()
         while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
             time.sleep(next(pauses))
@@ -733,15 +733,9 @@ def _yes() -> bool:
 
 
 class NcclOperation(ExplainedOperation):
-    """An operation on NCCL's stream, which a `DeviceWatch` watches.
-
-    Args:
-        work: torch's work.
-        watched: the same operation in the watch.
-        watch: the watch, which keeps the operation until it is over.
-        abort: the signal of the generation's end; this object sets it when a wait lasts too long.
-        mark: returns a function that tells whether the current stream has passed the point at which it is
-          now.
+    """An operation on NCCL's stream, which a `DeviceWatch` keeps until it is over. It sets `abort` when a
+    wait lasts too long; `mark` returns a function that tells whether the current stream has passed the point
+    at which it is now.
     """
 
     def __init__(

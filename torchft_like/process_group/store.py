@@ -169,10 +169,6 @@ class AbortableStore(Store):
 
     Only the thread that uses the client closes its descriptor: if another thread closed it, its number could
     belong to another file by the time of the next call.
-
-    Args:
-        address: the store and the prefix of all keys.
-        timeout: the limit of connecting, and of each operation.
     """
 
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
@@ -415,10 +411,6 @@ class ExchangeStore(Store):
     from memory. Values that are set, or asked for, later go to the store itself.
 
     It relies on every member setting its values before it asks for one, as in a full mesh.
-
-    Args:
-        store: the store through which the members exchange their values.
-        rank, world_size: the caller's rank among the members, and their number.
     """
 
     def __init__(self, store: AbortableStore, rank: int, world_size: int) -> None:

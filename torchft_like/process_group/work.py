@@ -221,11 +221,7 @@ _NOT_STARTED = OperationWork(NOTHING)
 
 
 class BackendOperation(Operation):
-    """An operation of a backend that returns torch's works.
-
-    Attributes:
-        work: the backend's work, which may be set later.
-    """
+    """An operation of a backend that returns torch's works; the work may be set later."""
 
     work: Work = _NOT_STARTED
 

@@ -140,10 +140,8 @@ cuda = TorchCuda()
 class Export(Segment):
     """Memory of this process that any number of subprocesses may map, one after the other.
 
-    Its details are the device, the handle of the allocation, the bytes, and the offset in the allocation.
-
-    Raises:
-        NotSupportedError: the memory cannot be shared; the text says why.
+    Its details are the device, the handle of the allocation, the bytes, and the offset in the allocation. A
+    NotSupportedError says why memory cannot be shared.
     """
 
     def __init__(self, storage: torch.UntypedStorage) -> None:

@@ -225,12 +225,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
 
 class RemoteBackend:
-    """A `generation.Backend` whose collectives run in a subprocess.
-
-    Args:
-        child: the subprocess, which belongs to this object from now on.
-        exporter: lets the subprocess see the tensors; only this object uses it.
-        abort: the signal that ends the subprocess.
+    """A `generation.Backend` whose collectives run in a subprocess, which belongs to this object and ends
+    with the signal.
     """
 
     rest_s_max = None
@@ -301,7 +297,7 @@ class RemoteBackend:
         return self._requests.count()
 
     def wait_over(self) -> None:
-        """Wait until no operation is under way, or the subprocess is gone; a RuntimeError is of the device."""
+        """Wait until no operation is under way, or the subprocess is gone; a RuntimeError names the device."""
         pauses = growing_pauses()
         while not self._child.has_ended() and self._is_busy():
             time.sleep(next(pauses))

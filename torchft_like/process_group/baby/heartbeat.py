@@ -82,11 +82,8 @@ def why_silent(silent_s: float, *, is_stopped: bool) -> str | None:
 
 
 class Heartbeat:
-    """The trainer's end; one thread at a time may use it.
-
-    Args:
-        pid: the process id of the subprocess.
-        end: the socket whose other end the subprocess passes to `echo`.
+    """The trainer's end, of which the subprocess passes the other one to `echo`; one thread at a time may use
+    it.
     """
 
     def __init__(self, pid: int, end: socket.socket) -> None:

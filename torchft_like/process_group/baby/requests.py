@@ -305,12 +305,8 @@ class RemoteOperation(ExplainedOperation):
     """An operation in a subprocess.
 
     It is over, and its outputs are in the caller's tensors, once `wait` has returned, the future has
-    completed, or `is_over` was true.
-
-    Args:
-        result: the output tensors.
-        describe: returns the error of a request that failed, was refused, or lost its subprocess.
-        tensors: the tensors of the call, as the exporter has made them.
+    completed, or `is_over` was true. `describe` returns the error of a request that failed, was refused, or
+    lost its subprocess.
     """
 
     _error: Exception | None = None

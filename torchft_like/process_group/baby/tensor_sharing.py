@@ -65,13 +65,8 @@ _numbers = itertools.count(1)
 
 
 class Segment:
-    """Memory that both processes see.
-
-    Args:
-        details, descriptors: what the subprocess needs to map it.
-
-    Attributes:
-        number: never stands for two segments.
+    """Memory that both processes see: a number, which never stands for two segments, and what the subprocess
+    needs to map it.
     """
 
     def __init__(self, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
@@ -200,13 +195,8 @@ def copy_all(copies: Copies) -> None:
 
 
 class Exporter(ABC):
-    """The trainer's side of one subprocess's memory.
-
-    Args:
-        blocks: where tensors are staged.
-
-    Attributes:
-        send: sends the subprocess what it has to know before a request; the backend sets it.
+    """The trainer's side of one subprocess's memory. `send`, which the backend sets, tells the subprocess
+    what it has to know before a request.
     """
 
     # The class of the operations behind the caller's works.

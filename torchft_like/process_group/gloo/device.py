@@ -81,11 +81,7 @@ _devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
 
 
 class GlooDevice:
-    """A device on one local address.
-
-    Args:
-        host: the local address to listen on. `GLOO_SOCKET_IFNAME` overrides it, as everywhere in torch.
-    """
+    """A device on the local address `host`; `GLOO_SOCKET_IFNAME` overrides it, as everywhere in torch."""
 
     def __init__(self, host: str) -> None:
         self._lock = threading.Lock()

@@ -58,11 +58,8 @@ _SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the op
 
 
 class GlooGaps:
-    """Methods of a Gloo group, under the names of the table of collectives.
-
-    Args:
-        gloo: torch's Gloo group.
-        shell: torch's process group around it, for methods that `gloo` does not offer to Python.
+    """Methods of a Gloo group, or else of torch's shell around it, under the names of the table of
+    collectives.
     """
 
     def __init__(self, gloo: TorchGloo, shell: object, rank: int, world_size: int) -> None:
