@@ -109,14 +109,15 @@ def available_bytes() -> int:
 
     Files in memory need no room in /dev/shm. They count as memory of the process that first touches them.
     """
-    return min([_of_machine(Path("/proc/meminfo").read_text()), *_of_groups()])
+    of_machine = _number_in(Path("/proc/meminfo").read_text(), "MemAvailable:", otherwise=_NO_LIMIT) * 1024
+    return min([of_machine, *_of_groups()])
 
 
-def _of_machine(meminfo: str) -> int:
-    for line in meminfo.splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return _NO_LIMIT
+def _number_in(text: str, *names: str, otherwise: int = 0) -> int:
+    for line in text.splitlines():
+        if line.startswith(names):
+            return int(line.split()[1])
+    return otherwise
 
 
 def _of_groups() -> Iterator[int]:
@@ -140,14 +141,9 @@ def _of_ancestors(root: Path, path: str, names: tuple[str, str]) -> Iterator[int
         try:
             limit, used = (folder.joinpath(name).read_text().strip() for name in names)
             if limit != "max":
-                yield int(limit) - int(used) + _droppable(folder.joinpath("memory.stat").read_text())
+                stat = folder.joinpath("memory.stat").read_text()
+                droppable = _number_in(stat, "inactive_file ", "total_inactive_file ")
+                yield int(limit) - int(used) + droppable
         except (OSError, ValueError):  # the root has no limit, and a container does not see its ancestors
             pass
         folder = folder.parent
-
-
-def _droppable(stat: str) -> int:
-    for line in stat.splitlines():
-        if line.startswith(("inactive_file ", "total_inactive_file ")):
-            return int(line.split()[1])
-    return 0

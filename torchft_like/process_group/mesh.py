@@ -487,7 +487,9 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
 
     def _broadcast(self, call: Call) -> Work:
         """Broadcast within every replica group, then across, from every rank of the root's group."""
-        across_root, within_root = self._split(call.root)
+        outside, inner = divmod(call.root, self._inner_size)
+        outer, across_root = divmod(outside, self._across_size())
+        within_root = outer * self._inner_size + inner
         (tensor,) = call.outputs
         self._within.broadcast(tensor, within_root).wait()
         work: Work = self.parent.broadcast_one(tensor, across_root)
@@ -514,12 +516,6 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
     def _rank_of(self, across_rank: int, within_rank: int) -> int:
         outer, inner = divmod(within_rank, self._inner_size)
         return (outer * self._across_size() + across_rank) * self._inner_size + inner
-
-    def _split(self, rank: int) -> tuple[int, int]:
-        """Return the ranks across and within, of a rank of this group."""
-        outside, inner = divmod(rank, self._inner_size)
-        outer, across_rank = divmod(outside, self._across_size())
-        return across_rank, outer * self._inner_size + inner
 
 
 def _gathered(call: Call, size: int) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:

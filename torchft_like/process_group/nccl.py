@@ -294,7 +294,7 @@ class _NcclBackend:
                 f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
                 "configure; keep collectives of a reconfigurable group out of the capture"
             )
-        options = _options_of(args, kwargs)
+        options = next((value for value in (*args, *kwargs.values()) if hasattr(value, "asyncOp")), None)
         with _asynchronous(options):
             work = method(*args, **kwargs)
         if work is None:
@@ -457,13 +457,6 @@ def _constructor_environment() -> Iterator[None]:
             yield
         finally:
             os.environ.update(before)
-
-
-def _options_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    for value in (*args, *kwargs.values()):
-        if hasattr(value, "asyncOp"):
-            return value
-    return None
 
 
 @contextlib.contextmanager

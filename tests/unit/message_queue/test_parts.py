@@ -127,7 +127,7 @@ def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.M
         (folder / "memory.current").write_text(used + "\n")
         (folder / "memory.stat").write_text("anon 5\ninactive_file 50000\n")
     assert list(memory._of_ancestors(tmp_path, "/job/step", ("memory.max", "memory.current"))) == [650000]
-    assert memory._of_machine("MemTotal: 9 kB\nMemAvailable:    7 kB\n") == 7 * 1024
+    assert memory._number_in("MemTotal: 9 kB\nMemAvailable:    7 kB\n", "MemAvailable:") == 7
 
 
 # ---------------------------------------------------------------------------------- the listener

@@ -144,15 +144,11 @@ class _Server:
             return
         if answer is not None:
             self._answer(request, Outcome.DONE, *answer)
-        elif work is not None:
-            self._answer_when_over(request, name, work)
-
-    def _answer_when_over(self, request: int, name: str, work: Work) -> None:
-        if name in POINT_TO_POINT:
+        elif work is not None and name in POINT_TO_POINT:
             self._wait_aside(request, work.wait, work)
-        elif len(self._watched) < WATCHED_MAX:
+        elif work is not None and len(self._watched) < WATCHED_MAX:
             self._watched.append((request, work))
-        else:
+        elif work is not None:
             self._leave_to_backend(request, work)
 
     def _answer_what_is_over_soon(self) -> None:
