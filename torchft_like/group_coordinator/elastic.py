@@ -547,8 +547,6 @@ NAME_CHARACTERS_MAX = 200
 RETRY_S = 0.05
 _NOT_READY, _LEAVES, _ROLLED_BACK, _SWITCHED = 0, -1, 1, 2  # the present members say; or a quorum's id
 
-_logger = logging.getLogger(__name__)
-
 
 class EpochCoordinator(GroupCoordinator):
     """The common part of coordinators whose members come and go in epochs.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -62,14 +62,6 @@ class Handle(NamedTuple):
     global_rank: int | None  # the member's rank in the job, if the member knows it
 
 
-class Meeting(NamedTuple):
-    """The store in which a member meets the others, its rank, and the ranks of all members in the job."""
-
-    store: str
-    rank: int
-    global_ranks: Sequence[int | None]
-
-
 def parse_handle(text: str) -> Handle:
     """Read a handle; fields that this version does not know are ignored. A ProcessGroupError says that it is
     no handle of this package.
@@ -87,9 +79,9 @@ def parse_handle(text: str) -> Handle:
     return handle
 
 
-def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
-    """Find the place of the member with `own_id` among all members. A ProcessGroupError says which handle is
-    missing, or there twice.
+def meeting_of(handles: Collection[str], own_id: str) -> tuple[str, int, list[int | None]]:
+    """Return the store in which the member with `own_id` meets the others, its rank, and the ranks of all
+    members in the job. A ProcessGroupError says which handle is missing, or there twice.
     """
     ordered = sorted(handles) if isinstance(handles, set | frozenset) else list(handles)
     members = [parse_handle(text) for text in ordered]
@@ -101,7 +93,7 @@ def meeting_of(handles: Collection[str], own_id: str) -> Meeting:
             f"the group's own handle is not among the {len(ids)} that it was given; every member's "
             "get_reconfigure_handle() belongs there, its own included"
         )
-    return Meeting(members[0].store, ids.index(own_id), [member.global_rank for member in members])
+    return members[0].store, ids.index(own_id), [member.global_rank for member in members]
 
 
 class Reconfigurable:
@@ -167,12 +159,11 @@ class Reconfigurable:
               all members.
             AddressError: a handle names no valid address of a store.
         """
-        where = meeting_of(opts.handles, self._handle_id or "")
+        store, rank, global_ranks = meeting_of(opts.handles, self._handle_id or "")
         about = dict(self._identity, quorum_id=opts.uuid, timeout=opts.timeout)
-        if None not in where.global_ranks:
-            about["global_ranks"] = where.global_ranks
-        size = len(where.global_ranks)
-        self.configure(f"{where.store}/torchft/{opts.uuid}", where.rank, size, **about)
+        if None not in global_ranks:
+            about["global_ranks"] = global_ranks
+        self.configure(f"{store}/torchft/{opts.uuid}", rank, len(global_ranks), **about)
         return finished_work([])
 
 

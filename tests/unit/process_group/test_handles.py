@@ -26,7 +26,7 @@ from torchft_like.process_group import (
     ReconfigureOptions,
     reconfigure_with_store,
 )
-from torchft_like.process_group.handles import Meeting, meeting_of, parse_handle
+from torchft_like.process_group.handles import meeting_of, parse_handle
 
 from .conftest import LIMIT_S, Party
 
@@ -193,7 +193,7 @@ def handle(name: str, **changes: object) -> str:
 
 def test_members_meet_in_the_first_ones_store_in_the_order_of_the_handles() -> None:
     handles = [handle("b", store="10.0.0.2:1", global_rank=3), handle("a", global_rank=5)]
-    assert meeting_of(handles, "a") == Meeting("10.0.0.2:1", 1, [3, 5])
+    assert meeting_of(handles, "a") == ("10.0.0.2:1", 1, [3, 5])
 
 
 def test_what_a_handle_says_beyond_is_left_out() -> None:
