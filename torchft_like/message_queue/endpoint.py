@@ -180,10 +180,7 @@ class Endpoint(ABC):
 
     def _require_open(self) -> None:
         if self._is_closing:
-            raise self._too_late()
-
-    def _too_late(self) -> QueueClosedError:
-        return QueueClosedError(self._closed)
+            raise QueueClosedError(self._closed)
 
     def _make_locks(self) -> None:
         self._lock, self._ending = threading.Lock(), threading.Lock()

@@ -473,8 +473,7 @@ class LocalReader(Endpoint):
 
     def dequeue(self, limit: Limit, is_expected: bool = False) -> object:
         with self._lock:
-            if self._is_closing:
-                raise self._too_late()
+            self._require_open()
             ring = self._ring or self._joined(limit)
             words, consumed = ring.words, ring.consumed
             if words[PUBLISHED] <= consumed:

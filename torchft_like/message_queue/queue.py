@@ -107,8 +107,7 @@ class Writer(Endpoint):
 
     def enqueue(self, value: object, limit: Limit) -> None:
         with self._lock:
-            if self._is_closing:
-                raise self._too_late()
+            self._require_open()
             structure, leaves = dissect(value)
             parts = [structure, *map(bytes_of, leaves)] if leaves else [structure]
             nbytes = sum(map(len, parts)) if leaves else len(structure)
