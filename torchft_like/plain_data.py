@@ -303,7 +303,7 @@ def encode(values: Sequence[object]) -> bytes:
 
 
 def decode(data: bytes, start: int = 0, count: int = 1) -> list[object]:
-    """Decode `count` values that `encode` has encoded; a PlainDataError says that it is another number."""
+    """Decode `count` values that `encode` has encoded; a PlainDataError says that there are fewer or more."""
     try:
         values, end = Reader(data, CALLS, CALLS.limits).values(start, count)
         if end != len(data):

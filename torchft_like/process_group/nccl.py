@@ -611,7 +611,7 @@ class DeviceWatch:
             self._end(f"{late.name} was not done within {late.limit_s:g} s")
 
     def wait_over(self) -> None:
-        """Wait until nothing is under way, or the end has been decided; a RuntimeError names the device."""
+        """Wait until nothing is under way, or the end has been decided. A failed device is a RuntimeError."""
         pauses = growing_pauses()
         while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
             time.sleep(next(pauses))

@@ -155,7 +155,9 @@ class ForkPool:
                 self._takers -= 1
 
     def prepare_spare(self, first_message: Message | None = None) -> None:
-        """Ask for a fork for the next `take`, which gets the message as soon as it exists; return at once."""
+        """Ask for a fork for the next `take`, which gets the message as soon as it exists. This does not
+        wait.
+        """
         with self._changed:
             if self._server is not None and not self._server.is_gone:
                 self._server.expect(1, first_message)
