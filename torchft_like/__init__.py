@@ -35,7 +35,7 @@ from torchft_like.shutdown_signals import stop_on_signals
 
 if TYPE_CHECKING:
     from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
-    from torchft_like.data import DistributedSampler
+    from torchft_like.data import DistributedSampler, GlobalBatches, GlobalBatchLoader
     from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
     from torchft_like.manager import Manager, WorldSizeMode
     from torchft_like.optim import OptimizerWrapper
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "coordination": ("LighthouseClient", "LighthouseServer", "ManagerClient", "ManagerServer"),
-    "data": ("DistributedSampler",),
+    "data": ("DistributedSampler", "GlobalBatches", "GlobalBatchLoader"),
     "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
     "manager": ("Manager", "WorldSizeMode"),
     "optim": ("OptimizerWrapper",),
@@ -95,6 +95,8 @@ __all__ = [
     "ErrorSwallowingProcessGroupWrapper",
     "FaultInjectingProcessGroup",
     "FaultToleranceError",
+    "GlobalBatchLoader",
+    "GlobalBatches",
     "GroupLostError",
     "LighthouseClient",
     "LighthouseServer",

@@ -30,7 +30,7 @@ Callers serialize the calls; decisions are returned, and acting on them is the M
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -79,6 +79,20 @@ class Plan(NamedTuple):
     heal: bool
 
 
+class Share(NamedTuple):
+    """A replica group's part of the work of a step.
+
+    Attributes:
+        rank: its rank among the replica groups whose gradients count; None if its own do not.
+        size: how many replica groups those are.
+        divisor: the number by which averages divide; greater in a first step, in which all but one add zeros.
+    """
+
+    rank: int | None
+    size: int
+    divisor: int
+
+
 NO_QUORUM = -1
 OWN_FAILURES_MAX = 8  # with so many the lighthouse leaves a replica out for the longest time
 
@@ -102,6 +116,7 @@ class StepProtocol:
         self.healing = False
         self.participating_rank: int | None = None
         self.num_participants = 0
+        self._counted: Sequence[int] = ()  # the participants whose gradients count
         self._configured_quorum_id = NO_QUORUM
         self._failures: dict[int, Exception] = {}
         self._failure_before_quorum: Exception | None = None
@@ -336,6 +351,13 @@ class StepProtocol:
         """
         return self.participating_rank is not None and not self._rules.use_async_quorum
 
+    @property
+    def share(self) -> Share:
+        """This replica group's part of the current attempt."""
+        rank, counted = self.participating_rank, self._counted
+        place = None if rank is None or rank not in counted else counted.index(rank)
+        return Share(place, len(counted), self.num_participants)
+
     def vote(self) -> bool:
         """Return whether this rank may commit."""
         if self.failure is not None or self._lacks_state:
@@ -382,6 +404,11 @@ class StepProtocol:
             size = min(size, self._rules.min_replica_size)
             rank = rank if rank is not None and rank < size else None
         self.participating_rank, self.num_participants = rank, size
+        # In a first step members that count as up to date heal from one of them.
+        is_first = result.max_world_size == result.replica_world_size
+        heals = self._rules.use_async_quorum and allow_heal and is_first
+        late = result.healing_ranks if heals else ()
+        self._counted = [rank for rank in range(size) if rank not in late]
 
 
 def _count(counters: Mapping[str, object], name: str) -> int:

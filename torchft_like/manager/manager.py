@@ -31,7 +31,7 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin
-from torchft_like.core.step import Join, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.step import Join, Share, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     ForeignStateError,
@@ -438,6 +438,20 @@ class Manager:
             return 0
         self.wait_quorum()
         return self._protocol.num_participants
+
+    def share_of_step(self) -> Share:
+        """Return this replica group's part of the step that has begun, which is the same until its end.
+
+        This waits for the quorum, and takes part in the step: a death after it costs the step.
+
+        Raises:
+            RuntimeError: no step has begun.
+        """
+        attempt = self._driver.current()
+        if not self._protocol.in_step:
+            raise RuntimeError("the step has ended: begin the next one (Optimizer.zero_grad) before")
+        self._driver.wait_configured(attempt)
+        return self._protocol.share
 
     def is_participating(self) -> bool:
         """Return whether this replica group's gradients count in the current step."""

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from torchft_like.core.assignment import QuorumResult
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.step import Plan, StepProtocol, StepRules, WorldSizeMode
 
 
@@ -307,3 +308,31 @@ def test_a_join_names_the_quorum_whose_process_group_broke() -> None:
     ready(p, 2)
     p.decide(committed=True)
     assert p.begin().broken_quorum_id == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "rules", "shares"),
+    [
+        ((4, 4, 4), {}, [(0, 3, 3), (1, 3, 3), (2, 3, 3)]),
+        ((4, 2, 4), {}, [(0, 2, 2), (None, 2, 2), (1, 2, 2)]),  # b heals
+        ((0, 0, 0), {}, [(0, 1, 3), (None, 1, 3), (None, 1, 3)]),  # the first step: all take a's state
+        ((0, 0, 0), {"use_async_quorum": False}, [(0, 3, 3), (1, 3, 3), (2, 3, 3)]),
+        ((4, 2, 4), {"use_async_quorum": False}, [(0, 3, 3), (1, 3, 3), (2, 3, 3)]),
+        (
+            (4, 4, 4),
+            {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES},
+            [(0, 2, 2), (1, 2, 2), (None, 2, 2)],
+        ),
+    ],
+)
+def test_the_shares_of_a_step_are_those_whose_gradients_count(
+    steps: tuple[int, ...], rules: dict[str, Any], shares: list[tuple[int | None, int, int]]
+) -> None:
+    members = [pb.QuorumMember(replica_id=name, step=step) for name, step in zip("abc", steps, strict=True)]
+    found = []
+    for name in "abc":
+        p = protocol(2, **rules)
+        p.begin()
+        p.agreed(assign(1, members, name, 0, init_sync=True), allow_heal=True)
+        found.append(tuple(p.share))
+    assert found == shares

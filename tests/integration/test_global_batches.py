@@ -1,0 +1,44 @@
+"""Every sample is used once per epoch while replicas die, leave and come."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.integration.sampled_job import BATCHES
+from torchft_like.testing.cluster import Cluster, Group
+
+pytestmark = pytest.mark.integration
+
+CHANGES = 20
+
+
+def test_samples_are_used_once_per_epoch_through_twenty_changes_of_membership(tmp_path: Path) -> None:
+    with Cluster(tmp_path) as cluster:
+
+        def start(name: str) -> Group:
+            arguments = [name, str(cluster.index_of(name))]
+            return cluster.launch(name, ["tests.integration.sampled_job", *arguments])
+
+        living = {name: start(name) for name in "abc"}
+        cluster.wait_for_quorum_of(*living.values())
+        for change in range(CHANGES):
+            name = "abc"[change // 2 % 3]
+            if name in living:
+                living.pop(name).kill()
+            else:
+                living[name] = start(name)
+            cluster.wait_for_quorum_of(*living.values())
+        ranks = [rank for group in cluster.groups for rank in group.ranks]
+        taken = defaultdict(list)
+        for record in (record for rank in ranks for record in rank.records("took")):
+            taken[record["step"], record["quorum_id"]] += record["samples"]
+        commits = {(commit.step, commit.quorum_id) for rank in ranks for commit in rank.commits()}
+        steps = {step for step, _ in commits}
+        assert len(steps) == max(steps) > BATCHES.steps  # more than an epoch
+        for step, quorum_id in commits:
+            assert sorted(taken[step - 1, quorum_id]) == sorted(BATCHES.of(step - 1)), (step, quorum_id)
+        sizes = {len(commit.members) for rank in ranks for commit in rank.commits()}
+        assert sizes >= {2, 3}
