@@ -26,7 +26,8 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple
+
+from torchft_like.core.replica_group import RankJoin
 
 
 class Stage(enum.Enum):
@@ -51,18 +52,24 @@ class Answer(enum.Enum):
     IN_DOUBT = "the same, and whether the others have switched is not known"
 
 
-class Request(NamedTuple):
-    """A request to the lighthouse for a quorum.
+def request(shrink_only: bool, quorum_id: int, broken_quorum_id: int) -> RankJoin:
+    """Return the request for a quorum of a replica group of one rank, which has no state.
 
-    Attributes:
+    Args:
         shrink_only: newcomers shall wait.
         quorum_id: the id of the quorum whose members this one has, or votes for; 0 for none.
         broken_quorum_id: the last quorum, if this member can use it no more; 0 if it can.
     """
-
-    shrink_only: bool
-    quorum_id: int
-    broken_quorum_id: int
+    return RankJoin(
+        group_rank=0,
+        step=0,
+        checkpoint_metadata="",
+        shrink_only=shrink_only,
+        init_sync=False,
+        commit_failures=int(broken_quorum_id > 0),
+        commit_quorum_id=quorum_id,
+        broken_quorum_id=broken_quorum_id,
+    )
 
 
 @dataclass
@@ -83,7 +90,7 @@ class Candidate:
     _last: int = 0  # id that it was told
     _given_up: int = 0  # the newest id that it can use no more
 
-    def ask(self, *, shrink_only: bool = False) -> Request:
+    def ask(self, *, shrink_only: bool = False) -> RankJoin:
         """Ask for the next quorum; return what the member says, which it may say again.
 
         Args:
@@ -91,21 +98,21 @@ class Candidate:
         """
         self.stage = Stage.ASKED
         broken_quorum_id = self._last if self._last <= self._given_up else 0
-        return Request(shrink_only and self.epoch > 0, self.epoch, broken_quorum_id)
+        return request(shrink_only and self.epoch > 0, self.epoch, broken_quorum_id)
 
-    def vote(self) -> Request:
+    def vote(self) -> RankJoin:
         """Vote for the proposal, whose members this one has met."""
         self.stage, self.was_away = Stage.VOTED, False
-        return Request(True, self.proposed, 0)
+        return request(True, self.proposed, 0)
 
-    def disconnected(self) -> Request | None:
+    def disconnected(self) -> RankJoin | None:
         """Note that the line to the lighthouse is lost; return what the member says when the line is back.
 
         The others may go on without this member: a request to shrink would then keep it out.
         """
         self.was_away = True
         if self.stage is Stage.VOTED:
-            return Request(False, self.proposed, 0)
+            return request(False, self.proposed, 0)
         return self.ask() if self.stage is Stage.ASKED else None
 
     def answered(self, quorum_id: int, *, is_unanimous: bool = True) -> Answer:
@@ -144,7 +151,7 @@ class Candidate:
             self.lose_members()
         return Answer.IN_DOUBT if was_away else Answer.ROLL_BACK
 
-    def give_up(self) -> Request | None:
+    def give_up(self) -> RankJoin | None:
         """Give up the proposal, on which this member has not voted, and ask for the next quorum.
 
         Returns:

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import BarrierOptions, TCPStore
 from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
 from torchft_like.communicator.handle import Epoch, Handle
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.candidate import Answer, Candidate, Request, Stage
+from torchft_like.core.candidate import Answer, Candidate, Stage
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin
 from torchft_like.core.stall_watch import Wait
 from torchft_like.devices import beside_captures
@@ -451,19 +451,9 @@ class Member:
         self._link, store = connect(config, self, _HEARTBEAT)
         self._stores.append(store)
 
-    def _say(self, request: Request | None) -> None:
+    def _say(self, request: RankJoin | None) -> None:
         if request is not None and self._link is not None:
-            join = RankJoin(
-                group_rank=0,
-                step=0,
-                checkpoint_metadata="",
-                shrink_only=request.shrink_only,
-                init_sync=False,
-                commit_failures=int(request.broken_quorum_id > 0),
-                commit_quorum_id=request.quorum_id,
-                broken_quorum_id=request.broken_quorum_id,
-            )
-            self._link.join(join)
+            self._link.join(request)
 
     def _succeed(self, change: Change) -> Change:
         """Make the change after one that was rolled back."""

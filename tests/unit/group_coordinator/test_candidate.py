@@ -14,7 +14,7 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore, QuorumFormed, SessionSuperseded
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.candidate import Answer, Candidate, Request, Stage
+from torchft_like.core.candidate import Answer, Candidate, Stage, request
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, GroupJoin, RankJoin, RankQuorum, ReplicaGroup
 
@@ -28,14 +28,14 @@ def proposed(quorum_id: int = 7, *, epoch: int = 5) -> Candidate:
 
 def test_the_id_of_the_present_members_is_nothing_new() -> None:
     candidate = Candidate(epoch=5)
-    assert candidate.ask() == Request(False, 5, 0)
+    assert candidate.ask() == request(False, 5, 0)
     assert candidate.answered(5) is Answer.NOTHING_NEW
-    assert candidate.ask(shrink_only=True) == Request(True, 5, 0)
+    assert candidate.ask(shrink_only=True) == request(True, 5, 0)
 
 
 def test_an_id_that_is_kept_is_a_switch() -> None:
     candidate = proposed()
-    assert candidate.vote() == Request(True, 7, 0)
+    assert candidate.vote() == request(True, 7, 0)
     assert candidate.answered(7) is Answer.SWITCH
     assert (candidate.epoch, candidate.stage) == (7, Stage.IDLE)
 
@@ -44,17 +44,17 @@ def test_an_id_that_is_kept_is_none_where_somebody_has_voted_for_another() -> No
     candidate = proposed()
     candidate.vote()
     assert candidate.answered(7, is_unanimous=False) is Answer.SPOILED
-    assert candidate.ask() == Request(False, 5, 7)
+    assert candidate.ask() == request(False, 5, 7)
 
 
 def test_who_has_no_members_is_a_newcomer_and_lets_others_in() -> None:
-    assert Candidate().ask(shrink_only=True) == Request(False, 0, 0)
+    assert Candidate().ask(shrink_only=True) == request(False, 0, 0)
 
 
 def test_who_lost_its_line_after_its_vote_is_in_doubt() -> None:
     candidate = proposed()
     candidate.vote()
-    assert candidate.disconnected() == Request(False, 7, 0)  # to be let in again
+    assert candidate.disconnected() == request(False, 7, 0)  # to be let in again
     assert candidate.answered(8) is Answer.IN_DOUBT
     assert (candidate.epoch, candidate.proposed) == (0, 8)
 
@@ -185,11 +185,8 @@ class World:
 
     # -- the member
 
-    def say(self, process: Process, request: Request | None) -> None:
-        if request is not None:
-            broken = request.broken_quorum_id
-            join = RankJoin(0, 0, "", request.shrink_only, False, int(broken > 0), request.quorum_id)
-            join = join._replace(broken_quorum_id=broken)
+    def say(self, process: Process, join: RankJoin | None) -> None:
+        if join is not None:
             self.perform(process, process.group.rank_joined(join))
 
     def answer(self, process: Process, result: QuorumResult) -> None:

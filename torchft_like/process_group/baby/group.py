@@ -297,7 +297,7 @@ class RemoteBackend:
         return self._requests.count()
 
     def wait_over(self) -> None:
-        """Wait until no operation is under way, or the subprocess is gone. A failed device is a RuntimeError."""
+        """Wait until no operation is under way, or the subprocess is gone. A device may raise an error."""
         pauses = growing_pauses()
         while not self._child.has_ended() and self._is_busy():
             time.sleep(next(pauses))
