@@ -106,7 +106,14 @@ def member_lost(lost: MemberLost) -> bytes:
 def quorum_over(over: QuorumOver) -> bytes:
     """Serialize the alarm that a replica has missed, as the loss of the replica itself."""
     reason = "it was away, and the others gave this quorum up"
-    message = pb.MemberLost(quorum_id=over.quorum_id, replica_id=over.replica_id, reason=reason)
+    if over.must_answer:
+        reason = "others wait for it, and it is to give this quorum up"
+    message = pb.MemberLost(
+        quorum_id=over.quorum_id,
+        replica_id=over.replica_id,
+        reason=reason,
+        must_answer=over.must_answer,
+    )
     return pb.SessionResponse(member_lost=message).SerializeToString()
 
 

@@ -240,8 +240,10 @@ class Lighthouse:
         if request.WhichOneof("request") == "join":
             return self._core.join(number, codec.member_from_wire(request.join), now)
         if request.WhichOneof("request") == "holds":
-            holds = request.holds
-            return self._core.hold(number, QuorumNumber(holds.quorum_id, holds.round), holds.step, now)
+            holds, quorum = request.holds, QuorumNumber(request.holds.quorum_id, request.holds.round)
+            if holds.gives_up:
+                return self._core.give_up(number, quorum, now)
+            return self._core.hold(number, quorum, holds.step, now)
         return self._core.report_links(number, request.broken_links.unreachable_replica_ids, now)
 
     def _about_request(

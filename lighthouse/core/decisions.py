@@ -104,12 +104,14 @@ class SessionSuperseded(NamedTuple):
 class QuorumOver(NamedTuple):
     """The quorum that the replica reports broke while it had no session: tell it so in this new session.
 
-    The replica missed the alarm, and what it waits for in that quorum will not come.
+    The replica missed the alarm, and what it waits for in that quorum will not come. Where it `must_answer`,
+    others wait until it says that it commits nothing more in that quorum.
     """
 
     session: int
     replica_id: str
     quorum_id: int
+    must_answer: bool = False
 
 
 class QuorumBroken(NamedTuple):

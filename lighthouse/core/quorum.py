@@ -14,8 +14,12 @@ quorum possible forms it, and the next round begins. A quorum is possible when
    join has waited for `join_timeout`.
 
 A replica that is healthy and does not join counts for the majority until `join_timeout` after it registered,
-or was in a quorum. Members of the last quorum always count: they may go on in it, and two quorums could
-commit the same step.
+or was in a quorum. Members of the last quorum count for longer: they may go on in it, and two quorums could
+commit the same step. When the first to join has waited for `join_timeout`, and there is no majority although
+a member has joined, or is gone, the others are told to give that quorum up, in which no member can get on.
+Their servers answer, also for a training thread that hangs: they commit nothing more in it, and count no
+more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
+counts as little as one that answers no PING.
 
 A quorum takes all replicas that have joined, or, if any of them asked to `shrink_only`, those that were in
 the last quorum; the others stay joined for the next round. These are torchft's rules, except for this: there
@@ -161,6 +165,10 @@ class QuorumCore:
         self._has_formed = False
         self._standing: StandingQuorum | None = None  # the last quorum, while it stands
         self._may_go_on = False  # it stood, and no member is known to have given it up, or to be gone
+        # Members of the last quorum that have given it up without asking for another one, and when they were
+        # told to.
+        self._given_up: set[str] = set()
+        self._told_at: float | None = None
         self._heard_at = 0.0  # when the last word of its members came, or went to them
         self._find_at: float | None = (
             None  # when the members that may go on are looked for, if they have to be
@@ -203,7 +211,8 @@ class QuorumCore:
         else:
             self._remind(session, replica_id, decisions)
         if self._is_over(last):
-            decisions.append(QuorumOver(session, replica_id, last.quorum_id))
+            must_answer = last == self._number and self._told_at is not None
+            decisions.append(QuorumOver(session, replica_id, last.quorum_id, must_answer))
         self._form(now, decisions)
         return decisions
 
@@ -239,6 +248,16 @@ class QuorumCore:
         if standing is not None and number == self._number and replica_id in standing.members:
             standing.holds(replica_id, step)
             self._hold(replica_id, decisions)
+        return decisions
+
+    def give_up(self, session: int, number: QuorumNumber, now: float) -> list[Decision]:
+        """Handle a member that commits nothing more in the last quorum, as it was told to give it up."""
+        decisions = self.advance(now)
+        replica_id = self._healthy.owner_of(session)
+        if replica_id in self._last and number == self._number:
+            self._given_up.add(str(replica_id))
+            self._goes_on_no_more(str(replica_id))
+            self._form(now, decisions)
         return decisions
 
     def leave(self, session: int, now: float, step: int = 0) -> list[Decision]:
@@ -432,13 +451,16 @@ class QuorumCore:
         until: dict[str, float] = {}
         for replica_id in self._healthy.ids():
             if replica_id not in self._joined:
-                is_member = replica_id in self._last
-                end = math.inf if is_member else self._healthy.since(replica_id) + self._join_timeout
+                end = self._healthy.since(replica_id) + self._join_timeout
+                if replica_id in self._last and replica_id not in self._given_up:
+                    end = math.inf if self._told_at is None else self._told_at + self._join_timeout
                 if now < end:
                     until[replica_id] = end
         return until
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
+        if self._is_held_back(now):
+            self._tell_to_give_up(now, decisions)
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
             self._find_members(now, decisions)
         while (state := self._state(now)).forms:
@@ -465,16 +487,31 @@ class QuorumCore:
 
     def _find_members(self, now: float, decisions: list[Decision]) -> None:
         """Tell members that are there to give the last quorum up, and look for the others."""
-        ids = sorted(self._last)
-        there = [(i, session) for i in ids if (session := self.session_of(i)) is not None]
-        if self._find_at is None and there:
-            decisions += [QuorumOver(session, i, self._number.quorum_id) for i, session in there]
-            self._alarms += 1
-            self._standing = None
-            self._heard_at = now
+        if self._find_at is None:
+            self._tell_to_give_up(now, decisions)
         if self._find_at is None or now >= self._find_at:
             self._find_at = now + _FIND_EVERY_S
-            decisions.append(FindMembers(tuple(ids)))
+            decisions.append(FindMembers(tuple(sorted(self._last))))
+
+    def _is_held_back(self, now: float) -> bool:
+        """Return whether members of the last quorum do not ask for another one, although no member can get on
+        in it, and replicas have waited for them for `join_timeout`.
+        """
+        is_over = self._told_at is not None or self._healthy.expected_ids()
+        if is_over or self._state(now) is not QuorumState.NO_MAJORITY or now < self._late_at():
+            return False
+        return bool(self._departed) or self._missing < len(self._last)
+
+    def _tell_to_give_up(self, now: float, decisions: list[Decision]) -> None:
+        """Tell members of the last quorum that do not ask for another one to give it up."""
+        absent = [i for i in sorted(self._last.difference(self._joined)) if i in self._healthy]
+        if self._told_at is not None or not absent:
+            return
+        self._told_at = self._heard_at = now
+        self._alarms += 1
+        self._standing = None
+        there = [(i, session) for i in absent if (session := self.session_of(i)) is not None]
+        decisions += [QuorumOver(session, i, self._number.quorum_id, True) for i, session in there]
 
     def _choose(self, now: float) -> tuple[dict[str, _Join], tuple[Link, ...]]:
         """Choose the members of the quorum that is about to be formed; return them, and the broken links
@@ -728,6 +765,7 @@ class QuorumCore:
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
         self._departed = set()
+        self._given_up, self._told_at = set(), None
         self._alarms = 0
 
     def _stands(self, stands: bool, now: float) -> None:

@@ -94,14 +94,16 @@ class SessionRequest(_message.Message):
     def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ...) -> None: ...
 
 class Holds(_message.Message):
-    __slots__ = ("quorum_id", "round", "step")
+    __slots__ = ("quorum_id", "round", "step", "gives_up")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    GIVES_UP_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     round: int
     step: int
-    def __init__(self, quorum_id: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ...) -> None: ...
+    gives_up: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., round: _Optional[int] = ..., step: _Optional[int] = ..., gives_up: bool = ...) -> None: ...
 
 class BrokenLinks(_message.Message):
     __slots__ = ("unreachable_replica_ids",)
@@ -196,16 +198,18 @@ class JobConfig(_message.Message):
     def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ...) -> None: ...
 
 class MemberLost(_message.Message):
-    __slots__ = ("quorum_id", "replica_id", "reason", "is_alive")
+    __slots__ = ("quorum_id", "replica_id", "reason", "is_alive", "must_answer")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     IS_ALIVE_FIELD_NUMBER: _ClassVar[int]
+    MUST_ANSWER_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     replica_id: str
     reason: str
     is_alive: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ...) -> None: ...
+    must_answer: bool
+    def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ..., must_answer: bool = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
     __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures")

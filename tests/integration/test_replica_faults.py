@@ -75,6 +75,22 @@ def test_the_others_commit_beside_one_that_cannot_be_configured_until_it_can(tmp
     assert {name for event in events for name in event["members"]} == {d.replica_id}
 
 
+def test_one_goes_on_alone_while_the_training_threads_of_the_two_others_hang(tmp_path: Path) -> None:
+    """Their servers give the quorum up for them, so that no step of it can be committed any more."""
+    with Cluster(tmp_path, join_timeout_ms=1000) as cluster:
+        hang = WorkerOptions(faults=(cluster.plan("hang", "step"),))
+        a, b, c = groups = [cluster.start(name, options=hang if name in "bc" else None) for name in "abc"]
+        cluster.wait_for_quorum_of(*groups)
+        cluster.pull_trigger()
+        cluster.wait_for_fault(b, c)
+        cluster.pull_trigger()
+        cluster.wait_until(lambda: b.faults() and c.faults(), "both hang")
+        cluster.wait_for_quorum_of(a)
+        for group in (b, c):
+            group.signal(signal.SIGUSR1)
+        cluster.wait_for_quorum_of(*groups)
+
+
 def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a, b = cluster.start_all("ab")

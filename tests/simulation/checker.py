@@ -12,6 +12,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from lighthouse.core.membership import QuorumNumber
+
 if TYPE_CHECKING:
     from tests.simulation.mesh import Part
     from tests.simulation.rank import Rank
@@ -31,11 +33,15 @@ class Checker:
         "_awaited",
         "_committed",
         "_connected",
+        "_free",
+        "_given_up",
         "_ids",
         "_left_at",
         "_newest",
+        "_number",
         "_order",
         "_previous",
+        "_promised",
         "_seen",
         "_spared",
         "_standing",
@@ -43,6 +49,7 @@ class Checker:
         "_steps",
         "_steps_of",
         "_stronghold",
+        "_told_at",
         "_verdicts",
         "_world",
         "commits",
@@ -63,6 +70,11 @@ class Checker:
         # By quorum that stands, and that no member is known to have left: when one of others was formed.
         self._standing: dict[tuple[int, Ids], float] = {}
         self._previous: Ids = ()  # the last quorum of this life of the lighthouse
+        self._number = QuorumNumber(0, 0)  # of that
+        self._free: set[str] = set()  # its members that have asked for another one, or given it up
+        self._given_up: set[str] = set()  # those that have given it up without asking
+        self._told_at = math.inf  # when they were told to
+        self._promised: set[tuple[str, int]] = set()  # replicas, each with a quorum that it has given up
         self._seen: dict[str, tuple[int, Ids]] = {}  # by process: the last quorum that it saw
         self._ids: dict[int, Ids] = {}  # by quorum id: its members
         # The state after a step, in a quorum.
@@ -92,6 +104,7 @@ class Checker:
         self._stronghold = frozenset()
         self._standing.clear()
         self._previous = ()
+        self._free, self._given_up, self._told_at = set(), set(), math.inf
 
     @property
     def standing(self) -> list[int]:
@@ -117,11 +130,29 @@ class Checker:
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
 
-    def announced(self, quorum_id: int, ids: Ids, stands: bool) -> None:
+    def asked(self, replica_id: str) -> None:
+        """Note that a replica group has asked for a quorum: it commits nothing more in the one before."""
+        self._free.add(replica_id)
+
+    def told_to_give_up(self, quorum_id: int) -> None:
+        """Note that members of the last quorum were told to give it up."""
+        if quorum_id == self._number.quorum_id:
+            self._told_at = min(self._told_at, self._world.now)
+
+    def gave_up(self, replica_id: str, number: QuorumNumber) -> None:
+        """Note that a member says that it commits nothing more in the last quorum."""
+        if number == self._number:
+            self._free.add(replica_id)
+            self._given_up.add(replica_id)
+            self._promised.add((replica_id, number.quorum_id))
+
+    def announced(self, number: QuorumNumber, ids: Ids, stands: bool) -> None:
         """Check a quorum that was formed: it must share a member with any older one that could still commit.
 
         Also, the replicas that are left out must not be so many that they could form a quorum themselves.
+        Members of the last quorum count until they have given it up, or said nothing for `join_timeout`.
         """
+        quorum_id = number.quorum_id
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
         self._order.setdefault((quorum_id, ids), len(self._order))
@@ -134,15 +165,20 @@ class Checker:
             )
         members = {*ids, *self._previous}
         now, patience = self._world.now, int(self._world.scenario.join_timeout_s * 1000) / 1000
-        count = len([i for i, t in self._connected.items() if i in members or now < t + patience])
-        if 2 * len(ids) <= count and not set(self._previous) <= set(ids):
+        has_waited = now >= self._told_at + patience
+        bound = set(ids) if has_waited else members - (self._given_up - set(ids))
+        count = len([i for i, t in self._connected.items() if i in bound or now < t + patience])
+        missing = set(self._previous) - set(ids)
+        is_half = 2 * len(ids) == count and (has_waited or missing <= self._free)
+        if 2 * len(ids) <= count and missing and not is_half:
             self.violate(
                 "one_quorum_per_step",
                 f"quorum {quorum_id} of {' '.join(ids)} is not most of the {count} that are "
                 f"there, and lacks members of the one before it: {' '.join(self._previous)}",
             )
         self._connected.update({i: now for i in members if i in self._connected})
-        self._previous = ids
+        self._previous, self._number = ids, number
+        self._free, self._given_up, self._told_at = self._free - set(ids), set(), math.inf
         self._standing = {
             number: min(since, now)
             for number, since in self._standing.items()
@@ -226,6 +262,11 @@ class Checker:
                 f"{rank.name} and {state[1]} commit step {step} in quorum {quorum_id}, and differ after it",
             )
         self._check_step(rank, step, quorum_id, ids)
+        if (rank.replica.replica_id, quorum_id) in self._promised:
+            self.violate(
+                "one_quorum_per_step",
+                f"{rank.name} commits step {step} in quorum {quorum_id}, given up before",
+            )
         replaced_at = self._standing.get((quorum_id, ids), math.inf)
         if rank.entered_at > replaced_at and rank.resumed_at < replaced_at:
             self.violate(

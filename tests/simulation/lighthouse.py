@@ -123,13 +123,19 @@ class SimLighthouse(Process):
             version = f"step {member.step} of quorum {member.commit_quorum_id}"
             failures = f", {member.commit_failures} failures" if member.commit_failures else ""
             world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
+        world.checker.asked(session.replica.replica_id)
         self._apply(self._core.join(session.number, member, world.now))
 
-    def hear_holds(self, session: Session, number: QuorumNumber, step: int) -> None:
-        """Handle a replica group that holds before a step of the quorum that stands."""
+    def hear_holds(self, session: Session, number: QuorumNumber, step: int | None) -> None:
+        """Handle a replica group that holds before a step of the quorum that stands, or gives that up."""
         if session.lost_up or not session.server_open:
             return
         world = self._world
+        if step is None:
+            world.tell("lighthouse", "hears that", session.replica.replica_id, "gives up", *number)
+            world.checker.gave_up(session.replica.replica_id, number)
+            self._apply(self._core.give_up(session.number, number, world.now))
+            return
         world.tell("lighthouse", "hears that", session.replica.replica_id, "holds before attempt", step)
         self._apply(self._core.hold(session.number, number, step, world.now))
 
@@ -194,6 +200,8 @@ class SimLighthouse(Process):
             elif isinstance(decision, QuorumOver):
                 if decision.session in sessions:
                     world.tell("lighthouse", "says that it is over to", decision.replica_id)
+                    if decision.must_answer:
+                        world.checker.told_to_give_up(decision.quorum_id)
                     self._alarm(decision, (decision.session,))
             elif (older := sessions.get(decision.session)) is not None:
                 world.tell("lighthouse", "ends the older session", older.number, "of", decision.replica_id)
@@ -214,8 +222,9 @@ class SimLighthouse(Process):
         for number in numbers:
             if (session := self.sessions.get(number)) is not None:
                 hear, is_alive = session.replica.hear_lost, type(decision) is QuorumBroken
+                must_answer = isinstance(decision, QuorumOver) and decision.must_answer
                 self._world.send_down(
-                    session, hear, session, decision.quorum_id, decision.replica_id, is_alive
+                    session, hear, session, decision.quorum_id, decision.replica_id, is_alive, must_answer
                 )
 
     def _leave_out(self, left: LeftOut) -> None:
@@ -243,7 +252,7 @@ class SimLighthouse(Process):
         if world.story is not None:
             verb = "forms, to stand," if quorum.stands else "forms"
             world.tell("lighthouse", verb, f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
-        world.checker.announced(quorum.quorum_id, ids, quorum.stands)
+        world.checker.announced(QuorumNumber(quorum.quorum_id, quorum.round), ids, quorum.stands)
         for number in formed.sessions:
             session = self.sessions.get(number)
             if session is not None:

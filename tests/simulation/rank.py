@@ -319,6 +319,8 @@ class Rank(Process):
 
     def hear_lost(self, notice: LossNotice) -> None:
         """Abort what waits for a member that is gone."""
+        if notice.must_fail:
+            self.protocol.fail(notice.quorum_id, LOST, group_broken=False)
         if self.protocol.group_broke(notice.quorum_id):
             self._trouble = max(self._trouble, notice.quorum_id)
             self.replica.world.tell(

@@ -155,10 +155,12 @@ class Replica:
         if session is self.session and not session.lost_down:
             self.perform(self.core.released(*number, ask_at))
 
-    def hear_lost(self, session: Session, quorum_id: int, replica_id: str, is_alive: bool) -> None:
+    def hear_lost(
+        self, session: Session, quorum_id: int, replica_id: str, is_alive: bool, must_answer: bool
+    ) -> None:
         """Handle the loss of a quorum's member, or that the member gave the quorum up."""
         if session is self.session and not session.lost_down:
-            self.perform(self.core.member_lost(quorum_id, replica_id, "lost", is_alive))
+            self.perform(self.core.member_lost(quorum_id, replica_id, "lost", is_alive, b"", must_answer))
 
     def hear_left_out(self, session: Session, quorum_id: int) -> None:
         """Handle that a quorum was formed without this replica group, which has to be patient."""
@@ -319,7 +321,8 @@ class Replica:
     def _hold(self, holds: GroupHolds) -> None:
         if (session := self.session) is not None and self._connected:
             number = QuorumNumber(holds.quorum_id, holds.round)
-            self.world.send_up(session, self.world.lighthouse.hear_holds, session, number, holds.step)
+            lighthouse, step = self.world.lighthouse, None if holds.gives_up else holds.step
+            self.world.send_up(session, lighthouse.hear_holds, session, number, step)
 
     def _ask(self, join: GroupJoin) -> None:
         session = self.session

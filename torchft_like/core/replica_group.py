@@ -19,6 +19,7 @@ Invariants:
   was known when the quorum was formed, or there are only two groups: then no group could be left out for it,
   and another try is no better until others have come.
 * Ranks leave together: the verdict tells all ranks that one was asked to stop, so none begins a step alone.
+* A group that has said that it gives a quorum up commits nothing more in it, whatever its ranks vote then.
 * All ranks ask for a quorum at the same step, or all go on in a quorum that stands
   (`lighthouse/core/standing.py`): where one rank asks by itself, the others are told to hold, and the
   lighthouse names the step.
@@ -75,6 +76,7 @@ class GroupHolds(NamedTuple):
     quorum_id: int
     round: int
     step: int
+    gives_up: bool = False  # instead: no rank commits a step in this quorum any more
 
 
 class BrokenLinks(NamedTuple):
@@ -133,6 +135,7 @@ class LossNotice(NamedTuple):
 
     Attributes:
         unknown: fields of the lighthouse's message that this version does not know.
+        must_fail: whether the step is not to be committed, even if all of its collectives have succeeded.
     """
 
     quorum_id: int
@@ -140,6 +143,7 @@ class LossNotice(NamedTuple):
     reason: str
     is_alive: bool = False
     unknown: bytes = b""
+    must_fail: bool = False
 
 
 class LeftOutNotice(NamedTuple):
@@ -218,6 +222,7 @@ class ReplicaGroup:
     _to_answer: Counter[int] = field(default_factory=Counter)  # by rank: requests to hold without an answer
     _is_released: bool = False  # the ranks know the step at which they ask
     _is_over: bool = False  # a member is gone, or gave the last quorum up
+    _is_given_up: bool = False  # the lighthouse was told that this group commits nothing more in it
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
     _is_torn: bool = False
@@ -380,7 +385,7 @@ class ReplicaGroup:
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self.last_quorum_round, self.last_quorum_stands = round_number, stands
-        self._held, self._is_released, self._is_over = None, False, False
+        self._held, self._is_released, self._is_over, self._is_given_up = None, False, False, False
         self._links.quorum_formed(participants)
         parts = [
             (rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
@@ -397,20 +402,31 @@ class ReplicaGroup:
         return [*answers]
 
     def member_lost(
-        self, quorum_id: int, replica_id: str, reason: str, is_alive: bool = False, unknown: bytes = b""
+        self,
+        quorum_id: int,
+        replica_id: str,
+        reason: str,
+        is_alive: bool = False,
+        unknown: bytes = b"",
+        must_answer: bool = False,
     ) -> list[Effect]:
         """Handle the lighthouse's alarm that a member of a quorum is gone, or, alive, has given the quorum
         up.
 
-        If this group is that member, it was away, and is alive.
+        If this group is that member, it was away, and is alive. Where it `must_answer`, others wait until it
+        says that it commits nothing more in the quorum: a rank may hang, and the group answers for it.
         """
         if quorum_id != self.last_quorum_id:
             return []
         is_own = replica_id == self.replica_id
-        notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown)
+        gives_up = is_own and must_answer and self._open_join is None and self.lost_reason is None
+        notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown, gives_up)
         # All ranks ask for the next quorum at the same step, which those that have begun none need not lose.
         self._is_over = True
         hold = self.hold(quorum_id, self.last_quorum_round) or self._all_hold()
+        if gives_up:
+            self._is_given_up = True
+            return [notice, *hold, GroupHolds(quorum_id, self.last_quorum_round, 0, gives_up=True)]
         if is_alive:  # it may have given the quorum up for a broken link
             return [notice, *hold]
         return [notice, *hold, *self._settle(lambda: self._links.member_lost(replica_id))]
@@ -488,7 +504,7 @@ class ReplicaGroup:
             return [StepLostNotice(self._not_voted(), self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
         same_step = len({vote.step for vote in votes.values()}) == 1
-        committed = same_step and all(vote.committed for vote in votes.values())
+        committed = same_step and all(vote.committed for vote in votes.values()) and not self._is_given_up
         stop = any(vote.stop for vote in votes.values())
         return [
             RankVerdict(rank, Verdict(vote.step, committed, stop)) for rank, vote in sorted(votes.items())

@@ -41,7 +41,12 @@ class Ballot:
         """Ask the group to stop; a rank without others need not wait for a vote. Safe in a signal handler."""
         self._stop_wanted = True
         self._driver.asked_to_stop()
-        self.stop_agreed = self.stop_agreed or self._config.group_world_size == 1
+        self.stop_agreed = self.stop_agreed or self.is_alone
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank is the whole replica group, whose vote is the verdict."""
+        return self._config.group_world_size == 1
 
     def objections(self) -> Iterator[Exception]:
         """Run the checks, and yield what they object to."""
@@ -55,8 +60,6 @@ class Ballot:
         Raises:
             GroupLostError: a rank is gone, or did not vote within the timeout.
         """
-        if self._config.group_world_size == 1:
-            return vote
         self._link.vote(self._config.group_rank, Verdict(step, vote, self._stop_wanted))
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         if attempt.has_exchanged:

@@ -135,6 +135,8 @@ class ManagedGroup:
             is_news = self._protocol.group_broke(notice.quorum_id)
             if is_news:
                 self._abort(notice.quorum_id, reason)
+            if notice.must_fail:
+                self._protocol.fail(notice.quorum_id, MemberLostError(reason))
         if not notice.is_alive:
             self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
         if is_news:

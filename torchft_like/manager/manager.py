@@ -385,11 +385,16 @@ class Manager:
         self._reducer.compare(attempt)
         self._check_process_group()
         self._exchange_state(attempt)
+        step = self._protocol.step
         with self._group.lock:
             vote = self._protocol.vote()
-        committed = self._ballot.decide(attempt, self._protocol.step, vote, timeout)
-        with self._group.lock:
-            self._protocol.decide(committed)
+            if self._ballot.is_alone:  # in one piece: the server may give the quorum up at any other time
+                self._protocol.decide(vote)
+        committed = vote
+        if not self._ballot.is_alone:
+            committed = self._ballot.decide(attempt, step, vote, timeout)
+            with self._group.lock:
+                self._protocol.decide(committed)
         self._emit("commit", committed=committed, participants=self._protocol.num_participants)
         if self._protocol.out_of_retries:
             raise MaxRetriesError(

@@ -242,7 +242,7 @@ class ManagerServer:
     def member_lost(self, lost: pb.MemberLost) -> None:
         unknown = codec.unknown_fields(lost)
         effects = self._group.member_lost(
-            lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive, unknown
+            lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive, unknown, lost.must_answer
         )
         self._perform(effects)
 
@@ -308,7 +308,7 @@ class ManagerServer:
             self._link.join(self._member(news))
             return
         if isinstance(news, GroupHolds):
-            self._link.holds(pb.Holds(quorum_id=news.quorum_id, round=news.round, step=news.step))
+            self._link.holds(pb.Holds(**news._asdict()))
             return
         names = " ".join(map(short_name, news.unreachable)) or "nobody any more"
         logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))

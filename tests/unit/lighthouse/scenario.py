@@ -9,6 +9,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
     links R [S,...]                 R cannot reach these; the same
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
+    giveup R ID/ROUND               R commits nothing more in this quorum; the same
     leave R [STEP], lost R          the same
     gone R                          the process of R is known to be gone
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
@@ -89,8 +90,7 @@ class _Player:
         self._number += 1
         self._sessions[replica_id] = self._number
         quorum, ids = last.split(":")
-        quorum_id, _, round_number = quorum.partition("/")
-        number = QuorumNumber(int(quorum_id), int(round_number or 0))
+        number = _number(quorum)
         last_ids = [i for i in ids.split(",") if i]
         return self._core.register(self._number, replica_id, number, last_ids, self._now, bool(stands))
 
@@ -103,9 +103,10 @@ class _Player:
         return self._core.report_links(self._session(who)[1], ids, self._now)
 
     def _hold(self, who: str, number: str, step: str) -> list[Decision]:
-        quorum_id, _, round_number = number.partition("/")
-        last = QuorumNumber(int(quorum_id), int(round_number))
-        return self._core.hold(self._session(who)[1], last, int(step), self._now)
+        return self._core.hold(self._session(who)[1], _number(number), int(step), self._now)
+
+    def _giveup(self, who: str, number: str) -> list[Decision]:
+        return self._core.give_up(self._session(who)[1], _number(number), self._now)
 
     def _leave(self, who: str, step: str = "0") -> list[Decision]:
         return self._core.leave(self._session(who)[1], self._now, int(step))
@@ -128,6 +129,11 @@ class _Player:
     def _session(self, who: str) -> tuple[str, int]:
         replica_id, _, number = who.partition("#")
         return replica_id, int(number) if number else self._sessions[replica_id]
+
+
+def _number(text: str) -> QuorumNumber:
+    quorum_id, _, round_number = text.partition("/")
+    return QuorumNumber(int(quorum_id), int(round_number or 0))
 
 
 def _member(replica_id: str, named: dict[str, str]) -> Member:
@@ -164,7 +170,8 @@ def _show(decision: Decision) -> str:
         number = f"{decision.quorum_id}/{decision.round}"
         return f"tells {_sessions(decision.sessions)} of quorum {number} to ask at step {decision.ask_at}"
     if isinstance(decision, QuorumOver):
-        return f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
+        text = f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
+        return text + (", and to say that it gives it up" if decision.must_answer else "")
     if isinstance(decision, FindMembers):
         return f"finds out whether one is gone: {' '.join(decision.replica_ids)}"
     return f"superseded #{decision.session} of {decision.replica_id}"

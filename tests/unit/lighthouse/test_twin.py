@@ -19,6 +19,7 @@ from lighthouse.core.quorum import (
     Member,
     QuorumCore,
     QuorumFormed,
+    QuorumOver,
     QuorumReleased,
 )
 from tests.unit.lighthouse.twin import Twin
@@ -28,7 +29,7 @@ EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
 
-_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold"})
+_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold", "give_up"})
 
 
 @pytest.mark.one_quorum_per_step
@@ -37,18 +38,21 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold"})
 @pytest.mark.progress
 @pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
-    quorums, left_out, sick, named, looked_for = map(sum, zip(*map(_compare, range(CASES)), strict=True))
+    quorums, left_out, sick, named, looked_for, told = map(
+        sum, zip(*map(_compare, range(CASES)), strict=True)
+    )
     assert quorums > CASES  # the stories are about something
     assert left_out > CASES / 50
     assert sick > CASES / 50
     assert named > CASES / 50
     assert looked_for > CASES / 50
+    assert told > CASES / 50
 
 
 def _compare(seed: int) -> tuple[int, ...]:
     """Tell one story to both; return how many quorums were in it, how often some were left out, and for
-    reasons of their own, how often a step was named at which a quorum ends that stood, and how often its
-    members were looked for.
+    reasons of their own, how often a step was named at which a quorum ends that stood, how often its
+    members were looked for, and how often one was told to give a quorum up.
     """
     chance = random.Random(seed)
     config = LighthouseConfig(
@@ -64,7 +68,7 @@ def _compare(seed: int) -> tuple[int, ...]:
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, left_out, sick, named, looked_for, now = 0, 0, 0, 0, 0, 0.0
+    quorums, left_out, sick, named, looked_for, told, now = 0, 0, 0, 0, 0, 0, 0.0
     for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
@@ -80,7 +84,8 @@ def _compare(seed: int) -> tuple[int, ...]:
         out = [decision for decision in ours if isinstance(decision, LeftOut) and decision.replica_ids]
         left_out += len(out)
         sick += sum(not set(decision.replica_ids).isdisjoint(dict(decision.reasons)) for decision in out)
-    return quorums, left_out, sick, named, looked_for
+        told += sum(isinstance(decision, QuorumOver) and decision.must_answer for decision in ours)
+    return quorums, left_out, sick, named, looked_for, told
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
@@ -103,6 +108,8 @@ class _Story:
         self.plan = self._rounds() if chance.random() < 0.2 else []
         if self._may_stand and chance.random() < 0.3:
             self.plan = chance.choice((self._standing, self._cut_off))()
+        if not self.plan and chance.random() < 0.15:
+            self.plan = self._minority()
 
     def next(self) -> Event:
         chance = self._chance
@@ -110,7 +117,7 @@ class _Story:
             return self._planned(*self.plan.pop(0))
         kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance", "gone"]
         holds = ["hold"] * 4 * self._may_stand
-        kind = chance.choice([*kinds, "register", "report_links", *["join"] * self._joins, *holds])
+        kind = chance.choice([*kinds, "register", "report_links", "give_up", *["join"] * self._joins, *holds])
         replica_id = chance.choice(self._replicas)
         if kind == "register" or (kind in _OF_SESSIONS and not self._sessions):
             return self._register(replica_id)
@@ -132,6 +139,7 @@ class _Story:
             "join": (number, self._member(replica_id)),
             "lost": (number, "gone"),
             "leave": (number, chance.randint(0, 3)),
+            "give_up": (number, QuorumNumber(self._quorum, self._round)),
             "hold": (number, QuorumNumber(self._quorum, self._round), chance.randint(0, 3)),
             "report_links": (number, tuple(chance.sample("abcde", chance.choice((0, 1, 1, 2))))),
         }
@@ -154,6 +162,15 @@ class _Story:
         plan += chance.choice(([("register", other), ("join", other)], [("leave", members[0])]))
         return plan + [(kind, i) for kind in ("hold", "join") for i in chance.sample(members, 3)]
 
+    def _minority(self) -> list[tuple[str, str]]:
+        """All have a quorum; one or two ask for the next one, and the others do not."""
+        plan = [(kind, replica_id) for kind in ("register", "join") for replica_id in self._replicas]
+        askers = self._chance.sample(self._replicas, self._chance.choice((1, 2)))
+        plan += [("join", i) for i in askers]
+        absent = [i for i in self._replicas if i not in askers]
+        plan += [("advance", "a"), *(("give_up", i) for i in absent)]
+        return [*plan, ("advance", "a"), ("advance", "a")]
+
     def _cut_off(self) -> list[tuple[str, str]]:
         """Two have a quorum that perhaps stands, and two others come; the first two are lost, or hang."""
         members, others = self._replicas[:2], self._replicas[2:]
@@ -162,6 +179,8 @@ class _Story:
         return plan + [(kind, replica_id) for kind in ("register", "join") for replica_id in others]
 
     def _planned(self, kind: str, replica_id: str) -> Event:
+        if kind == "advance":
+            return kind, ()
         numbers = [number for number, owner in self._sessions if owner == replica_id]
         if kind == "register" or not numbers:
             return self._register(replica_id)

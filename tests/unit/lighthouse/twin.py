@@ -86,6 +86,8 @@ class Twin:
         self.left_out: tuple[set[str], list[tuple[str, str]], set[str]] = (set(), [], set())
         self.standing: Standing | None = None
         self.cut_off = False  # the members of the last quorum may all go on in it, without this lighthouse
+        self.given_up: set[str] = set()
+        self.told: float | None = None  # when members of the last quorum were told to give it up
         self.heard = 0.0  # the last word from them, or to them
         self.looked: float | None = None  # when this lighthouse last looked for them
         self.began: float | None = None  # when the first event came
@@ -158,7 +160,9 @@ class Twin:
     def over(self, sessions: list[Open]) -> list[Decision]:
         """Return the alarms that these sessions missed."""
         return [
-            QuorumOver(s.number, s.replica_id, s.last.quorum_id)
+            QuorumOver(
+                s.number, s.replica_id, s.last.quorum_id, s.last == self.last[0] and self.told is not None
+            )
             for s in sorted(sessions, key=lambda s: s.replica_id)
             if s.last.quorum_id > 0
             and (self.alarms if s.last == self.last[0] else s.last < self.last[0] or self.formed)
@@ -170,6 +174,7 @@ class Twin:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last, ids), [], 0
+        self.given_up, self.told = set(), None
         self.standing = Standing() if stands else None
         self.cut_off, self.heard, self.looked = stands, now, None
         out += self.over(self.sessions)
@@ -230,15 +235,24 @@ class Twin:
             self.all_hold(str(replica_id), out)
         return out
 
+    def give_up(self, session: int, number: QuorumNumber, now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(session)
+        if replica_id in self.last[1] and number == self.last[0]:
+            self.given_up.add(str(replica_id))
+            self.gave_up(str(replica_id))
+            out += self.form(now)
+        return out
+
     def join(self, number: int, member: Member, now: float) -> list[Decision]:
         out = self.advance(now)
         if self.owner(number) == member.replica_id:
             self.enter(member, now, session=True)
-            self.give_up(member, out)
+            self.hear_broken(member, out)
             self.end_standing(member.replica_id, member.step, now, out)
         return out + self.form(now)
 
-    def give_up(self, member: Member, out: list[Decision]) -> None:
+    def hear_broken(self, member: Member, out: list[Decision]) -> None:
         if 0 < member.broken_quorum_id == self.last[0].quorum_id:
             self.break_quorum(member.replica_id, out)
 
@@ -326,6 +340,8 @@ class Twin:
 
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
+        if self.lacks_majority(now) and self.is_late(now) and not self.expected:
+            out += self.tell_to_give_up(now)
         if self.has_majority(now) and self.all_have_joined(now) and self.may_go_on(now):
             out += self.look_for_members(now)
         while self.is_quorum(now):
@@ -414,15 +430,25 @@ class Twin:
         return self.all_have_joined(now) and not self.may_go_on(now)
 
     def has_majority(self, now: float) -> bool:
+        return self.is_large_enough(now) and len(self.joined) > len(self.counted(now)) // 2
+
+    def lacks_majority(self, now: float) -> bool:
+        joined = {j.member.replica_id for j in self.joined}
+        is_fast = bool(self.last[1]) and self.last[1] <= joined
+        is_broken = bool(self.departed or joined & self.last[1])
+        return self.is_large_enough(now) and is_broken and not is_fast and not self.has_majority(now)
+
+    def is_large_enough(self, now: float) -> bool:
         if not self.joined or len(self.chosen()) < self.config.min_replicas:
             return False
-        if not self.last[1] and now < (self.began or 0.0) + self.config.start_grace_ms / 1000:
-            return False
-        return len(self.joined) > len(self.counted(now)) // 2
+        return bool(self.last[1]) or now >= (self.began or 0.0) + self.config.start_grace_ms / 1000
 
     def all_have_joined(self, now: float) -> bool:
         joined = {j.member.replica_id for j in self.joined}
-        return joined == self.healthy() or now >= self.first_join() + self.config.join_timeout_ms / 1000
+        return joined == self.healthy() or self.is_late(now)
+
+    def is_late(self, now: float) -> bool:
+        return now >= self.first_join() + self.config.join_timeout_ms / 1000
 
     def may_go_on(self, now: float) -> bool:
         """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
@@ -435,18 +461,23 @@ class Twin:
         return self.looked is None or now < self.heard + (lease + 2 * ping) / 1000
 
     def look_for_members(self, now: float) -> list[Decision]:
-        quorum_id, there = self.last[0].quorum_id, [s for s in self.sessions if s.replica_id in self.last[1]]
-        out: list[Decision] = []
-        if self.looked is None and there:
-            out += [
-                QuorumOver(s.number, s.replica_id, quorum_id)
-                for s in sorted(there, key=lambda s: s.replica_id)
-            ]
-            self.alarms, self.standing, self.heard = self.alarms + 1, None, now
+        out = self.tell_to_give_up(now) if self.looked is None else []
         if self.looked is None or now >= self.looked + 1:
             self.looked = now
             out.append(FindMembers(tuple(sorted(self.last[1]))))
         return out
+
+    def tell_to_give_up(self, now: float) -> list[Decision]:
+        absent = (self.last[1] & self.healthy()) - {j.member.replica_id for j in self.joined}
+        if self.told is not None or not absent:
+            return []
+        self.told = self.heard = now
+        self.alarms, self.standing = self.alarms + 1, None
+        there = [s for s in self.sessions if s.replica_id in absent]
+        return [
+            QuorumOver(s.number, s.replica_id, self.last[0].quorum_id, True)
+            for s in sorted(there, key=lambda s: s.replica_id)
+        ]
 
     def first_join(self) -> float:
         return min([j.since for j in self.joined if not j.left_out] or [j.since for j in self.joined])
@@ -456,7 +487,11 @@ class Twin:
         limit = self.config.join_timeout_ms / 1000
         joined = {j.member.replica_id for j in self.joined}
         young = {i for i in self.healthy() - self.last[1] if now < self.since.get(i, now) + limit}
-        return joined | (self.last[1] & self.healthy()) | young
+        members = set(self.last[1] & self.healthy()) - self.given_up
+        if self.told is not None and now >= self.told + limit:
+            members = set()
+        released = {i for i in self.given_up & self.healthy() if now < self.since.get(i, now) + limit}
+        return joined | members | young | released
 
     def next_quorum(self, chosen: list[Joined], now: float) -> QuorumFormed:
         chosen = sorted(chosen, key=lambda j: j.member.replica_id)
@@ -468,6 +503,7 @@ class Twin:
         self.highest_round += 1
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
+        self.given_up, self.told = set(), None
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
