@@ -335,16 +335,11 @@ class Member:
         name: unique among the members.
         lighthouse: `http://host:port`; None for TORCHFT_LIGHTHOUSE, which beats it.
         coordinator: the coordinator whose members they are; `Change.complete` has it switch.
-
-    Attributes:
-        present: the groups of the present members; None if there are none.
     """
 
     def __init__(self, name: str, lighthouse: str | None, coordinator: ElasticCoordinator) -> None:
         self.name = name
         self.coordinator = coordinator
-        self.present: EpochGroups | None = None
-        self._members: tuple[str, ...] = ()
         self._lighthouse = lighthouse
         self._lock = threading.RLock()
         self._candidate = Candidate()
@@ -397,14 +392,9 @@ class Member:
                 why = f"the lighthouse is away ({self._trouble})" if self._trouble else "it got no answer"
                 change.end(why, Answer.IN_DOUBT)
 
-    def enter(self, groups: EpochGroups, members: tuple[str, ...]) -> None:
-        with self._lock:
-            self.present, self._members = groups, members
-
     def end_epoch(self) -> None:
         """Give up the present members; a change that is under way goes on."""
         with self._lock:
-            self.present, self._members = None, ()
             self._candidate.lose_members()
             del self._stores[:-1]
 
@@ -497,13 +487,14 @@ class Member:
             proposal = None if change is None or change.is_over else change.membership
             if change is not None and proposal is not None and proposal.epoch == notice.quorum_id:
                 change.fail(reason)
-            if self.present is None:
+            groups, membership = self.coordinator._groups, self.coordinator.membership
+            if groups is None or membership is None:
                 return
             is_of_epoch = notice.quorum_id == self._candidate.epoch
             # One that was late, and is told so, is still among the present members.
             is_broken = is_of_epoch and (not is_own or self._candidate.was_away)
-            if is_broken or (not notice.is_alive and who in self._members):
-                self.present.set(reason)
+            if is_broken or (not notice.is_alive and who in membership.members):
+                groups.set(reason)
 
     def lighthouse_disconnected(self, reason: str) -> None:
         with self._lock:
@@ -739,13 +730,13 @@ class ElasticCoordinator(EpochCoordinator):
 
     def _enter(self, membership: Membership, groups: EpochGroups) -> None:
         reason = f"its members are those of epoch {membership.epoch} now"
+        # Until `Change.complete` is over a loss ends the groups of the change, which are these.
+        before, self._groups, self.membership = self._groups, groups, membership
         try:
-            self._session.enter(groups, membership.members)
             self._part(_SWITCHED)
             self._end_present(reason)
             groups.set_timeout(as_timedelta(self.options.timeout))
-            retire(self._groups, groups, reason)
-            self._groups, self.membership = groups, membership
+            retire(before, groups, reason)
             rank = membership.members.index(self.name)
             everyone = list(range(len(membership.members)))
             place = Place(self.unique_name, rank, everyone, self.device, groups.cpu, groups.device)
@@ -753,7 +744,8 @@ class ElasticCoordinator(EpochCoordinator):
         except BaseException as error:
             # Ctrl-C: the others are in the new epoch, and need not wait for this member in it.
             interrupted = f"its switch to epoch {membership.epoch} was interrupted: {error!r}"
-            groups.set(interrupted)
+            if before is not None:
+                before.set(interrupted)
             self._end_epoch(interrupted)
             raise
 
