@@ -538,8 +538,6 @@ class EpochCoordinator(GroupCoordinator):
 
     epoch: int = 0
 
-    _present: Epoch | None = None
-
     def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
         """Set the attributes as they are before the first epoch."""
         self.group_name = group_name or ANONYMOUS
@@ -554,8 +552,8 @@ class EpochCoordinator(GroupCoordinator):
 
     def _end_present(self, reason: str) -> None:
         """End the present epoch, with the queues that were made in it."""
-        if self._present is not None:
-            self._present.set(reason)
+        if self._communicator is not None and self._communicator.epoch is not None:
+            self._communicator.epoch.set(reason)
         for queue in self._queues:
             queue.shutdown()
         self._queues.clear()
@@ -564,7 +562,7 @@ class EpochCoordinator(GroupCoordinator):
     def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
         """Begin an epoch with these members; the one before is over."""
         self._adopt(place, self.options, epoch)
-        self._present, self.epoch = epoch, epoch.number
+        self.epoch = epoch.number
 
 
 class ElasticCoordinator(EpochCoordinator):
