@@ -144,13 +144,13 @@ def test_the_answers_of_a_store_are_values_or_refused(question: str, answer: byt
 
 # -- the checking of collectives
 
-REQUESTS = link.Request(link.CALL, 7, 1.5, statements.encode(CALL)).encode()
+REQUESTS = link.Request(link.CALL, 7, 3, 1.5, statements.encode(CALL)).encode()
 
 
 @fuzz
 @given(st.lists(st.one_of(st.binary(max_size=30), damaged(REQUESTS)), max_size=4))
-@example([struct.pack("<BQdI", link.CALL, 1, float("nan"), 0)])
-@example([struct.pack("<BQdI", link.CALL, 1, 1.0, 2**32 - 1)])
+@example([struct.pack("<BQQdI", link.CALL, 1, 1, float("nan"), 0)])
+@example([struct.pack("<BQQdI", link.CALL, 1, 1, 1.0, 2**32 - 1)])
 def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> None:
     buffer = bytearray(b"".join(parts))
     size = len(buffer)

@@ -50,7 +50,7 @@ from torchft_like.errors import (
     QueueMemoryError,
 )
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.checking.backend import is_wanted
+from torchft_like.process_group.checking.backend import check_wanted
 from torchft_like.process_group.collectives import BY_NAME, Collective
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
@@ -244,7 +244,7 @@ class Communicator:
         self.device = device
         self.options = options
         self.epoch = epoch
-        self.is_checking = is_wanted(options.check_collectives)
+        self.is_checking = check_wanted(options.check_collectives) is True
         self.channels = channels
         self.control_device = torch.device("cpu") if "cpu" in channels or control is not None else device
         self.control = channels[self.control_device.type] if control is None else control

@@ -31,7 +31,7 @@ from torchft_like.backends import BACKENDS
 from torchft_like.communicator.communicator import CoordinatorOptions, Group, check
 from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
-from torchft_like.process_group.checking.backend import is_wanted
+from torchft_like.process_group.checking.backend import check_wanted
 from torchft_like.process_group.wrapper import as_timedelta
 
 CPU_BACKEND = "torchft-gloo"
@@ -88,7 +88,7 @@ def make_groups(
             "use_message_queue_broadcaster": bool(use_message_queue_broadcaster),
             "group_name": group_name,
             "timeout": options.timeout,
-            "check_collectives": is_wanted(options.check_collectives),
+            "check_collectives": check_wanted(options.check_collectives) is True,
             "message_bytes_max": options.message_bytes_max,
             "max_chunk_bytes": options.max_chunk_bytes,
             "max_chunks": options.max_chunks,

@@ -39,6 +39,7 @@ from torch.futures import Future
 from lighthouse.forks import Turn, in_each_fork, keep_for_ever
 from torchft_like.devices import after
 from torchft_like.errors import (
+    CollectiveMismatchError,
     CollectiveRefusedError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
@@ -423,19 +424,23 @@ class Generation:
 
         After one failure the backend is of no use, and a peer may wait for data that will never come: the
         connections are broken, so that the peer fails, too. An operation that was refused has not reached the
-        backend.
+        backend. Where another rank meant something else by an operation that is under way, that is the error.
         """
         if self.configuration.reason is not None:
             return self._aborted()
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
-        if self._failure is None:
-            # A copy, because the frames of the original would keep the backend.
-            self._failure = type(error)(*error.args)
+        # A copy, because the frames of the original would keep the backend.
+        self.fail(type(error)(*error.args))
+        found = self._failure
+        return type(found)(*found.args) if isinstance(found, CollectiveMismatchError) else None
+
+    def fail(self, error: Exception) -> None:
+        """Make the backend unusable; the first error counts."""
+        self._failure = self._failure or error
         with self._lock:
             if self._backend is not None:
                 self._backend.break_off()
-        return None
 
     def error(self) -> Exception | None:
         """Return the error that ended the generation; None while it is usable."""

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.checking.backend import checked, is_wanted
+from torchft_like.process_group.checking.backend import Check, check_wanted, checked
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
 from torchft_like.process_group.generation import Backend, Generation
@@ -138,17 +138,18 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
-        check_collectives: whether to compare the ranks' calls before any data moves, and to refuse those that
-          do not fit together (docs/checking-collectives.md); the same on every rank. The environment variable
-          TORCHFT_CHECK_COLLECTIVES=1 or =0 overrides it.
+        check_collectives: which of the ranks' calls to compare before any data moves, to refuse those that do
+          not fit together (docs/checking-collectives.md): all (True), none (False), or those that are not as
+          the calls before make all ranks predict ("new", the default); the same on every rank. The
+          environment variable TORCHFT_CHECK_COLLECTIVES (1, 0 or new) overrides it.
     """
 
     def __init__(
-        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: bool | None = None
+        self, timeout: timedelta | float = DEFAULT_TIMEOUT, *, check_collectives: Check | None = None
     ) -> None:
         super().__init__()
         self._timeout = as_timedelta(timeout)
-        self._is_checking = is_wanted(check_collectives)
+        self._check = check_wanted(check_collectives)
         self._replacing = threading.Lock()
         self._generation: Generation | None = None
         self._members: GroupMembers | None = None  # the members of the last generation that was made
@@ -195,7 +196,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             previous.end(ANEW)
         if (signal := about.get("ends_with")) is not None:
             self._configuration.end_with(signal, generation.end)
-        generation.make(checked(self._create, generation.take) if self._is_checking else self._create)
+        generation.make(checked(self._create, generation.take, generation.fail, self._check))
         if limit != self._timeout:
             generation.set_timeout(self._timeout)
         self._members = members
@@ -255,7 +256,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def make_alike(self) -> Self:
         """Make another group of this class, with its timeout and options, that is not configured."""
         made = type(self)(self._timeout)
-        made._is_checking = self._is_checking
+        made._check = self._check
         return made
 
     def __repr__(self) -> str:

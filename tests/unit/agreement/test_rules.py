@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.core.agreement.referee import Call, Missing, Referee, Ruling
+from torchft_like.core.agreement.referee import Answer, Call, Missing, Referee, Ruling
 from torchft_like.core.agreement.rules import Disagreement, disagreement
 from torchft_like.core.agreement.statements import (
     CALL_BYTES_MAX,
@@ -131,16 +131,21 @@ class Game:
     def __init__(self, world_size: int) -> None:
         self.referee = Referee(world_size)
         self._tickets = 0
+        self._numbers = [0] * world_size
         self.rulings: dict[int, Ruling] = {}
 
     def call(self, rank: int, statement: Statement, deadline_s: float = math.inf, now_s: float = 0) -> int:
         self._tickets += 1
-        call = Call(rank, self._tickets, statement, now_s, deadline_s)
+        is_paired = statement.rule == PAIRED
+        self._numbers[rank] += not is_paired
+        number = 0 if is_paired else self._numbers[rank]
+        call = Call(rank, self._tickets, statement, now_s, deadline_s, number)
         self.take(self.referee.hear(call))
         return self._tickets
 
-    def take(self, rulings: list[Ruling]) -> None:
-        for ruling in rulings:
+    def take(self, answers: list[Answer]) -> None:
+        for ruling in answers:
+            assert isinstance(ruling, Ruling)
             assert ruling.ticket not in self.rulings
             self.rulings[ruling.ticket] = ruling
 
@@ -374,7 +379,7 @@ def test_what_is_no_statement_is_a_value_error(body: bytes) -> None:
 
 def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:
     stream = bytearray()
-    requests = [Request(CALL, ticket, 1.5, b"x" * ticket) for ticket in range(3)]
+    requests = [Request(CALL, ticket, ticket, 1.5, b"x" * ticket) for ticket in range(3)]
     for byte in b"".join(request.encode() for request in requests):
         stream.append(byte)
         if (request := take_request(stream)) is not None:
@@ -386,14 +391,14 @@ def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:
 @pytest.mark.parametrize(
     "header",
     [
-        (9, 0, 0.0, 0),
-        (CALL, 0, 0.0, BODY_BYTES_MAX + 1),
-        (CALL, 0, math.nan, 0),
-        (CALL, 0, math.inf, 0),
-        (CALL, 0, -1.0, 0),
+        (9, 0, 0, 0.0, 0),
+        (CALL, 0, 1, 0.0, BODY_BYTES_MAX + 1),
+        (CALL, 0, 1, math.nan, 0),
+        (CALL, 0, 1, math.inf, 0),
+        (CALL, 0, 1, -1.0, 0),
     ],
 )
-def test_what_is_no_message_is_a_value_error(header: tuple[int, int, float, int]) -> None:
+def test_what_is_no_message_is_a_value_error(header: tuple[int, int, int, float, int]) -> None:
     with pytest.raises(ValueError, match="no message"):
         take_request(bytearray(REQUEST.pack(*header)))
 

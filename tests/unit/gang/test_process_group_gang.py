@@ -312,7 +312,7 @@ def test_a_part_inherits_class_timeout_and_options(party: Party, crew: MakeCrew)
         assert isinstance(group, ErrorSwallowingProcessGroupWrapper)
         inner = group._pg
         assert isinstance(inner, ProcessGroupGloo)
-        return inner._timeout.total_seconds() == 17 and not inner._is_checking
+        return inner._timeout.total_seconds() == 17 and inner._check is False
 
     assert gangs.together(act) == [True, True]
 

@@ -27,9 +27,9 @@ from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.checking import link
 from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
 from torchft_like.process_group.checking.link import (
+    ANSWER,
     CALL,
     REQUEST,
-    RULING,
     Hub,
     Request,
     decode_problem,
@@ -126,7 +126,7 @@ def configure_both(party: Party, group: ProcessGroup, other: ProcessGroup, rank:
 def test_ranks_that_do_not_agree_to_check_are_told(party: Party, rank: int) -> None:
     group = party.own(checking(1.0))
     waiting = configure_both(party, group, party.own(ProcessGroupGloo(60, check_collectives=False)), rank)
-    with pytest.raises(ProcessGroupError, match=f"is check_collectives .{CHECK_ENV}. on for every rank"):
+    with pytest.raises(ProcessGroupError, match=f"is check_collectives .{CHECK_ENV}. the same on every rank"):
         waiting.result(LIMIT_S)
     assert_no_checking_threads()
 
@@ -178,13 +178,13 @@ def referee_place(party: Party, monkeypatch: pytest.MonkeyPatch) -> list[tuple[s
 
     def remember(store: AbortableStore, key: str, value: str | bytes) -> None:
         if key == "referee":
-            host, port, token = json.loads(value)
+            host, port, token, _ = json.loads(value)
             visit(host, port)
             places.append((host, port, token))
         original(store, key, value)
 
     def visit(host: str, port: int) -> None:
-        for hello in (b"", b"x" * 20, struct.pack("<16xI", 1)):
+        for hello in (b"", b"x" * 20, struct.pack("<16xI?", 1, False)):
             with socket.create_connection((host, port)) as stranger:
                 stranger.sendall(hello)
 
@@ -206,7 +206,7 @@ def test_a_rank_that_sends_nonsense_is_lost(party: Party, pair: list[ProcessGrou
     waiting = pair[0].allreduce([torch.ones(1)])
     backend = pair[1]._generation._backend  # type: ignore[attr-defined]
     assert isinstance(backend, CheckedBackend)
-    backend._link._socket.sendall(REQUEST.pack(77, 0, 0.0, 0))
+    backend._link._socket.sendall(REQUEST.pack(77, 0, 0, 0.0, 0))
     error = error_of(waiting.wait)
     assert isinstance(error, PeerLostError)
     assert error.lost == (1,)
@@ -216,14 +216,14 @@ def test_what_came_before_the_nonsense_is_judged(party: Party, pair: list[Proces
     waiting = pair[0].allreduce([torch.ones(1)])
     backend = pair[1]._generation._backend  # type: ignore[attr-defined]
     good = encode(Statement("allreduce", inputs=("float32[2]",), reduce_op="SUM"))
-    nonsense = REQUEST.pack(77, 0, 0.0, 0)
-    backend._link._socket.sendall(Request(CALL, 10**6, 30.0, good).encode() + nonsense)
+    nonsense = REQUEST.pack(77, 0, 0, 0.0, 0)
+    backend._link._socket.sendall(Request(CALL, 10**6, 1, 30.0, good).encode() + nonsense)
     assert "rank 1: allreduce #1 float32[2]" in str(error_of(waiting.wait))
 
 
 def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> None:
     """All comes at once. If the backend began, Gloo might forget the one that writes to who is gone."""
-    call = Request(CALL, 5, 30.0, encode(Statement("barrier"))).encode()
+    call = Request(CALL, 5, 1, 30.0, encode(Statement("barrier"))).encode()
     pairs = [socket.socketpair() for _ in range(3)]
     for ours, _ in pairs:
         ours.sendall(call)
@@ -231,7 +231,7 @@ def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> Non
     hub = Hub([theirs for _, theirs in pairs])
     try:
         for ours, _ in pairs[:2]:
-            ticket, length = RULING.unpack(ours.recv(RULING.size))
+            _, ticket, _, length = ANSWER.unpack(ours.recv(ANSWER.size))
             problem = decode_problem(ours.recv(length))
             assert ticket == 5
             assert isinstance(problem, Missing)
@@ -246,7 +246,7 @@ def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> Non
 
 def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own cut ends the connections one after another; the later ones must not hear of the earlier."""
-    call = Request(CALL, 5, 30.0, encode(Statement("barrier"))).encode()
+    call = Request(CALL, 5, 1, 30.0, encode(Statement("barrier"))).encode()
     pairs = [socket.socketpair() for _ in range(3)]
     hub = Hub([theirs for _, theirs in pairs])
     shut_down = link._shut_down
@@ -261,7 +261,7 @@ def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyP
         ours.sendall(call)
     hub.cut()
     hub.thread.join(LIMIT_S)
-    assert [ours.recv(RULING.size) for ours, _ in pairs] == [b"", b"", b""]
+    assert [ours.recv(ANSWER.size) for ours, _ in pairs] == [b"", b"", b""]
     for ours, _ in pairs:
         ours.close()
 

@@ -26,7 +26,7 @@ from torchft_like.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.checking.backend import CHECK_ENV, CheckedBackend
+from torchft_like.process_group.checking.backend import CHECK_ENV, Check, CheckedBackend
 from torchft_like.testing.processes import Processes, RunningProcess
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
@@ -208,7 +208,7 @@ def timeout_options(seconds: float) -> Any:
 @pytest.mark.parametrize(
     ("argument", "environment", "level", "expected"),
     [
-        (None, None, DebugLevel.OFF, False),
+        (None, None, DebugLevel.OFF, "new"),
         (None, "0", DebugLevel.OFF, False),
         (None, "1", DebugLevel.OFF, True),
         (True, "0", DebugLevel.OFF, False),
@@ -216,7 +216,11 @@ def timeout_options(seconds: float) -> Any:
         (True, "", DebugLevel.OFF, True),
         (False, "", DebugLevel.OFF, False),
         (None, None, DebugLevel.DETAIL, True),
-        (None, None, DebugLevel.INFO, False),
+        (None, None, DebugLevel.INFO, "new"),
+        ("new", None, DebugLevel.DETAIL, "new"),
+        (True, "new", DebugLevel.DETAIL, "new"),
+        ("new", "1", DebugLevel.OFF, True),
+        ("new", "0", DebugLevel.OFF, False),
         (False, None, DebugLevel.DETAIL, False),
         (None, "0", DebugLevel.DETAIL, False),
     ],
@@ -224,10 +228,10 @@ def timeout_options(seconds: float) -> Any:
 def test_the_operators_variable_beats_the_argument_which_beats_torchs_debug_level(
     party: Party,
     monkeypatch: pytest.MonkeyPatch,
-    argument: bool | None,
+    argument: Check | None,
     environment: str | None,
     level: DebugLevel,
-    expected: bool,
+    expected: Check,
 ) -> None:
     monkeypatch.setenv(CHECK_ENV, environment or "")
     before = c10d.get_debug_level()
@@ -237,13 +241,15 @@ def test_the_operators_variable_beats_the_argument_which_beats_torchs_debug_leve
     finally:
         c10d.set_debug_level(before)
     backend = groups[0]._generation._backend  # type: ignore[attr-defined]
-    assert isinstance(backend, CheckedBackend) == expected
+    assert isinstance(backend, CheckedBackend) == bool(expected)
+    if isinstance(backend, CheckedBackend):
+        assert backend._predicts == (expected == "new")
     assert_goes_on(party, groups)
 
 
 def test_an_environment_that_says_neither_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHECK_ENV, "yes")
-    with pytest.raises(ConfigError, match=f"{CHECK_ENV} is 'yes': it must be 0 or 1"):
+    with pytest.raises(ConfigError, match=f"{CHECK_ENV} is 'yes': it must be 0, 1 or new"):
         ProcessGroupGloo(30)
 
 
@@ -258,8 +264,8 @@ def test_a_group_of_one_asks_nobody(party: Party) -> None:
 
 @pytest.mark.parametrize(
     "environment",
-    [{}, {CHECK_ENV: "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}],
-    ids=["no check", "our environment", "torch's environment"],
+    [{CHECK_ENV: "0"}, {}, {CHECK_ENV: "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}],
+    ids=["no check", "the default", "our environment", "torch's environment"],
 )
 def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     processes: Processes,
@@ -275,7 +281,7 @@ def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     start = processes.fork if "TORCH_DISTRIBUTED_DEBUG" not in environment else cold(processes)
     members = [start(str(script), prefix, str(rank), env=environment) for rank in range(2)]
     codes = [member.wait() for member in members]
-    if environment:
+    if environment.get(CHECK_ENV) != "0":
         assert codes == [0, 0]
         texts = {member.wait_for_output("refused: (.*)").group(1) for member in members}
         assert texts == {

@@ -8,26 +8,37 @@ rank has called. A send belongs to the oldest receive of its target that takes i
 receive to the oldest such send. No call waits for another one of its own rank, so every order that is
 free of deadlocks without a referee is free of them with one.
 
+Ranks that predict calls (`prediction`) state only those that are not as predicted, and say nothing about the
+others until they are asked. A rank that states a later call, or says that it has passed this one, has made it
+as predicted: its part is the one that it had in the agreement that was predicted.
+
 Collectives have a deadline. A send or a receive has none until its rank says that it has waited long enough
 (`overdue`): one for which no rank waits may stay open for as long as its group lives.
 
 After a ruling that a rank is missing, every call is refused: some ranks have given up on collectives that
-others may still call, so their numbers differ.
+others may still call, so their numbers differ. So is every call after a disagreement with a rank whose call,
+as predicted, was under way already.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 
+from torchft_like.core.agreement.prediction import NO_AGREEMENT, Predictor
 from torchft_like.core.agreement.rules import (
     Disagreement,
     disagreement,
     pair_disagreement,
 )
 from torchft_like.core.agreement.statements import PAIRED, Statement
+
+COMPARED_MAX = 1000  # calls that ranks which predict have compared, until they compare no more
+ENOUGH = COMPARED_MAX + 1  # the agreement of a call that was not compared, as none is from then on
+NO_TICKET = 0
+_LOST = -1
 
 
 @dataclass(frozen=True)
@@ -51,11 +62,30 @@ Problem = Disagreement | Missing
 
 @dataclass(frozen=True)
 class Ruling:
-    """The ruling on one call: it may run if `problem` is None."""
+    """The ruling on one call: it may run if `problem` is None.
+
+    Attributes:
+        ticket: the call's; `NO_TICKET` for one that its rank has begun already, as predicted.
+        agreement: the number of the agreement that the call follows, where ranks predict calls.
+        is_final: whether the group is of no use any more.
+    """
 
     rank: int
     ticket: int
     problem: Problem | None = None
+    agreement: int = NO_AGREEMENT
+    is_final: bool = False
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question to a rank: how far it is, and with each collective until this one how far it is then."""
+
+    rank: int
+    number: int
+
+
+Answer = Ruling | Question
 
 
 @dataclass(frozen=True)
@@ -64,7 +94,7 @@ class Call:
 
     Attributes:
         since_s, deadline_s: when the call came, and until when the others may come.
-        number: the number of a collective among those of its rank.
+        number: the number of a collective among those of its rank, from 1 on; 0 for a send or a receive.
     """
 
     rank: int
@@ -72,64 +102,90 @@ class Call:
     statement: Statement
     since_s: float
     deadline_s: float
-    number: int | None = None
+    number: int = 0
 
     def text(self) -> str:
         """Describe the call in a line, for the other ranks' errors."""
-        return self.statement.text(self.number)
+        return self.statement.text(self.number or None)
 
 
 @dataclass
 class Referee:
-    """The state of one group's calls. Every method returns the rulings that follow from its event."""
+    """The state of one group's calls. Every method returns the answers that follow from its event.
+
+    Args:
+        predicts: whether the ranks predict calls, and state only those that are not as predicted.
+    """
 
     world_size: int
+    predicts: bool = False
     _collectives: list[deque[Call]] = field(default_factory=list)  # a queue for each rank
-    _called: list[int] = field(default_factory=list)  # how many collectives each rank has called
-    _present: int = 0  # how many ranks have called the next collective
+    _called: list[int] = field(default_factory=list)  # the last collective that each rank has called
+    _open: int = 0  # the number of the next collective to compare; 0 if no rank waits for one
+    _present: int = 0  # how many ranks have called it
+    _compared: int = 0  # how many were compared
+    _settled: int = 0  # the number of the last of them
+    _asked: int = 0  # the highest number that ranks were asked about
+    _predictor: Predictor = field(default_factory=Predictor)
+    _agreements: dict[tuple[Statement, ...], int] = field(default_factory=dict)
+    _statements: list[tuple[Statement, ...]] = field(default_factory=lambda: [()])  # of each agreement
     _sends: list[Call] = field(default_factory=list)
     _receives: list[Call] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
-    _verdict: Missing | None = None
+    _verdict: Problem | None = None
 
     def __post_init__(self) -> None:
         self._collectives = [deque() for _ in range(self.world_size)]
         self._called = [0] * self.world_size
 
-    def hear(self, call: Call) -> list[Ruling]:
-        """Handle a rank's call."""
+    def hear(self, call: Call) -> list[Answer]:
+        """Handle a rank's call.
+
+        Raises:
+            ValueError: the rank cannot have made the calls before it.
+        """
         if self._verdict is not None:
-            return [Ruling(call.rank, call.ticket, self._verdict)]
+            return [Ruling(call.rank, call.ticket, self._verdict, is_final=True)]
         if call.statement.rule == PAIRED:
             return self._pair(call)
-        self._called[call.rank] += 1
-        waiting = self._collectives[call.rank]
-        waiting.append(replace(call, number=self._called[call.rank]))
-        self._present += len(waiting) == 1
-        if self._present == self.world_size:
-            return self._compare()
-        return self._give_up_lost() if self._lost else []
+        if self._is_enough():
+            return [Ruling(call.rank, call.ticket, agreement=ENOUGH)]
+        number, before = call.number, self._called[call.rank]
+        if number <= before or (number > before + 1 and self._predictor.next == NO_AGREEMENT):
+            raise ValueError(f"collective #{number} after #{before}")
+        self._collectives[call.rank].append(call)
+        self._advance(call.rank, number)
+        if not 0 < self._open <= number:
+            self._open_next()
+        return [*self._compare_all(), *(self._give_up_lost() if self._lost else [])]
 
-    def lose(self, rank: int) -> list[Ruling]:
+    def passed(self, rank: int, number: int) -> list[Answer]:
+        """Handle a rank's answer: it has made its collectives up to this one."""
+        if number > self._called[rank] != _LOST and self._predictor.next != NO_AGREEMENT:
+            self._advance(rank, number)
+        return self._compare_all()
+
+    def lose(self, rank: int) -> list[Answer]:
         """Handle the loss of a rank: other ranks wait for it in vain, even in what it has called, as it gets
         no ruling.
         """
         self._lost.add(rank)
+        self._called[rank] = _LOST
         self._collectives[rank].clear()
         self._sends = [call for call in self._sends if call.rank != rank]
         self._receives = [call for call in self._receives if call.rank != rank]
-        self._count_present()
+        self._open_next()
         return self._give_up_lost()
 
-    def overdue(self, rank: int, ticket: int, now_s: float) -> list[Ruling]:
+    def overdue(self, rank: int, ticket: int, now_s: float) -> list[Answer]:
         """Handle a rank's report that it has waited long enough for a call of its own."""
         own = [call for call in self._waiting() if (call.rank, call.ticket) == (rank, ticket)]
-        return self._refuse_all(own[0], now_s) if own else []
+        return self._miss(own[0], now_s) if own else []
 
-    def expire(self, now_s: float) -> list[Ruling]:
+    def expire(self, now_s: float) -> list[Answer]:
         """Handle the passing of time."""
         late = [call for call in self._heads() if call.deadline_s <= now_s]
-        return self._refuse_all(late[0], now_s) if late else []
+        return self._miss(late[0], now_s) if late else []
 
     def next_deadline_s(self) -> float | None:
         """Return when `expire` has something to decide; None if no collective waits."""
@@ -142,16 +198,71 @@ class Referee:
     def _waiting(self) -> Iterable[Call]:
         return chain(*self._collectives, self._sends, self._receives)
 
-    def _compare(self) -> list[Ruling]:
-        calls = [waiting.popleft() for waiting in self._collectives]
-        self._count_present()
-        problem = disagreement([call.statement for call in calls], calls[0].number or 0)
-        return [Ruling(call.rank, call.ticket, problem) for call in calls]
+    def _is_enough(self) -> bool:
+        return self.predicts and self._compared >= COMPARED_MAX
 
-    def _count_present(self) -> None:
-        self._present = sum(map(bool, self._collectives))
+    def _advance(self, rank: int, number: int) -> None:
+        before, self._called[rank] = self._called[rank], number
+        self._present += before < self._open <= number
 
-    def _pair(self, call: Call) -> list[Ruling]:
+    def _open_next(self) -> None:
+        """Turn to the lowest collective that a rank states: what came before it was as predicted."""
+        self._open = min((call.number for call in self._heads()), default=0)
+        self._present = sum(number >= self._open for number in self._called)
+
+    def _compare_all(self) -> list[Answer]:
+        """Compare what all ranks have called; then ask those whose silence may mean that they have, too."""
+        answers: list[Answer] = []
+        while self._open and self._present == self.world_size:
+            answers += self._compare()
+        if self._open > self._asked and self._predictor.next != NO_AGREEMENT:
+            self._asked = self._open
+            answers += [Question(rank, self._open) for rank, n in enumerate(self._called) if n < self._open]
+        return answers
+
+    def _compare(self) -> list[Answer]:
+        number = self._open
+        self._predictor.confirm(number - self._settled - 1)
+        predicted = self._predictor.next
+        heads = (waiting[0] if waiting else None for waiting in self._collectives)
+        calls = [head if head and head.number == number else None for head in heads]
+        statements = tuple(
+            call.statement if call else self._statements[predicted][rank] for rank, call in enumerate(calls)
+        )
+        problem = disagreement(statements, number)
+        self._settled = number
+        self._compared += 1
+        if problem is not None and None in calls:
+            return self._refuse_all(problem, number)
+        agreement = NO_AGREEMENT
+        if problem is None and self.predicts:
+            # The ranks that are silent follow the agreement that was predicted, so the others have to.
+            agreement = predicted if None in calls else self._number_of(statements)
+            self._predictor.learn(agreement)
+        for call in calls:
+            if call is not None:
+                self._collectives[call.rank].popleft()
+        self._open_next()
+        answers: list[Answer] = [
+            Ruling(call.rank, call.ticket, problem, agreement) for call in calls if call is not None
+        ]
+        return answers + (self._let_all_run() if self._is_enough() else [])
+
+    def _number_of(self, statements: tuple[Statement, ...]) -> int:
+        number = self._agreements.setdefault(statements, len(self._statements))
+        if number == len(self._statements):
+            self._statements.append(statements)
+        return number
+
+    def _let_all_run(self) -> list[Answer]:
+        """Let everything run that waits, as nothing is compared from now on."""
+        waiting = [call for calls in self._collectives for call in calls]
+        for calls in self._collectives:
+            calls.clear()
+        self._open_next()
+        return [Ruling(call.rank, call.ticket, agreement=ENOUGH) for call in waiting]
+
+    def _pair(self, call: Call) -> list[Answer]:
         peer, is_send = call.statement.peer, call.statement.operation == "send"
         if peer is not None and (peer == call.rank or not 0 <= peer < self.world_size):
             return [Ruling(call.rank, call.ticket)]  # there is no such peer: the backend raises the error
@@ -165,16 +276,25 @@ class Referee:
         problem = pair_disagreement(sent.rank, sent.statement, received.rank, received.statement)
         return [Ruling(one.rank, one.ticket, problem) for one in (sent, received)]
 
-    def _refuse_all(self, late: Call, now_s: float) -> list[Ruling]:
-        missing = self._missing_for(late)
-        self._verdict = Missing(missing, self._texts(), seconds=round(now_s - late.since_s, 1))
-        rulings = [Ruling(call.rank, call.ticket, self._verdict) for call in self._waiting()]
-        self._present = 0
+    def _miss(self, late: Call, now_s: float) -> list[Answer]:
+        seconds = round(now_s - late.since_s, 1)
+        return self._refuse_all(Missing(self._missing_for(late), self._texts(), seconds=seconds), self._open)
+
+    def _refuse_all(self, verdict: Problem, number: int) -> list[Answer]:
+        """Refuse everything from now on, and tell those who are in this collective already."""
+        self._verdict = verdict
+        waiting = list(self._waiting())
+        begun = {rank for rank, called in enumerate(self._called) if called >= number > 0}
+        tickets = [
+            *((call.rank, call.ticket) for call in waiting),
+            *((rank, NO_TICKET) for rank in sorted(begun - {call.rank for call in waiting})),
+        ]
         for calls in (*self._collectives, self._sends, self._receives):
             calls.clear()
-        return rulings
+        self._open_next()
+        return [Ruling(rank, ticket, verdict, is_final=True) for rank, ticket in tickets]
 
-    def _give_up_lost(self) -> list[Ruling]:
+    def _give_up_lost(self) -> list[Answer]:
         """Refuse the calls that wait for a rank that is gone."""
         vain = [call for call in self._waiting() if self._is_vain(call)]
         if not vain:
@@ -183,19 +303,19 @@ class Referee:
         for calls in (*self._collectives, self._sends, self._receives):
             for call in [call for call in calls if call in vain]:
                 calls.remove(call)
-        self._count_present()
+        self._open_next()
         return [Ruling(call.rank, call.ticket, problem) for call in vain]
 
     def _is_vain(self, call: Call) -> bool:
-        if call.number is not None:
+        if call.number:
             return bool(self._lost)
         if (peer := call.statement.peer) is not None:
             return peer in self._lost
         return len(self._lost) == self.world_size - 1
 
     def _missing_for(self, call: Call) -> tuple[int, ...]:
-        if call.number is not None:
-            return tuple(rank for rank, calls in enumerate(self._collectives) if not calls)
+        if call.number:
+            return tuple(rank for rank, called in enumerate(self._called) if called < call.number)
         if (peer := call.statement.peer) is not None:
             return (peer,)
         return tuple(rank for rank in range(self.world_size) if rank != call.rank)

@@ -4,8 +4,14 @@ The caller's thread describes its call, sends the description and returns. The l
 ruling and starts the call on the real backend, in the order of rulings, which is the same on every rank. So
 calls stay as asynchronous as they were.
 
-INVARIANT: every operation is in `_pending` from before its statement is sent until its ruling, or the end of
-the link, settles it: exactly one of the two takes it out.
+Where ranks predict calls (`core.agreement.prediction`), one that is as predicted starts at once, on the
+caller's thread, and nothing is sent. Sends and receives are not compared there.
+
+INVARIANTS
+* Every operation is in `_pending` from before its statement is sent until its ruling, or the end of the link,
+  settles it: exactly one of the two takes it out.
+* Collectives start in the order of their numbers: none starts at once while another one is in `_pending`, and
+  it leaves `_pending` once it has started.
 """
 
 from __future__ import annotations
@@ -20,13 +26,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
 from torch.futures import Future
 
-from torchft_like.core.agreement.referee import Problem
+from torchft_like.core.agreement.prediction import Predictor
+from torchft_like.core.agreement.referee import COMPARED_MAX, ENOUGH, Problem
 from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import EXCHANGED, PAIRED, Statement, encode, specification
 from torchft_like.devices import beside_captures
@@ -39,7 +46,7 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.futures import copy_outcome
-from torchft_like.process_group.checking.link import CALL, OVERDUE, End, Link, Request, join
+from torchft_like.process_group.checking.link import CALL, OVERDUE, PASSED, End, Link, Request, join
 from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, Create
@@ -55,15 +62,19 @@ from torchft_like.process_group.work import (
 )
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
+# Whether to compare all calls, none, or those that are new.
+Check = bool | Literal["new"]
 SILENCE_S_MAX = 5.0  # seconds by which the referee may miss a deadline before it counts as gone
 _log = logging.getLogger(__name__)
 
 
 # Returns the operation behind a work of the real backend, with errors in the group's words.
 Take = Callable[[Collective, Work], Operation]
+# Makes the group unusable, for a reason that no operation has found.
+Fail = Callable[[Exception], None]
 
 
-def checked(create: Create, take: Take) -> Create:
+def checked(create: Create, take: Take, fail: Fail, check: Check) -> Create:
     """Return a `create` whose backend has a referee in front of it. A group of one rank needs none."""
 
     def create_checked(members: GroupMembers, abort: AbortSignal) -> Backend:
@@ -71,32 +82,38 @@ def checked(create: Create, take: Take) -> Create:
         if members.world_size == 1:
             return backend
         try:
-            return CheckedBackend(backend, take, join(members, abort), members, abort)
+            link = join(members, abort, predicts=check == "new")
+            return CheckedBackend(backend, take, fail, link, members, abort, predicts=check == "new")
         except BaseException:
             backend.close()
             raise
 
-    return create_checked
+    return create_checked if check else create
 
 
-def is_wanted(check_collectives: bool | None) -> bool:
-    """Decide whether to check: by the environment variable, or else the argument, or else
-    TORCH_DISTRIBUTED_DEBUG.
+def check_wanted(check_collectives: Check | None) -> Check:
+    """Decide what to check: by the environment variable, the argument, or TORCH_DISTRIBUTED_DEBUG.
 
     Raises:
-        ConfigError: the variable says neither yes nor no.
+        ConfigError: the variable or the argument is none of the choices.
     """
     text = os.environ.get(CHECK_ENV)
     if not text:  # an empty variable counts as unset
-        is_detailed = get_debug_level() == DebugLevel.DETAIL
-        return is_detailed if check_collectives is None else check_collectives
-    if text not in ("0", "1"):
-        raise ConfigError(f"the environment variable {CHECK_ENV} is {text!r}: it must be 0 or 1")
-    wanted = text == "1"
+        if check_collectives is None:
+            return True if get_debug_level() == DebugLevel.DETAIL else "new"
+        if check_collectives not in _CHOICES.values():
+            raise ConfigError(f'check_collectives is {check_collectives!r}: it must be True, False or "new"')
+        return check_collectives
+    if text not in _CHOICES:
+        raise ConfigError(f"the environment variable {CHECK_ENV} is {text!r}: it must be 0, 1 or new")
+    wanted = _CHOICES[text]
     if check_collectives not in (None, wanted):
         told = "check_collectives=%s (%s instead of the argument %s)"
         _log.info(told, wanted, CHECK_ENV, check_collectives)
     return wanted
+
+
+_CHOICES: Mapping[str, Check] = {"0": False, "1": True, "new": "new"}
 
 
 class CheckedBackend:
@@ -105,22 +122,39 @@ class CheckedBackend:
     Args:
         backend: the backend that runs the collectives.
         take: makes operations of the backend's works.
+        fail: makes the group unusable.
         link: the link to the referee, not yet started.
+        predicts: whether calls that are as predicted start at once.
     """
 
     def __init__(
-        self, backend: Backend, take: Take, link: Link, members: GroupMembers, abort: AbortSignal
+        self,
+        backend: Backend,
+        take: Take,
+        fail: Fail,
+        link: Link,
+        members: GroupMembers,
+        abort: AbortSignal,
+        *,
+        predicts: bool,
     ) -> None:
         self._backend = backend
         self.rest_s_max = backend.rest_s_max
         self._take = take
+        self._fail = fail
         self._methods = dict(backend.methods())
         self._link = link
         self._rank, self._world_size = members.rank, members.world_size
         self._timeout = members.timeout
         self._abort = abort
-        self._lock = threading.Lock()  # calls reach the referee in the order of their tickets
-        self._tickets = itertools.count()
+        self._lock = threading.Lock()  # calls reach the referee in the order of their tickets and numbers
+        self._tickets = itertools.count(1)
+        self._number = 0  # of the last collective that was called
+        self._predicts = predicts
+        self._predictor = Predictor()
+        self._agreed: dict[int, Statement] = {}  # this rank's part in each agreement
+        self._told_until = 0  # the referee wants to hear of each collective up to this one
+        self._is_over = False  # whether nothing is compared any more
         self._pending: dict[int, tuple[CheckedOperation, Call]] = {}
         self._ended: End | None = None
         abort.add(link.cut)
@@ -156,14 +190,34 @@ class CheckedBackend:
 
     # -- for the link, on its thread
 
-    def deliver(self, ticket: int, problem: Problem | None) -> None:
+    def deliver(self, ticket: int, problem: Problem | None, agreement: int, is_final: bool) -> None:
         """Start a call, or refuse it, as its ruling says."""
+        error = None if problem is None else _error_for(problem)
+        if error is not None and is_final:
+            self._fail(error)
+        if (pending := self._pending.get(ticket)) is None:  # it has begun, as predicted
+            return
+        operation, call = pending
+        started: Work | None = None
+        if error is None:
+            try:
+                started = self._start(operation, call)
+            except Exception as failure:  # noqa: BLE001 - the error is raised where the call is waited for
+                error = _as_refusal(failure)
         with self._lock:
-            pending = self._pending.pop(ticket, None)
-        if pending is not None and problem is None:
-            self._start(*pending)
-        elif pending is not None and problem is not None:
-            pending[0].refuse(_error_for(problem))
+            del self._pending[ticket]
+            if problem is None:
+                self._learn(agreement, operation.statement)
+        if error is not None:
+            operation.refuse(error)
+        else:
+            operation.follow(None if started is None else self._take(call.collective, started))
+
+    def say_when_passed(self, number: int) -> None:
+        """Say which collective was the last, and say so again with each one until this number."""
+        with self._lock:
+            self._told_until = max(self._told_until, number)
+            self._say_passed()
 
     def is_overdue(self) -> bool:
         """Return whether the referee has let a deadline pass."""
@@ -181,41 +235,67 @@ class CheckedBackend:
             operation.refuse(self._error_at(why, operation))
 
     def _run(self, row: Collective, *args: Any, **kwargs: Any) -> Work | None:
-        operation = self._submit(row.bind(args, kwargs))
+        if self._predicts and (row.agreement == PAIRED or (self._is_over and not self._pending)):
+            # No variable holds the bound method, because it would keep the backend alive, as in
+            # Generation.run.
+            return self._method(row)(*args, **kwargs)
+        call = row.bind(args, kwargs)
+        statement = describe(call, self._world_size)
+        if self._predicts and self._is_predicted(statement):
+            return self._method(row)(*args, **kwargs)
+        operation = self._submit(call, statement)
         if not row.blocking:
             return OperationWork(operation)
         operation.wait()
         return None
 
-    def _submit(self, call: Call) -> CheckedOperation:
-        statement = describe(call, self._world_size)
+    def _method(self, row: Collective) -> Callable[..., Work | None]:
+        if (method := self._methods.get(row.name)) is None:
+            raise ProcessGroupError(f"{row.name}: the group is being closed")
+        return method
+
+    def _is_predicted(self, statement: Statement) -> bool:
+        """Return whether a collective is as predicted, and count it if it is."""
+        with self._lock:
+            expected = self._agreed.get(self._predictor.next)
+            if self._pending or (statement is not expected and statement != expected):
+                return False
+            self._predictor.confirm()
+            self._number += 1
+            if self._number <= self._told_until:
+                self._say_passed()
+        return True
+
+    def _submit(self, call: Call, statement: Statement) -> CheckedOperation:
         timeout_s = (call.timeout or self._timeout).total_seconds()
+        is_paired = statement.rule == PAIRED
         with self._lock:
             ticket = next(self._tickets)
-            overdue = partial(self._say_overdue, ticket) if statement.rule == PAIRED else None
+            overdue = partial(self._say_overdue, ticket) if is_paired else None
             operation = CheckedOperation(call, statement, timeout_s, overdue)
             if self._ended is not None:
                 operation.refuse(self._error_at(self._ended, operation))
                 return operation
+            self._number += not is_paired
             self._pending[ticket] = operation, call
-            with contextlib.suppress(OSError):  # if it fails, the link's thread settles the pending calls
-                self._link.send(Request(CALL, ticket, timeout_s, encode(statement)))
+            self._send(Request(CALL, ticket, 0 if is_paired else self._number, timeout_s, encode(statement)))
         return operation
 
-    def _start(self, operation: CheckedOperation, call: Call) -> None:
+    def _start(self, operation: CheckedOperation, call: Call) -> Work | None:
         """Run a call on the streams that were its caller's."""
-        row = call.collective
-        try:
-            with contextlib.ExitStack() as current:
-                for stream in operation.streams:
-                    current.enter_context(beside_captures(stream.device))
-                    current.enter_context(torch.cuda.stream(stream))
-                # No variable holds the bound method, because it would keep the backend alive, as in
-                # Generation.run.
-                started = self._methods[row.name](*call.args, **call.kwargs)
-            operation.follow(None if started is None else self._take(row, started))
-        except Exception as error:  # noqa: BLE001 - the error is raised where the call is waited for
-            operation.refuse(_as_refusal(error))
+        with contextlib.ExitStack() as current:
+            for stream in operation.streams:
+                current.enter_context(beside_captures(stream.device))
+                current.enter_context(torch.cuda.stream(stream))
+            return self._method(call.collective)(*call.args, **call.kwargs)
+
+    def _learn(self, agreement: int, statement: Statement) -> None:
+        if agreement == ENOUGH and not self._is_over:
+            self._is_over = True
+            _log.info("%d collectives were compared: no more are in this configuration", COMPARED_MAX)
+        elif agreement != ENOUGH and self._predicts:
+            self._agreed.setdefault(agreement, statement)
+            self._predictor.learn(agreement)
 
     def _error_at(self, why: End, operation: CheckedOperation) -> Exception:
         """Make the error for a call that will get no ruling."""
@@ -227,8 +307,14 @@ class CheckedBackend:
         return ProcessGroupError(f"{operation}: {why.value}")
 
     def _say_overdue(self, ticket: int) -> None:
-        with contextlib.suppress(OSError):  # the link's thread then settles the call
-            self._link.send(Request(OVERDUE, ticket))
+        self._send(Request(OVERDUE, ticket))
+
+    def _say_passed(self) -> None:
+        self._send(Request(PASSED, number=self._number))
+
+    def _send(self, request: Request) -> None:
+        with contextlib.suppress(OSError):  # if it fails, the link's thread settles the pending calls
+            self._link.send(request)
 
 
 class CheckedOperation(FollowingOperation, ExplainedOperation):
@@ -249,7 +335,7 @@ class CheckedOperation(FollowingOperation, ExplainedOperation):
         self.deadline_s = math.inf if overdue else time.monotonic() + timeout_s
         self.streams = _streams_of(call)
         self._devices: list[int | str | torch.device] = [stream.device for stream in self.streams]
-        self._statement = statement
+        self.statement = statement
         self._timeout_s = timeout_s
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -257,7 +343,7 @@ class CheckedOperation(FollowingOperation, ExplainedOperation):
         self._futures: list[Future[Any]] = []
 
     def __str__(self) -> str:
-        return self._statement.text()
+        return self.statement.text()
 
     def follow(self, operation: Operation | None) -> None:
         """Behave as `operation` from now on, because the call has started; None if it is over."""

@@ -7,9 +7,9 @@ one connection, rank 0 one to itself.
 On both sides only the thread that reads a socket closes it. `cut` shuts them down, from any
 thread and at any time, which ends every wait here and on the other ranks.
 
-A message is a header of fixed size and JSON of bounded length: a statement, or what is wrong with a call. No
-message is trusted: bytes that are none of these messages raise ValueError, and the rank that sent it is
-treated as lost.
+A message is a header of fixed size and JSON of bounded length: a statement, or what is wrong with a call. The
+referee may also ask how far a rank is, which says so. No message is trusted: bytes that are none of these
+messages raise ValueError, and the rank that sent it is treated as lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from typing import Protocol
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import listen_tcp
-from torchft_like.core.agreement.referee import Call, Missing, Problem, Referee, Ruling
+from torchft_like.core.agreement.referee import Answer, Call, Missing, Problem, Question, Referee
 from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
@@ -42,11 +42,14 @@ from torchft_like.process_group.store import AbortableStore, GroupMembers, Store
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
 
-CALL, OVERDUE = 1, 2
+CALL, OVERDUE, PASSED = 1, 2, 3  # kinds of requests
+RULING, LAST_RULING, QUESTION = 1, 2, 3  # kinds of answers
 BODY_BYTES_MAX = 4 * 1024 * 1024
-REQUEST = struct.Struct("<BQdI")  # kind, ticket, timeout (seconds), length of the body
+REQUEST = struct.Struct("<BQQdI")  # kind, ticket, number, timeout (seconds), length of the body
 MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
-RULING = struct.Struct("<QI")  # ticket, length of the body; an empty body means that the call may run
+# Kind, ticket, agreement or the number that is asked about, length of the body; an empty body means that the
+# call may run.
+ANSWER = struct.Struct("<BQQI")
 TOKEN_BYTES = 16
 HELLO_SECONDS_MAX = 10.0
 JOIN_SECONDS_MAX = 5.0
@@ -54,8 +57,8 @@ READ_BYTES = 1 << 16
 SILENCE_LOOK_MS = 1000
 PATIENCE_S_MAX = 3600.0  # the system call's limit
 
-_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI")  # the secret, the rank
-_HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) on for every rank?"
+_HELLO = struct.Struct(f"<{TOKEN_BYTES}sI?")  # the secret, the rank, whether it predicts calls
+_HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) the same on every rank?"
 _logger = logging.getLogger(__name__)
 
 
@@ -107,10 +110,13 @@ class End(Enum):
 
 
 class Recipient(Protocol):
-    """The receiver of a rank's rulings."""
+    """The receiver of a rank's answers."""
 
-    def deliver(self, ticket: int, problem: Problem | None) -> None:
+    def deliver(self, ticket: int, problem: Problem | None, agreement: int, is_final: bool) -> None:
         """Handle a ruling."""
+
+    def say_when_passed(self, number: int) -> None:
+        """Handle a question."""
 
     def is_overdue(self) -> bool:
         """Return whether a ruling should have come long ago."""
@@ -189,10 +195,14 @@ class Link:
     def _deliver_all(self, recipient: Recipient) -> None:
         while True:
             self._await(recipient)
-            ticket, length = RULING.unpack(_receive(self._socket, RULING.size))
-            if length > BODY_BYTES_MAX:
-                raise ValueError(f"a ruling of {length} bytes")
-            recipient.deliver(ticket, decode_problem(_receive(self._socket, length)))
+            kind, ticket, number, length = ANSWER.unpack(_receive(self._socket, ANSWER.size))
+            if kind not in (RULING, LAST_RULING, QUESTION) or length > BODY_BYTES_MAX:
+                raise ValueError(f"an answer of kind {kind} and {length} bytes")
+            problem = decode_problem(_receive(self._socket, length))
+            if kind == QUESTION:
+                recipient.say_when_passed(number)
+            else:
+                recipient.deliver(ticket, problem, number, kind == LAST_RULING)
 
     def _await(self, recipient: Recipient) -> None:
         """Wait until a message comes. Only its silence tells that rank 0 is stopped."""
@@ -208,14 +218,15 @@ class Hub:
 
     Args:
         connections: the ranks' connections, in the order of ranks, which the hub owns from now on.
+        predicts: whether the ranks predict calls.
     """
 
-    def __init__(self, connections: list[socket.socket]) -> None:
+    def __init__(self, connections: list[socket.socket], predicts: bool = False) -> None:
         self._connections = connections
         self._sockets = Sockets(*connections)
         self._open = set(range(len(connections)))
         self._buffers = [bytearray() for _ in connections]
-        self._referee = Referee(len(connections))
+        self._referee = Referee(len(connections), predicts)
         self._selector = selectors.DefaultSelector()
         self.thread = threading.Thread(target=self._serve, name="torchft-checking-referee", daemon=True)
         for rank, connection in enumerate(connections):
@@ -269,14 +280,16 @@ class Hub:
             _logger.debug("rank %d: %s", rank, error)
             self._announce(self._lose(rank))
 
-    def _judge(self, rank: int, request: Request) -> list[Ruling]:
+    def _judge(self, rank: int, request: Request) -> list[Answer]:
         now_s = time.monotonic()
         if request.kind == OVERDUE:
             return self._referee.overdue(rank, request.ticket, now_s)
-        statement = decode(request.body)
-        return self._referee.hear(Call(rank, request.ticket, statement, now_s, now_s + request.timeout_s))
+        if request.kind == PASSED:
+            return self._referee.passed(rank, request.number)
+        statement, deadline_s = decode(request.body), now_s + request.timeout_s
+        return self._referee.hear(Call(rank, request.ticket, statement, now_s, deadline_s, request.number))
 
-    def _lose(self, rank: int) -> list[Ruling]:
+    def _lose(self, rank: int) -> list[Answer]:
         if rank not in self._open:
             return []
         self._open.remove(rank)
@@ -284,37 +297,39 @@ class Hub:
         # Connections that this rank has cut say nothing of the ranks behind them.
         return [] if self._sockets.is_cut else self._referee.lose(rank)
 
-    def _announce(self, rulings: Iterable[Ruling]) -> None:
-        """Send rulings; to rank 0 last, because its reaction may end all connections."""
-        pending = deque(sorted(rulings, key=lambda ruling: ruling.rank == 0))
+    def _announce(self, answers: Iterable[Answer]) -> None:
+        """Send answers; to rank 0 last, because its reaction may end all connections."""
+        pending = deque(sorted(answers, key=lambda answer: answer.rank == 0))
         while pending:
-            ruling = pending.popleft()
-            if ruling.rank in self._open and not self._send(ruling):
+            answer = pending.popleft()
+            if answer.rank in self._open and not self._send(answer):
                 # The rank reads nothing, or is gone: the others must not wait for it.
-                pending.extendleft(self._lose(ruling.rank))
+                pending.extendleft(self._lose(answer.rank))
 
-    def _send(self, ruling: Ruling) -> bool:
-        body = encode_problem(ruling.problem)
-        message = RULING.pack(ruling.ticket, len(body)) + body
+    def _send(self, answer: Answer) -> bool:
+        message = encode_answer(answer)
         try:
-            return self._connections[ruling.rank].send(message) == len(message)
+            return self._connections[answer.rank].send(message) == len(message)
         except OSError:
             return False
 
 
-def join(members: GroupMembers, abort: AbortSignal) -> Link:
+def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
     """Connect the ranks of a group that is being configured; block until all are there.
+
+    Args:
+        predicts: whether the ranks predict calls, and say only what is not as predicted.
 
     Raises:
         ProcessGroupAbortedError: the group was aborted during the wait.
-        ProcessGroupError: a rank did not come in time.
+        ProcessGroupError: a rank did not come in time, or checks in another way.
     """
     place = StoreAddress(members.store.server, f"{members.store.prefix}/checking")
     sockets = Sockets()
     with abort.ends(sockets.cut):
         try:
             with meeting_store(replace(members, store=place), abort) as store:
-                return (_gather if members.rank == 0 else _reach)(store, members, sockets)
+                return (_gather if members.rank == 0 else _reach)(store, members, sockets, predicts)
         except (OSError, ProcessGroupError) as error:
             sockets.close()
             abort.check()
@@ -326,7 +341,7 @@ def join(members: GroupMembers, abort: AbortSignal) -> Link:
             raise
 
 
-def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets) -> Link:
+def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
     """Publish rank 0's address, and accept the connections of all other ranks."""
     host = local_host_towards(members.store.server.host, members.store.server.port)
     deadline_s = time.monotonic() + members.timeout.total_seconds()
@@ -336,18 +351,20 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets) -> L
     with listen_tcp(Address(host, 0)) as listener:
         for one in (own, theirs, listener):
             sockets.add(one)
-        store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex()]))
+        store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex(), predicts]))
         while len(connections) < members.world_size:
             listener.settimeout(_left_s(deadline_s, members, connections))
             with contextlib.suppress(TimeoutError):
                 connection = listener.accept()[0]
                 sockets.add(connection)
-                rank = _greeted(connection, token)
-                if rank is not None and 0 < rank < members.world_size:
-                    connections[rank] = connection
-                else:
+                rank, does_predict = _greeted(connection, token)
+                if not 0 < rank < members.world_size:
                     sockets.drop(connection)
-    return Link(own, Hub([connections[rank] for rank in range(members.world_size)]))
+                    continue
+                if does_predict != predicts:
+                    raise ProcessGroupError(f"ranks 0 and {rank} check collectives differently: {_HINT}")
+                connections[rank] = connection
+    return Link(own, Hub([connections[rank] for rank in range(members.world_size)], predicts))
 
 
 def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]) -> float:
@@ -358,33 +375,36 @@ def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]
     return left_s
 
 
-def _greeted(connection: socket.socket, token: bytes) -> int | None:
-    """Return the rank that has connected; None for a stranger."""
+def _greeted(connection: socket.socket, token: bytes) -> tuple[int, bool]:
+    """Return the rank that has connected, and whether it predicts calls; rank 0 stands for a stranger."""
     connection.settimeout(HELLO_SECONDS_MAX)
     with contextlib.suppress(OSError):
-        secret, rank = _HELLO.unpack(_receive(connection, _HELLO.size))
+        secret, rank, predicts = _HELLO.unpack(_receive(connection, _HELLO.size))
         if secrets.compare_digest(secret, token):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return int(rank)
-    return None
+            return rank, predicts
+    return 0, False
 
 
-def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets) -> Link:
+def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
     """Connect any other rank to rank 0."""
-    address, token = _read_referee(store.get("referee"))
+    address, token, does_predict = _read_referee(store.get("referee"))
     connection = connect_tcp(address, members.timeout.total_seconds(), sockets.add)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.sendall(_HELLO.pack(token, members.rank))
+    connection.sendall(_HELLO.pack(token, members.rank, predicts))
+    if does_predict != predicts:  # rank 0, which was told, raises the same error
+        raise ProcessGroupError(f"ranks 0 and {members.rank} check collectives differently: {_HINT}")
     return Link(connection)
 
 
-def _read_referee(data: bytes) -> tuple[Address, bytes]:
-    """Decode the address at which rank 0 listens, and the secret."""
+def _read_referee(data: bytes) -> tuple[Address, bytes, bool]:
+    """Decode the address at which rank 0 listens, the secret, and whether rank 0 predicts calls."""
     try:
         match json.loads(data):
-            case [str(host), int(port), str(token)] if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:
-                return parse_address(str(Address(host, port))), secret
+            case [str(host), int(port), str(token), bool(predicts)]:
+                if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:
+                    return parse_address(str(Address(host, port))), secret, predicts
     except (ValueError, RecursionError) as error:
         raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}") from error
     raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}")
@@ -410,16 +430,17 @@ def _shut_down(connection: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A rank's message: a call, or that it has waited for one longer than its timeout."""
+    """A rank's message: a call, that it has waited for one longer than its timeout, or how far it is."""
 
     kind: int
-    ticket: int
+    ticket: int = 0
+    number: int = 0
     timeout_s: float = 0.0
     body: bytes = b""
 
     def encode(self) -> bytes:
         """Encode the message."""
-        return REQUEST.pack(self.kind, self.ticket, self.timeout_s, len(self.body)) + self.body
+        return REQUEST.pack(self.kind, self.ticket, self.number, self.timeout_s, len(self.body)) + self.body
 
 
 def take_request(buffer: bytearray) -> Request | None:
@@ -430,14 +451,23 @@ def take_request(buffer: bytearray) -> Request | None:
     """
     if len(buffer) < REQUEST.size:
         return None
-    kind, ticket, timeout_s, length = REQUEST.unpack_from(buffer)
-    if kind not in (CALL, OVERDUE) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
+    kind, ticket, number, timeout_s, length = REQUEST.unpack_from(buffer)
+    if kind not in (CALL, OVERDUE, PASSED) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
         raise ValueError(f"no message of kind {kind}, {timeout_s} s and {length} bytes")
     if len(buffer) < REQUEST.size + length:
         return None
     body = bytes(buffer[REQUEST.size : REQUEST.size + length])
     del buffer[: REQUEST.size + length]
-    return Request(kind, ticket, timeout_s, body)
+    return Request(kind, ticket, number, timeout_s, body)
+
+
+def encode_answer(answer: Answer) -> bytes:
+    """Encode an answer of the referee."""
+    if isinstance(answer, Question):
+        return ANSWER.pack(QUESTION, 0, answer.number, 0)
+    body = encode_problem(answer.problem)
+    kind = LAST_RULING if answer.is_final else RULING
+    return ANSWER.pack(kind, answer.ticket, answer.agreement, len(body)) + body
 
 
 def encode_problem(problem: Problem | None) -> bytes:
