@@ -39,7 +39,7 @@ class Member:
     """The commands that a process of the fleet carries out."""
 
     def __init__(self) -> None:
-        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # each subject says itself whether it checks
+        os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # a subject says itself if it is no default
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # deprecated names are called on purpose
         self.seats: dict[str, Seat] = {}

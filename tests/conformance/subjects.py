@@ -109,7 +109,7 @@ class ManagedSeat(Seat):
     def _join(self, address: str, rank: int) -> Manager:
         # Some cases compile code, which starves this machine for longer than the usual half of a second.
         os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENT_MS)
-        group = ProcessGroupGloo(TIMEOUT_S, check_collectives=False)
+        group = ProcessGroupGloo(TIMEOUT_S)
         return manager_alone(f"replica-{rank}", address, pg=group, timeout=TIMEOUT_S)
 
 
@@ -158,7 +158,7 @@ def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject,
 
 
 SUBJECTS: tuple[Subject, ...] = (
-    Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False))),
+    Subject("ProcessGroupGloo", lambda: Seat(ProcessGroupGloo(TIMEOUT_S))),
     Subject(
         "ProcessGroupWrapper",
         lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S))),
@@ -177,6 +177,7 @@ SUBJECTS: tuple[Subject, ...] = (
         forwards=True,
         looks=False,
     ),
+    Subject("Unchecked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False)), forwards=True),
     Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),

@@ -33,6 +33,7 @@ from torchft_like.process_group import (
     nccl,
     trigger_nccl_fr_trace_through_pipe,
 )
+from torchft_like.process_group.checking.backend import Check
 from torchft_like.process_group.nccl import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath, ProcessGroupNCCL
 
 
@@ -279,8 +280,11 @@ def test_tensors_live_until_nccl_is_off_the_device(group: ProcessGroupNCCL, devi
     assert not handle.is_success()
 
 
-def test_the_ranks_calls_are_compared_where_that_is_asked_for(device: FakeDevice, party: Party) -> None:
-    groups = party.meet(2, lambda: ProcessGroupNCCL(LIMIT_S, check_collectives=True))
+@pytest.mark.parametrize("check", [None, "new", True])
+def test_the_ranks_calls_are_compared(
+    device: FakeDevice, party: Party, no_operator: None, check: Check | None
+) -> None:
+    groups = party.meet(2, lambda: ProcessGroupNCCL(LIMIT_S, check_collectives=check))
     works = [group.allreduce([torch.zeros(1 + rank)]) for rank, group in enumerate(groups)]
     for work in works:
         with pytest.raises(CollectiveMismatchError):

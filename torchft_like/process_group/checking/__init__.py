@@ -1,4 +1,4 @@
-"""An opt-in check that every rank means the same collective, before any data moves.
+"""A check that every rank means the same collective, before any data moves.
 
 `core.agreement`, which is pure, says what must agree and which rank waits for which. Here `link` carries the
 ranks' statements to a referee on rank 0, and `backend` makes a statement of each call, in front of any

@@ -17,6 +17,7 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import logging
 import math
@@ -29,7 +30,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, Work, get_debug_level
+from torch._C._distributed_c10d import DebugLevel, ReduceOp, Work, get_debug_level
 from torch.futures import Future
 
 from torchft_like.core.agreement.prediction import Predictor
@@ -64,6 +65,7 @@ from torchft_like.process_group.work import (
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 # Whether to compare all calls, none, or those that are new.
 Check = bool | Literal["new"]
+REMEMBERED_MAX = 4096  # descriptions
 SILENCE_S_MAX = 5.0  # seconds by which the referee may miss a deadline before it counts as gone
 _log = logging.getLogger(__name__)
 
@@ -424,7 +426,10 @@ class _Refused(FinishedOperation):
 
 
 def describe(call: Call, world_size: int) -> Statement:
-    """Describe a call, made in a group of `world_size` ranks, in the terms of the rules of agreement."""
+    """Describe a call, made in a group of `world_size` ranks, in the terms of the rules of agreement.
+
+    Most calls repeat, so their description is remembered, and is the same object each time.
+    """
     row = call.collective
     inputs = tuple(map(_specification, tensors_of(call.inputs)))
     outputs = () if row.output is row.input else tuple(map(_specification, tensors_of(call.outputs)))
@@ -438,14 +443,23 @@ def describe(call: Call, world_size: int) -> Statement:
         inputs = _parts(call.inputs, input_sizes, world_size)
         outputs = _parts(call.outputs, output_sizes, world_size)
     root = call.root if row.name in ROOTED else None
-    return Statement(row.name, row.agreement, inputs, outputs, root, _reduce_op(call))
+    return _statement(row.name, row.agreement, inputs, outputs, root, _reduce_op(call))
 
 
-def _specification(tensor: torch.Tensor, shape: Sequence[int] | None = None) -> str:
+_statement = functools.lru_cache(REMEMBERED_MAX)(Statement)
+
+
+def _specification(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> str:
+    shape = tensor.shape if shape is None else shape
+    return _described(tensor.dtype, shape, tensor.layout, tensor.device.type)
+
+
+@functools.lru_cache(REMEMBERED_MAX)
+def _described(dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout, device: str) -> str:
     """Describe a tensor as `float32[4, 2]`, with its layout and device where they are not the usual ones."""
-    layout = "" if tensor.layout == torch.strided else f"{str(tensor.layout).removeprefix('torch.')} "
-    device = "" if tensor.device.type == "cpu" else f" on {tensor.device.type}"
-    return f"{layout}{specification(tensor.dtype, tensor.shape if shape is None else shape)}{device}"
+    kind = "" if layout == torch.strided else f"{str(layout).removeprefix('torch.')} "
+    place = "" if device == "cpu" else f" on {device}"
+    return f"{kind}{specification(dtype, shape)}{place}"
 
 
 def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple[str, ...]:
@@ -454,14 +468,17 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
     lengths = sizes or [rows // world_size] * world_size
     if sum(lengths) != rows:
         return (_specification(tensor),)
-    return tuple(_specification(tensor, [length, *tensor.shape[1:]]) for length in lengths)
+    return tuple(_specification(tensor, (length, *tensor.shape[1:])) for length in lengths)
 
 
 def _reduce_op(call: Call) -> str | None:
     if "reduce" not in call.collective.name:
         return None
-    operation = call.reduce_op
-    return str(getattr(operation, "op", operation)).rpartition(".")[2]
+    return _REDUCE_OPS[hash(call.reduce_op)]
+
+
+# The keys are hashes, because an operation's hash is its number, and its name takes long to find.
+_REDUCE_OPS = {hash(op): name for name, op in ReduceOp.RedOpType.__members__.items()}
 
 
 def _as_refusal(error: Exception) -> Exception:
