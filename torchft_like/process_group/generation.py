@@ -352,6 +352,8 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work | None]] | None = None
     _failure: Exception | None = None
+    # Waits for a moment, as an operation has failed, for a caller of `fail` that knows a better reason.
+    ask_why: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -430,6 +432,8 @@ class Generation:
             return self._aborted()
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
+        if self._failure is None:
+            self.ask_why()
         # A copy, because the frames of the original would keep the backend.
         self.fail(type(error)(*error.args))
         found = self._failure
@@ -507,6 +511,7 @@ class Generation:
                 ):
                     _logger.warning("%s was aborted, and did not come to rest: %s", self.members, backend)
             finally:
+                self.ask_why = lambda: None  # the backend's
                 backend.close()  # else the thread that drops the last reference would destroy the backend
         except Exception:
             _logger.exception("cleaning up after %s", self.members)

@@ -196,7 +196,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
             previous.end(ANEW)
         if (signal := about.get("ends_with")) is not None:
             self._configuration.end_with(signal, generation.end)
-        generation.make(checked(self._create, generation.take, generation.fail, self._check))
+        generation.make(checked(self._create, generation, self._check))
         if limit != self._timeout:
             generation.set_timeout(self._timeout)
         self._members = members

@@ -256,6 +256,14 @@ def test_a_call_that_is_wrong_among_known_ones_is_refused_and_ends_the_group() -
     assert wrong.is_over
 
 
+def test_a_rank_whose_backend_has_failed_hears_the_verdict_before_anything_else() -> None:
+    game = Game([[CALLS[1]] * 5 + [CALLS[2]], [CALLS[1]] * 6])
+    assert game.referee.why(1) == [Ruling(1, NO_TICKET)]  # nothing is known
+    game.play(keeps_in_step=True)
+    problem = game.players[1].problems[0]
+    assert game.referee.why(1) == [Ruling(1, NO_TICKET, problem, is_final=True)]
+
+
 def test_a_mismatch_in_the_first_call_leaves_the_group_usable() -> None:
     game = Game([[CALLS[1], CALLS[3]], [CALLS[2], CALLS[3]]])
     game.play()

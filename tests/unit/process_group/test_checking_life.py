@@ -262,6 +262,7 @@ def test_a_group_of_one_asks_nobody(party: Party) -> None:
 # Without the check: why there is one.
 
 
+@pytest.mark.parametrize("fitting", [0, 9])
 @pytest.mark.parametrize(
     "environment",
     [{CHECK_ENV: "0"}, {}, {CHECK_ENV: "1"}, {"TORCH_DISTRIBUTED_DEBUG": "DETAIL"}],
@@ -273,20 +274,21 @@ def test_another_shape_ends_the_process_and_with_the_check_it_does_not(
     party: Party,
     monkeypatch: pytest.MonkeyPatch,
     environment: dict[str, str],
+    fitting: int,
 ) -> None:
     monkeypatch.delenv(CHECK_ENV, raising=False)
     script = Path(__file__).with_name("checking_member.py")
     prefix = party.prefix()
     # Torch reads its own environment as it is imported.
     start = processes.fork if "TORCH_DISTRIBUTED_DEBUG" not in environment else cold(processes)
-    members = [start(str(script), prefix, str(rank), env=environment) for rank in range(2)]
+    members = [start(str(script), prefix, str(rank), str(fitting), env=environment) for rank in range(2)]
     codes = [member.wait() for member in members]
     if environment.get(CHECK_ENV) != "0":
         assert codes == [0, 0]
         texts = {member.wait_for_output("refused: (.*)").group(1) for member in members}
         assert texts == {
             "the ranks do not agree on the shape: "
-            "rank 0: allreduce #1 float32[4]; rank 1: allreduce #1 float32[8]"
+            f"rank 0: allreduce #{fitting + 1} float32[4]; rank 1: allreduce #{fitting + 1} float32[8]"
         }
     else:
         assert -6 in codes  # SIGABRT: nothing in Python could catch it

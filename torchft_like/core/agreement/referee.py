@@ -65,7 +65,7 @@ class Ruling:
     """The ruling on one call: it may run if `problem` is None.
 
     Attributes:
-        ticket: the call's; `NO_TICKET` for one that its rank has begun already, as predicted.
+        ticket: the call's; `NO_TICKET` if the rank does not wait for a ruling.
         agreement: the number of the agreement that the call follows, where ranks predict calls.
         is_final: whether the group is of no use any more.
     """
@@ -164,6 +164,13 @@ class Referee:
         if number > self._called[rank] != _LOST and self._predictor.next != NO_AGREEMENT:
             self._advance(rank, number)
         return self._compare_all()
+
+    def why(self, rank: int) -> list[Answer]:
+        """Answer a rank whose backend has failed: with the verdict, if there is one.
+
+        It hears so before it goes on: a rank that was told earlier may have broken its connections.
+        """
+        return [Ruling(rank, NO_TICKET, self._verdict, is_final=self._verdict is not None)]
 
     def lose(self, rank: int) -> list[Answer]:
         """Handle the loss of a rank: other ranks wait for it in vain, even in what it has called, as it gets

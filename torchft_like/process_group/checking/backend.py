@@ -47,10 +47,10 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.futures import copy_outcome
-from torchft_like.process_group.checking.link import CALL, OVERDUE, PASSED, End, Link, Request, join
+from torchft_like.process_group.checking.link import CALL, OVERDUE, PASSED, WHY, End, Link, Request, join
 from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, Create
+from torchft_like.process_group.generation import Backend, Create, Generation
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import (
     FOREVER,
@@ -66,17 +66,12 @@ CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 # Whether to compare all calls, none, or those that are new.
 Check = bool | Literal["new"]
 REMEMBERED_MAX = 4096  # descriptions
+WHY_S_MAX = 1.0
 SILENCE_S_MAX = 5.0  # seconds by which the referee may miss a deadline before it counts as gone
 _log = logging.getLogger(__name__)
 
 
-# Returns the operation behind a work of the real backend, with errors in the group's words.
-Take = Callable[[Collective, Work], Operation]
-# Makes the group unusable, for a reason that no operation has found.
-Fail = Callable[[Exception], None]
-
-
-def checked(create: Create, take: Take, fail: Fail, check: Check) -> Create:
+def checked(create: Create, generation: Generation, check: Check) -> Create:
     """Return a `create` whose backend has a referee in front of it. A group of one rank needs none."""
 
     def create_checked(members: GroupMembers, abort: AbortSignal) -> Backend:
@@ -85,7 +80,7 @@ def checked(create: Create, take: Take, fail: Fail, check: Check) -> Create:
             return backend
         try:
             link = join(members, abort, predicts=check == "new")
-            return CheckedBackend(backend, take, fail, link, members, abort, predicts=check == "new")
+            return CheckedBackend(backend, generation, link, abort, predicts=check == "new")
         except BaseException:
             backend.close()
             raise
@@ -123,8 +118,7 @@ class CheckedBackend:
 
     Args:
         backend: the backend that runs the collectives.
-        take: makes operations of the backend's works.
-        fail: makes the group unusable.
+        generation: makes operations of the backend's works, and is told when the group is of no use.
         link: the link to the referee, not yet started.
         predicts: whether calls that are as predicted start at once.
     """
@@ -132,18 +126,16 @@ class CheckedBackend:
     def __init__(
         self,
         backend: Backend,
-        take: Take,
-        fail: Fail,
+        generation: Generation,
         link: Link,
-        members: GroupMembers,
         abort: AbortSignal,
         *,
         predicts: bool,
     ) -> None:
+        members = generation.members
         self._backend = backend
         self.rest_s_max = backend.rest_s_max
-        self._take = take
-        self._fail = fail
+        self._generation = generation
         self._methods = dict(backend.methods())
         self._link = link
         self._rank, self._world_size = members.rank, members.world_size
@@ -157,10 +149,12 @@ class CheckedBackend:
         self._agreed: dict[int, Statement] = {}  # this rank's part in each agreement
         self._told_until = 0  # the referee wants to hear of each collective up to this one
         self._is_over = False  # whether nothing is compared any more
+        self._was_told = threading.Event()
         self._pending: dict[int, tuple[CheckedOperation, Call]] = {}
         self._ended: End | None = None
         abort.add(link.cut)
         link.start(self)
+        generation.ask_why = self._ask_why
 
     @property
     def inner(self) -> object:
@@ -196,8 +190,9 @@ class CheckedBackend:
         """Start a call, or refuse it, as its ruling says."""
         error = None if problem is None else _error_for(problem)
         if error is not None and is_final:
-            self._fail(error)
-        if (pending := self._pending.get(ticket)) is None:  # it has begun, as predicted
+            self._generation.fail(error)
+        if (pending := self._pending.get(ticket)) is None:  # no call waits for it
+            self._was_told.set()
             return
         operation, call = pending
         started: Work | None = None
@@ -213,7 +208,7 @@ class CheckedBackend:
         if error is not None:
             operation.refuse(error)
         else:
-            operation.follow(None if started is None else self._take(call.collective, started))
+            operation.follow(None if started is None else self._generation.take(call.collective, started))
 
     def say_when_passed(self, number: int) -> None:
         """Say which collective was the last, and say so again with each one until this number."""
@@ -233,6 +228,7 @@ class CheckedBackend:
         with self._lock:
             self._ended = why
             pending, self._pending = self._pending, {}
+            self._was_told.set()
         for operation, _ in pending.values():
             operation.refuse(self._error_at(why, operation))
 
@@ -307,6 +303,15 @@ class CheckedBackend:
         if why is End.SILENT:
             return CollectiveTimeoutError(self._timeout.total_seconds(), (0,), waiting)
         return ProcessGroupError(f"{operation}: {why.value}")
+
+    def _ask_why(self) -> None:
+        """Wait, when the backend has failed, until the referee has said whether it knows the reason."""
+        with self._lock:
+            if not self._predicts or self._ended is not None or self._link.delivers_here():
+                return
+            self._was_told.clear()
+            self._send(Request(WHY))
+        self._was_told.wait(WHY_S_MAX)
 
     def _say_overdue(self, ticket: int) -> None:
         self._send(Request(OVERDUE, ticket))

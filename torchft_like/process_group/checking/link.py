@@ -42,7 +42,7 @@ from torchft_like.process_group.store import AbortableStore, GroupMembers, Store
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
 
-CALL, OVERDUE, PASSED = 1, 2, 3  # kinds of requests
+CALL, OVERDUE, PASSED, WHY = 1, 2, 3, 4  # kinds of requests
 RULING, LAST_RULING, QUESTION = 1, 2, 3  # kinds of answers
 BODY_BYTES_MAX = 4 * 1024 * 1024
 REQUEST = struct.Struct("<BQQdI")  # kind, ticket, number, timeout (seconds), length of the body
@@ -178,6 +178,10 @@ class Link:
         """Return whether the link can still deliver a ruling."""
         return self._thread is not None and self._thread.is_alive()
 
+    def delivers_here(self) -> bool:
+        """Return whether the calling thread is the one that delivers rulings."""
+        return threading.current_thread() is self._thread
+
     def _read(self, recipient: Recipient) -> None:
         why = End.CLOSED
         try:
@@ -286,6 +290,8 @@ class Hub:
             return self._referee.overdue(rank, request.ticket, now_s)
         if request.kind == PASSED:
             return self._referee.passed(rank, request.number)
+        if request.kind == WHY:
+            return self._referee.why(rank)
         statement, deadline_s = decode(request.body), now_s + request.timeout_s
         return self._referee.hear(Call(rank, request.ticket, statement, now_s, deadline_s, request.number))
 
@@ -430,7 +436,9 @@ def _shut_down(connection: socket.socket) -> None:
 
 @dataclass(frozen=True)
 class Request:
-    """A rank's message: a call, that it has waited for one longer than its timeout, or how far it is."""
+    """A rank's message: a call, that it has waited for one longer than its timeout, how far it is, or that it
+    wants to know why its backend has failed.
+    """
 
     kind: int
     ticket: int = 0
@@ -452,7 +460,7 @@ def take_request(buffer: bytearray) -> Request | None:
     if len(buffer) < REQUEST.size:
         return None
     kind, ticket, number, timeout_s, length = REQUEST.unpack_from(buffer)
-    if kind not in (CALL, OVERDUE, PASSED) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
+    if kind not in (CALL, OVERDUE, PASSED, WHY) or length > BODY_BYTES_MAX or not 0 <= timeout_s < math.inf:
         raise ValueError(f"no message of kind {kind}, {timeout_s} s and {length} bytes")
     if len(buffer) < REQUEST.size + length:
         return None
