@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import NamedTuple
 
 import torch
-from torch._C._distributed_c10d import BarrierOptions, TCPStore
+from torch._C._distributed_c10d import BarrierOptions
 
 from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
 from torchft_like.communicator.handle import Epoch, Handle
@@ -52,6 +52,7 @@ from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, Place, unique_name
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
 from torchft_like.manager.connection import connect
+from torchft_like.manager.group_store import GroupStore
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
@@ -345,7 +346,7 @@ class Member:
         self._candidate = Candidate()
         self._change: Change | None = None
         self._link: RankLink | None = None
-        self._stores: list[TCPStore] = []  # in which the present members may have met
+        self._stores: list[GroupStore] = []  # in which the present members may have met
         self._trouble: str | None = None
 
     def begin(self, timeout: timedelta, *, shrink_only: bool = False) -> Change:

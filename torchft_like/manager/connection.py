@@ -4,28 +4,26 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from torch._C._distributed_c10d import TCPStore
-
 from lighthouse.address import Address
 from torchft_like.errors import ConfigError
 from torchft_like.manager.config import WAIT, ManagerConfig
-from torchft_like.manager.group_store import find_manager, open_group_store, publish_manager
+from torchft_like.manager.group_store import GroupStore, find_manager, open_group_store, publish_manager
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 
 
 def connect(
     config: ManagerConfig, listener: LocalListener, heartbeat_interval: timedelta
-) -> tuple[RankLink, TCPStore]:
-    """Return the connection of this rank, and the store of its replica group, which lives as long as it is
+) -> tuple[RankLink, GroupStore]:
+    """Return the connection of this rank, and the stores of its replica group, which live as long as they are
     held.
 
     Raises:
         ConnectError, BindError: a server could not be reached in time, or could not listen.
     """
-    store, store_address = open_group_store(config)
+    store = open_group_store(config)
     if config.group_rank > 0:
-        address = find_manager(store, config)
+        address = find_manager(store.shared, config)
         return SessionLink(address, config.group_rank, listener, config.connect_timeout_s), store
     if config.lighthouse is None:
         raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
@@ -34,14 +32,14 @@ def connect(
         lighthouse_addr=str(config.lighthouse),
         hostname=config.host,
         bind=str(Address(config.host, config.port)),
-        store_addr=str(store_address),
+        store_addr=str(store.meeting_place),
         world_size=config.group_world_size,
         heartbeat_interval=heartbeat_interval,
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
         waits_for_lighthouse=config.lighthouse_absence == WAIT,
     )
     try:
-        publish_manager(store, config, server.address())
+        publish_manager(store.shared, config, server.address())
         return server.attach_local_rank(config.group_rank, listener), store
     except BaseException:
         server.close()  # the lighthouse knows the server already, and would wait for it

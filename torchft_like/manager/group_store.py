@@ -1,12 +1,17 @@
-"""The TCPStore of one replica group, in which its ranks find their ManagerServer.
+"""The TCPStores of one replica group.
 
-Under torchrun the agent's store is used; otherwise rank 0 hosts it. The process groups that join
-one rank of every replica group meet in it too, so its address is part of the quorum.
+In one the ranks find their ManagerServer. Under torchrun it is the agent's; otherwise rank 0 serves it.
+
+In the other one the process groups meet that join one rank of every replica group, so its address is part of
+the quorum. Rank 0 always serves it: the agent's is open to the whole job's host, and torch's own server asks
+the name server about each of its clients, one after the other, so that a few hundred silent connections to it
+would make the survivors of a loss wait for half a minute. Rank 0 serves one store for both where it can.
 """
 
 from __future__ import annotations
 
 import socket
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -15,26 +20,43 @@ from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
-from lighthouse.listening import listen_tcp
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import ManagerConfig
+from torchft_like.process_group.store import serve_store
 
 PROBE_S = 1.0
 
 
-def open_group_store(config: ManagerConfig) -> tuple[TCPStore, Address]:
-    """Return the group's store, and the address at which others reach it.
+@dataclass(frozen=True)
+class GroupStore:
+    """The stores of a replica group, which live as long as this is held.
+
+    Attributes:
+        shared: the one in which the group's ranks find each other.
+        served: the one that this rank serves; None on ranks other than 0.
+        meeting_place: the address of the one in which process groups meet; None on ranks other than 0.
+    """
+
+    shared: TCPStore
+    served: TCPStore | None = None
+    meeting_place: Address | None = None
+
+
+def open_group_store(config: ManagerConfig) -> GroupStore:
+    """Connect to the stores of this rank's group, or serve them.
 
     Raises:
         ConnectError: rank 0's store did not answer within `connect_timeout`.
         BindError: rank 0 cannot listen at the store's address.
     """
-    if config.store is None:
-        return _host(Address(config.host, 0), config)
-    is_first = config.group_rank == 0 and not config.store_is_agents
-    if is_first and not _is_listening(config.store):
-        return _host(config.store, config)
-    return _connect(config.store, config), config.store
+    timeout = timedelta(seconds=config.connect_timeout_s)
+    store = config.store or Address(config.host, 0)
+    is_first = config.group_rank == 0
+    if config.store is None or (is_first and not config.store_is_agents and not _is_listening(store)):
+        served, address = serve_store(store.host, timeout, store.port)
+        return GroupStore(served, served, address)
+    shared = _connect(store, config)
+    return GroupStore(shared, *serve_store(config.host, timeout)) if is_first else GroupStore(shared)
 
 
 def publish_manager(store: TCPStore, config: ManagerConfig, address: str) -> None:
@@ -84,20 +106,6 @@ def _key(config: ManagerConfig) -> str:
     # A restarted group may find the store of its predecessor, whose address must not be taken for the new
     # one.
     return f"torchft/manager/{config.incarnation}"
-
-
-def _host(address: Address, config: ManagerConfig) -> tuple[TCPStore, Address]:
-    listener = listen_tcp(address)
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        address.host,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=config.connect_timeout_s),
-        master_listen_fd=listener.detach(),
-    )
-    return store, Address(address.host, port)
 
 
 def _connect(address: Address, config: ManagerConfig) -> TCPStore:

@@ -502,7 +502,7 @@ class Manager:
 
         The group meets in a part of the store that no earlier start of the replica group has used.
         """
-        start_default_group(self._store, self._replica_id, self._config, backend)
+        start_default_group(self._store.shared, self._replica_id, self._config, backend)
 
     # ------------------------------------------------------------------------- the end
 

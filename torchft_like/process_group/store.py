@@ -108,15 +108,15 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
     return PrefixStore(address.prefix, client)
 
 
-def serve_store(host: str, timeout: timedelta) -> tuple[TCPStore, Address]:
-    """Serve a store on a free port of `host` until the last reference to it is gone.
+def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, Address]:
+    """Serve a store at a port of `host`, 0 for a free one, until the last reference to it is gone.
 
     Raises:
         BindError: `host` is not of this machine.
     """
     # This listener sees the addresses of one family; torch's own listener would ask the name server about
     # others.
-    listener = listen_tcp(Address(host, 0))
+    listener = listen_tcp(Address(host, port))
     port = listener.getsockname()[1]
     server = TCPStore(
         host,
