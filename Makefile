@@ -18,12 +18,13 @@ demo: $(READY)  ## three replica groups train, one is killed, one is stopped; ab
 # run two at a time: with three on two busy processors a PING goes unanswered for a second now and then. What they
 # leave of the processors while they wait is for the types, and for tests that start no job.
 LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
-	$(addprefix integration/test_,$(addsuffix .py,demo leaving hsdp loader_workers group_coordinator hsdp_example \
-	registration)) conformance/test_functions.py conformance/test_methods.py)
+	$(addprefix integration/test_,$(addsuffix .py,replica_faults standing_quorum hsdp_example demo hsdp leaving \
+	loader_workers group_coordinator registration baby_processes baby_training)) interop/test_handles.py \
+	conformance/test_functions.py conformance/test_methods.py)
 FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
-BESIDE := $(filter-out %/test_elastic.py tests/unit/process_group/baby/%,$(filter tests/simulation/% \
-	tests/stress/test_fuzz_% tests/unit/test_% $(addprefix tests/unit/,agreement/% checkpointing/% communicator/% \
-	divergence/% gang/% group_coordinator/% lighthouse/% message_queue/% process_group/%),$(sort $(FILES))))
+BESIDE := $(filter-out %/test_elastic.py tests/unit/process_group/baby/% $(addprefix tests/unit/manager/test_,group.py \
+	lighthouse_link.py peer_links.py probing.py service.py stall_watch.py),$(filter tests/simulation/% tests/unit/% \
+	tests/stress/test_fuzz_% $(addprefix tests/integration/test_,grpc_in_forks.py startup.py),$(sort $(FILES))))
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: style  ## everything that CI checks: lint, format, types, tests
@@ -96,7 +97,7 @@ fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 clean:  ## remove the environment and everything generated

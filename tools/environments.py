@@ -66,7 +66,7 @@ class Environment:
         virtual = [uv, "venv", "--quiet", "--allow-existing", "--python"] if uv else []
         run_installer([*virtual, base, *([] if uv else ["-m", "venv"]), str(folder)], self.name)
         install = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
-        install += ["--quiet", "--constraint", str(constraints)]
+        install += ["--quiet", "--no-compile", "--constraint", str(constraints)]
         run_installer([*install, *self.packages], self.name)
         if self.without_dependencies:
             run_installer([*install, "--no-deps", *self.without_dependencies], self.name)

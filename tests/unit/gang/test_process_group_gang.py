@@ -176,15 +176,6 @@ def test_views_that_conjugate_are_taken_for_what_they_show(crew: MakeCrew) -> No
     assert crew(2).together(act) == [[[1 - 1j, 1 - 2j], [2 - 3j], [1 - 2j]]] * 2
 
 
-def test_a_source_may_send_an_expanded_tensor(crew: MakeCrew) -> None:
-    def act(gang: ProcessGroupGang) -> list[float]:
-        tensor = torch.ones(1).expand(2) if gang.rank == 0 else torch.zeros(2)
-        gang.broadcast(tensor)
-        return tensor.tolist()
-
-    assert crew(2).together(act) == [[1.0, 1.0]] * 2
-
-
 def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> None:
     gang = crew(2).gangs[0]  # the other one never calls: whatever is sent would hang
     rows = torch.zeros(3, 2)

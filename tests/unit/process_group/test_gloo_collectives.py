@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import ReduceScatterOptions
 from torch.distributed import ReduceOp
-from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
@@ -78,23 +77,6 @@ def party_of_one() -> ProcessGroup:
     return group
 
 
-def test_a_ddp_hook_may_return_a_continued_future(party: Party) -> None:
-    def act(rank: int, group: Any) -> list[float]:
-        def hook(state: Any, bucket: Any) -> Any:
-            future = group.allreduce([bucket.buffer()]).get_future()
-            return future.then(lambda f: f.value()[0].div_(2))
-
-        model = DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
-        hook.__annotations__.clear()  # torch insists on the class itself, not on its name
-        model.register_comm_hook(None, hook)
-        model(own(rank)).sum().backward()
-        gradient = next(model.parameters()).grad
-        assert gradient is not None
-        return gradient.flatten().tolist()
-
-    assert party.together(party.meet(2), act) == [[1.5, 1.5]] * 2
-
-
 @pytest.mark.agreement
 def test_results_are_bit_identical_on_all_ranks(party: Party) -> None:
     for world_size in (2, 3, 4, 5):
@@ -146,15 +128,3 @@ def test_a_reduce_scatter_gives_each_rank_its_part_of_an_allreduce(
 
     for output, expected in party.together(party.meet(3), act):
         assert torch.allclose(output, expected)
-
-
-def test_a_reduce_scatter_over_a_part_of_its_own_input(party: Party) -> None:
-    """As FSDP passes it: the output is where the caller's part of the input lies."""
-
-    def act(rank: int, group: Any) -> list[float]:
-        whole = torch.arange(6.0) + rank
-        output = whole[2 * rank : 2 * rank + 2]
-        group._reduce_scatter_base(output, whole).wait()
-        return output.tolist()
-
-    assert party.together(party.meet(3), act) == [[3.0, 6.0], [9.0, 12.0], [15.0, 18.0]]

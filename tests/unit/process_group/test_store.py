@@ -79,34 +79,6 @@ def test_a_store_with_an_ipv6_address_is_reached() -> None:
     assert create_store_client(f"[::1]:{server.port}/six", LIMIT).get("k") == b"v"
 
 
-def test_an_abort_ends_a_wait(party: Party, client: AbortableStore) -> None:
-    waiting = party.aside(client.wait, ["never"])
-    client.abort()
-    with pytest.raises(ProcessGroupAbortedError):
-        waiting.result(LIMIT.total_seconds())
-    with pytest.raises(ProcessGroupAbortedError):
-        client.get("anything")
-
-
-def test_an_abort_before_connecting_refuses_the_connection(party: Party) -> None:
-    with closing(AbortableStore(parse_store_address(party.prefix()), LIMIT)) as client:
-        client.abort()
-        with pytest.raises(ProcessGroupAbortedError):
-            client.connect()
-
-
-def test_an_abort_ends_the_handshake_with_a_silent_server(party: Party) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = StoreAddress(Address("127.0.0.1", silent.getsockname()[1]), "x")
-        with closing(AbortableStore(address, LIMIT)) as client:
-            connecting = party.aside(client.connect)
-            accepted, _ = silent.accept()
-            with accepted:
-                client.abort()
-                with pytest.raises(ProcessGroupAbortedError):
-                    connecting.result(LIMIT.total_seconds())
-
-
 def test_an_abort_ends_the_wait_for_a_host_that_does_not_answer(party: Party) -> None:
     with socket.socket() as full:
         full.bind(("127.0.0.1", 0))
@@ -124,14 +96,6 @@ def test_an_abort_ends_the_wait_for_a_host_that_does_not_answer(party: Party) ->
             client.abort()
             with pytest.raises(ProcessGroupAbortedError):
                 connecting.result(LIMIT.total_seconds())
-
-
-def test_a_wait_ends_with_its_timeout(party: Party) -> None:
-    address = parse_store_address(party.prefix())
-    with closing(AbortableStore(address, timedelta(milliseconds=50))) as client:
-        client.connect()
-        with pytest.raises(TimeoutError, match=str(address.server)):
-            client.wait(["never"])
 
 
 def test_a_store_that_refuses_or_goes_away_is_named(party: Party) -> None:

@@ -276,17 +276,6 @@ def test_a_future_may_start_the_next_collective(party: Party) -> None:
         wait_until(event)
 
 
-def test_every_message_size_goes_through(party: Party) -> None:
-    groups = party.meet(2, baby)
-
-    def many(rank: int, group: ProcessGroup) -> list[float]:
-        tensors = [torch.full((1,), float(i)) for i in range(3000)]  # the request is longer than a message
-        group.allreduce_coalesced(tensors).wait()
-        return [tensor.item() for tensor in tensors]
-
-    assert party.together(groups, many)[1] == [2.0 * i for i in range(3000)]
-
-
 def test_the_environment_of_the_moment_counts(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = party.meet(2, baby)  # the fork server runs since before
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuchinterface")
