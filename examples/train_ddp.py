@@ -36,7 +36,7 @@ from torch.utils.data import Dataset
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft_like.digest import state_digest
-from torchft_like.errors import ConnectError, CoordinationError
+from torchft_like.errors import ConnectError, CoordinationError, ForeignMemberError
 from torchft_like.shutdown_signals import stop_on_signals
 
 CONTEXT = 128  # bytes that the model sees at once
@@ -171,5 +171,5 @@ def parse_args() -> argparse.Namespace:
 if __name__ == "__main__":
     try:
         main()
-    except (CoordinationError, ConnectError) as error:  # a wrong setting, or nobody there
+    except (CoordinationError, ConnectError, ForeignMemberError) as error:  # a wrong setting, or nobody there
         sys.exit(f"train_ddp.py: {error}")

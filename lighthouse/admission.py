@@ -18,12 +18,14 @@ from typing import Any
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import about_job_id
 from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address or a reason
 STEP_MAX = 10**15
+IDENTITY_BYTES_MAX = 256 * 1024
 _GROUP_BEGINS = 3  # protobuf's wire type
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
@@ -78,6 +80,15 @@ def about_links(links: pb.BrokenLinks) -> str | None:
     if sum(map(len, ids)) > REPORTED_CHARACTERS_MAX:
         return f"unreachable_replica_ids is longer than {REPORTED_CHARACTERS_MAX} characters"
     return next((f"unreachable_replica_ids: {c}" for c in map(about_replica, ids) if c), None)
+
+
+def about_identity(identity: pb.Identity, limit: QuorumNumber) -> str | None:
+    """Check what a replica group says of itself; `limit` is what `believable` returned."""
+    if (size := identity.ByteSize()) > IDENTITY_BYTES_MAX:
+        return f"an identity of {size} bytes is too large: {IDENTITY_BYTES_MAX} are the most"
+    if complaint := about_job_id(identity.job_id):
+        return f"job_id: {complaint}"
+    return _about_number("first_quorum_id", identity.first_quorum_id, limit.quorum_id)
 
 
 def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber) -> str | None:

@@ -40,6 +40,7 @@ _HELP = {
     "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
     "replicas_max": "more replicas are refused",
     "session_queue_max": "messages that may wait for one session's reader",
+    "job_id": "the name of the job; replicas that were given another one are refused",
 }
 
 
@@ -119,8 +120,8 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
             *_spellings(setting.name),
             dest=setting.name,
             default=getattr(defaults, setting.name),
-            metavar="N",
-            help=f"{_HELP[setting.name]} (default: %(default)s)",
+            metavar="NAME" if isinstance(setting.default, str) else "N",
+            help=f"{_HELP[setting.name]} (default: {'none' if setting.default == '' else '%(default)s'})",
         )
     parser.add_argument(
         *_spellings("log_level"),
@@ -129,8 +130,10 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
         metavar="LEVEL",
     )
     given = parser.parse_args(arguments)
-    settings = {f.name: _number(f.name, getattr(given, f.name)) for f in fields(LighthouseConfig)}
-    return parse_address(given.bind, "--bind"), LighthouseConfig(**settings), given.log_level
+    numbers = [f.name for f in fields(LighthouseConfig) if not isinstance(f.default, str)]
+    settings = {**vars(given), **{name: _number(name, getattr(given, name)) for name in numbers}}
+    config = LighthouseConfig(**{f.name: settings[f.name] for f in fields(LighthouseConfig)})
+    return parse_address(given.bind, "--bind"), config, given.log_level
 
 
 def _spellings(name: str) -> list[str]:

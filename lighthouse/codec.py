@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError, Message
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import Identity
 from lighthouse.core.quorum import (
     HoldQuorum,
     LeftOut,
@@ -18,6 +20,7 @@ from lighthouse.core.quorum import (
     QuorumOver,
     QuorumReleased,
 )
+from lighthouse.core.state_form import StateForm
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")
@@ -68,9 +71,51 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
     )
 
 
+def identity_from_wire(message: pb.Identity) -> Identity:
+    """Read who a replica group says that it is."""
+    forms: list[StateForm] = []
+    for form in message.forms:
+        is_as_before = forms and not form.digest
+        forms.append(forms[-1] if is_as_before else form_from_wire(form))
+    return Identity(message.job_id, message.first_quorum_id, tuple(forms))
+
+
+def identity_to_wire(identity: Identity) -> pb.Identity:
+    """Write who a replica group is."""
+    message = pb.Identity(job_id=identity.job_id, first_quorum_id=identity.first_quorum_id)
+    for rank, form in enumerate(identity.forms):
+        is_as_before = rank > 0 and form == identity.forms[rank - 1]
+        message.forms.append(pb.StateForm() if is_as_before else form_to_wire(form))
+    return message
+
+
+def form_from_wire(message: pb.StateForm) -> StateForm:
+    """Read the form of a rank's state; ranks that say the same share one value."""
+    return _form(message.SerializeToString())
+
+
+def form_to_wire(form: StateForm) -> pb.StateForm:
+    """Write the form of a rank's state."""
+    return pb.StateForm(
+        digest=form.digest, paths=form.rows, descriptions=form.rows.values(), left_out=form.left_out
+    )
+
+
+@lru_cache(maxsize=256)
+def _form(data: bytes) -> StateForm:
+    message = pb.StateForm.FromString(data)
+    rows = dict(zip(message.paths, message.descriptions, strict=False))
+    return StateForm(rows, message.digest, message.left_out)
+
+
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
     """Serialize the quorum with every member as it joined; `created` is in seconds since the Unix epoch."""
-    message = pb.Quorum(quorum_id=quorum.quorum_id, round=quorum.round, stands=quorum.stands)
+    message = pb.Quorum(
+        quorum_id=quorum.quorum_id,
+        round=quorum.round,
+        stands=quorum.stands,
+        first_quorum_id=quorum.first_quorum_id,
+    )
     message.created.FromNanoseconds(int(created * 1e9))
     for member in quorum.participants:
         message.participants.add().MergeFromString(cast(bytes, member.message))

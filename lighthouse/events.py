@@ -33,6 +33,7 @@ LEVELS: Mapping[str, int] = {
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
     "left_out": logging.WARNING,  # a quorum left replicas out, for links or reasons: members, links, reasons
+    "refused": logging.ERROR,  # a replica group that is foreign to the job: member, reason
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
@@ -145,6 +146,9 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "register": lambda f: f"{short_name(str(f['member']))} registered",
     "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
+    "refused": lambda f: (
+        f"refused {short_name(str(f['member']))}, which is foreign to the job: {f['reason']}"
+    ),
     "abort": lambda f: f"aborted the process group: {f['reason']}",
     "error": lambda f: f"error: {f['reason']}",
     "left_out": _left_out_sentence,

@@ -35,9 +35,10 @@ from lighthouse.core.quorum import (
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
+    Refused,
 )
 from lighthouse.errors import AddressError
-from lighthouse.events import EventLog
+from lighthouse.events import EventLog, printable
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server, refuses
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.starvation import RECOVERY_S, StarvationWatch
@@ -53,6 +54,7 @@ _REGISTER_S = 10.0  # seconds in which a session has to begin with its register
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
 _LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names at most
+_REASON_MAX = 1000  # characters of a status
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
@@ -68,8 +70,8 @@ class Lighthouse:
         print(lighthouse.address.url)
         await lighthouse.stop()
 
-    `events` has one record for each quorum with a new id, register, leave, loss, change of the replicas that
-    are left out, and shutdown.
+    `events` has one record for each quorum with a new id, register, leave, loss, refused replica, change of
+    the replicas that are left out, and shutdown.
     """
 
     def __init__(self, config: LighthouseConfig) -> None:
@@ -244,6 +246,8 @@ class Lighthouse:
             if holds.gives_up:
                 return self._core.give_up(number, quorum, now)
             return self._core.hold(number, quorum, holds.step, now)
+        if request.WhichOneof("request") == "identity":
+            return self._core.identify(number, codec.identity_from_wire(request.identity), now)
         return self._core.report_links(number, request.broken_links.unreachable_replica_ids, now)
 
     def _about_request(
@@ -255,6 +259,8 @@ class Lighthouse:
             return admission.about_links(request.broken_links)
         if kind == "holds":
             return admission.about_step(request.holds.step)
+        if kind == "identity":
+            return admission.about_identity(request.identity, self._believable())
         if kind is None and codec.unknown_fields(
             request
         ):  # a newer replica says more than this version knows
@@ -317,6 +323,10 @@ class Lighthouse:
                 self._warn(decision)
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
+            elif isinstance(decision, Refused):
+                self.events.emit("refused", member=decision.replica_id, reason=decision.reason)
+                self._end(decision.session, why := _foreign(decision.reason))
+                self._answer(decision.replica_id, why)
             elif isinstance(decision, HoldQuorum):
                 self._send_all(decision.sessions, codec.hold(decision))
                 self.events.emit("hold", quorum_id=decision.quorum_id, member=decision.replica_id)
@@ -445,6 +455,13 @@ def _invalid(text: str) -> RefusedError:
 
 def _exists(text: str) -> RefusedError:
     return RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
+
+
+def _foreign(reason: str) -> Refusal:
+    """Return the status that ends the session of a replica that is foreign to the job; it is not to try
+    again.
+    """
+    return Refusal(grpc.StatusCode.FAILED_PRECONDITION, printable(reason[:_REASON_MAX]))
 
 
 def _settle(call: asyncio.Future[bytes | Refusal], result: bytes | Refusal) -> None:

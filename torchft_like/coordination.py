@@ -54,7 +54,7 @@ class LighthouseServer:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
     """
 
-    def __init__(self, bind: str = "127.0.0.1:0", min_replicas: int = 1, **settings: int | None) -> None:
+    def __init__(self, bind: str = "127.0.0.1:0", min_replicas: int = 1, **settings: Any) -> None:
         given = {name: value for name, value in settings.items() if value is not None}
         given.setdefault("join_timeout_ms", EMBEDDED_JOIN_TIMEOUT_MS)
         unknown = given.keys() - LighthouseConfig.__dataclass_fields__.keys()

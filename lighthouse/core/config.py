@@ -1,13 +1,14 @@
 """The settings of a lighthouse: one frozen object, checked when it is made.
 
-Times are whole milliseconds and say so in their names, as on the command line and in torchft. The
-defaults of the first five are torchft's.
+All but the last are whole numbers. Times are whole milliseconds and say so in their names, as on the command
+line and in torchft. The defaults of the first five are torchft's.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
+from lighthouse.core.identity import about_job_id
 from lighthouse.errors import ConfigError
 
 _DAY_MS = 24 * 60 * 60 * 1000
@@ -102,6 +103,11 @@ class LighthouseConfig:
     session_queue_max: int = 64
     """How many messages may wait for one session's reader; with one more the session counts as lost."""
 
+    job_id: str = ""
+    """The job of this lighthouse: replicas that were given another job id are refused. Without it, the job is
+    that of the replicas that form the first quorum.
+    """
+
     @property
     def lease_s(self) -> float:
         """How long no quorum forms without any member of one that stood, after the last word from them, in
@@ -129,8 +135,10 @@ class LighthouseConfig:
         return 2 * self.replicas_max + 1000
 
     def __post_init__(self) -> None:
-        for setting in fields(self):
-            _check(setting.name, getattr(self, setting.name))
+        for name in _BOUNDS:
+            _check(name, getattr(self, name))
+        if complaint := about_job_id(self.job_id):
+            raise ConfigError(f"--job_id: {complaint}")
         if self.min_replicas > self.replicas_max:
             raise ConfigError(
                 f"--min_replicas {self.min_replicas} is more than --replicas_max {self.replicas_max}:"

@@ -25,6 +25,7 @@ class QuorumState(enum.Enum):
     TOO_FEW = "fewer than min_replicas"
     NO_MAJORITY = "no more than half of the healthy have joined"
     STRAGGLERS = "not all of the healthy have joined"
+    DIVIDED = "those who have joined are not of one job, and fewer than min_replicas are of any"
     LEASED = "members of a quorum that stands may be training, cut off from this lighthouse"
     FAST = "every member of the last quorum has joined"
     COMPLETE = "all of the healthy have joined"
@@ -58,13 +59,15 @@ class Member(NamedTuple):
 
 class Quorum(NamedTuple):
     """The replica groups that train together; participants are sorted by replica id. They go on in a quorum
-    that `stands` without asking for the next one (`standing.py`).
+    that `stands` without asking for the next one (`standing.py`). `first_quorum_id` is the first quorum of
+    their job (`identity.py`).
     """
 
     quorum_id: int
     round: int
     participants: tuple[Member, ...]
     stands: bool = False
+    first_quorum_id: int = 0
 
 
 class QuorumFormed(NamedTuple):
@@ -139,6 +142,14 @@ class LeftOut(NamedTuple):
     reasons: tuple[tuple[str, str], ...] = ()  # replicas, each with what it has failed with, and for how long
 
 
+class Refused(NamedTuple):
+    """The replica is foreign to the job: end its session, and tell it why. It counts no more."""
+
+    session: int
+    replica_id: str
+    reason: str
+
+
 class HoldQuorum(NamedTuple):
     """Ask these sessions, which are in the quorum, to begin no further step until they are told more.
 
@@ -173,6 +184,7 @@ Decision = (
     | QuorumOver
     | QuorumBroken
     | LeftOut
+    | Refused
     | HoldQuorum
     | QuorumReleased
     | FindMembers

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from lighthouse.core.decisions import Link, QuorumState
@@ -31,6 +31,7 @@ class Facts:
     is_shrinking: bool
     majority: int
     idle: Collection[str]
+    refused: Mapping[str, str]
     late_s: float
     lease_s: float
     expiry_s: float
@@ -54,6 +55,7 @@ def describe(facts: Facts) -> str:
         f"left out: {_names(facts.left_out)}" if facts.left_out else "",
         f"links that do not work: {_names(links, ', ')}" if links else "",
         *facts.sick,
+        *(f"refused {replica_id}, which is foreign: {why}" for replica_id, why in facts.refused.items()),
         _why_no_quorum(facts),
     ]
     return "\n".join(line for line in lines if line)

@@ -33,6 +33,10 @@ Nor is a replica in a quorum that has spoilt several by itself, until its pause 
 stays joined, and ends a quorum that stands only then. As many as `min_replicas`, and half of those that
 count, stay: those that are left out are then no majority. Where that takes sick ones, they are tried again.
 
+A replica that is foreign to the job (`identity.py`) is refused, on its side alone: it is forgotten before its
+join could end a quorum that stands, or before a quorum with it could form. Where those that have joined are
+not of one job, the rules hold for those of the chosen one, once that has `min_replicas`.
+
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
@@ -85,9 +89,11 @@ from lighthouse.core.decisions import (
     QuorumOver,
     QuorumReleased,
     QuorumState,
+    Refused,
     SessionSuperseded,
 )
 from lighthouse.core.explanation import Facts, describe
+from lighthouse.core.identity import Identities, Identity
 from lighthouse.core.links import Links, leave_out
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
 from lighthouse.core.sickness import describe_pause, leave_out_sick, pause_s
@@ -108,6 +114,7 @@ __all__ = [
     "QuorumFormed",
     "QuorumOver",
     "QuorumReleased",
+    "Refused",
     "SessionSuperseded",
 ]
 
@@ -120,6 +127,8 @@ ALARMS_PER_QUORUM_MAX = 16
 _LEAP_MAX = 1_000_003
 
 _NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
+
+_REFUSED_TOLD_MAX = 8  # refused replicas that the explanation names
 
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
@@ -180,6 +189,9 @@ class QuorumCore:
         self._deadline = math.inf
         self._links = Links()
         self._last_left_out: tuple[object, ...] = _NONE_LEFT_OUT
+        self._identities = Identities(config.job_id)
+        self._first_quorum_id = 0  # of the job of the last quorum's members
+        self._refused: dict[str, str] = {}  # the last ones, with the reason
 
     # -- sessions
 
@@ -221,11 +233,25 @@ class QuorumCore:
         ignored.
         """
         decisions = self.advance(now)
-        if self._healthy.owner_of(session) == member.replica_id:
+        is_owner = self._healthy.owner_of(session) == member.replica_id
+        if is_owner and not self._refuse_foreign(member.replica_id, decisions):
             self._enter(member, now).in_session = True
             if 0 < member.broken_quorum_id == self._number.quorum_id:
                 self._break(member.replica_id, decisions)
             self._stand_no_more(member.replica_id, member.step, now, decisions)
+        if is_owner:
+            self._form(now, decisions)
+        return decisions
+
+    def identify(self, session: int, identity: Identity, now: float) -> list[Decision]:
+        """Record who the replica of this session says that it is, and refuse it if it is foreign."""
+        decisions = self.advance(now)
+        replica_id = self._healthy.owner_of(session)
+        if replica_id is not None:
+            self._identities.describe(replica_id, identity)
+            if replica_id in self._last:
+                self._first_quorum_id = identity.first_quorum_id or self._first_quorum_id
+            self._refuse_foreign(replica_id, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -390,6 +416,7 @@ class QuorumCore:
             is_shrinking=self._is_shrinking(),
             majority=self._majority(now),
             idle=self._idle(now),
+            refused=self._refused,
             late_s=self._late_at() - now if self._joined else math.inf,
             lease_s=self._heard_at + self._lease - now,
             expiry_s=self._healthy.next_expiry() - now,
@@ -400,6 +427,8 @@ class QuorumCore:
 
     def _state(self, now: float) -> QuorumState:
         state = self._state_but_for_leases(now)
+        if state.forms and self._of_one_job()[0] < self._min_replicas:
+            return QuorumState.DIVIDED
         if self._may_go_on and state in (QuorumState.COMPLETE, QuorumState.LATE):
             is_over = self._find_at is not None and now >= self._heard_at + self._lease
             return state if is_over else QuorumState.LEASED
@@ -459,6 +488,9 @@ class QuorumCore:
         return until
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
+        while self._state(now).forms and (foreign := self._of_one_job()[1]):
+            for replica_id, why in foreign.items():
+                self._refuse(replica_id, why, decisions)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
@@ -484,6 +516,28 @@ class QuorumCore:
             self._deadline = min([self._deadline, *waits])
         if state is QuorumState.LEASED and self._find_at is not None:
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
+
+    def _of_one_job(self) -> tuple[int, dict[str, str]]:
+        """Return how many of those that have joined are of one job, and why each of the others is not."""
+        return self._identities.choose([join.member for join in self._joined.values()], self._last)
+
+    def _refuse_foreign(self, replica_id: str, decisions: list[Decision]) -> bool:
+        """Refuse a newcomer that is foreign to the members of the last quorum; return whether it is."""
+        if replica_id in self._last:
+            return False
+        why = self._identities.why_foreign(replica_id, self._last, self._first_quorum_id)
+        if why:
+            self._refuse(replica_id, why, decisions)
+        return bool(why)
+
+    def _refuse(self, replica_id: str, why: str, decisions: list[Decision]) -> None:
+        session = self.session_of(replica_id)
+        self._forget(replica_id)
+        self._refused[replica_id] = why
+        if len(self._refused) > _REFUSED_TOLD_MAX:
+            del self._refused[next(iter(self._refused))]
+        if session is not None:
+            decisions.append(Refused(session, replica_id, why))
 
     def _find_members(self, now: float, decisions: list[Decision]) -> None:
         """Tell members that are there to give the last quorum up, and look for the others."""
@@ -564,6 +618,10 @@ class QuorumCore:
         last, last_id = self._last, self._number.quorum_id
         self._highest_round += 1
         number = QuorumNumber(self._next_id(chosen), self._highest_round)
+        if last.isdisjoint(chosen):  # another job
+            self._first_quorum_id = 0
+        began = self._first_quorum_id or self._identities.first_quorum_id(sorted(chosen))
+        self._first_quorum_id = began or number.quorum_id
         self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
         self._has_formed = True
         self._healthy.were_in_a_quorum(last | self._last, now)
@@ -575,7 +633,7 @@ class QuorumCore:
         for replica_id in callers:
             self._healthy.close_call(replica_id, now)
         return QuorumFormed(
-            Quorum(*number, tuple(chosen[i].member for i in ids), stands),
+            Quorum(*number, tuple(chosen[i].member for i in ids), stands, self._first_quorum_id),
             sessions=self._sessions(i for i in ids if chosen[i].in_session),
             callers=callers,
             new_id=number.quorum_id != last_id,
@@ -646,6 +704,7 @@ class QuorumCore:
     def _forget(self, replica_id: str) -> None:
         self._healthy.forget(replica_id)
         self._links.forget(replica_id)
+        self._identities.forget(replica_id)
         self._unjoin(replica_id)
 
     def _lose(self, replica_id: str, reason: str, now: float, decisions: list[Decision]) -> None:

@@ -22,6 +22,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 
+# The rows of all ranks of a replica group together, when they are sent.
+CHARACTERS_MAX = 32 * 1024
+
 _NUMBERED = "["  # begins a part of a path that is no name
 
 

@@ -44,18 +44,20 @@ class QuorumMember(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "participants", "created", "round", "stands")
+    __slots__ = ("quorum_id", "participants", "created", "round", "stands", "first_quorum_id")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
+    FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
     created: _timestamp_pb2.Timestamp
     round: int
     stands: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ..., stands: bool = ...) -> None: ...
+    first_quorum_id: int
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ..., stands: bool = ..., first_quorum_id: _Optional[int] = ...) -> None: ...
 
 class LighthouseQuorumRequest(_message.Message):
     __slots__ = ("requester",)
@@ -80,18 +82,42 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("register", "join", "leave", "broken_links", "holds")
+    __slots__ = ("register", "join", "leave", "broken_links", "holds", "identity")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     BROKEN_LINKS_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
     register: Register
     join: QuorumMember
     leave: Leave
     broken_links: BrokenLinks
     holds: Holds
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ...) -> None: ...
+    identity: Identity
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class Identity(_message.Message):
+    __slots__ = ("job_id", "first_quorum_id", "forms")
+    JOB_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    FORMS_FIELD_NUMBER: _ClassVar[int]
+    job_id: str
+    first_quorum_id: int
+    forms: _containers.RepeatedCompositeFieldContainer[StateForm]
+    def __init__(self, job_id: _Optional[str] = ..., first_quorum_id: _Optional[int] = ..., forms: _Optional[_Iterable[_Union[StateForm, _Mapping]]] = ...) -> None: ...
+
+class StateForm(_message.Message):
+    __slots__ = ("digest", "paths", "descriptions", "left_out")
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    PATHS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTIONS_FIELD_NUMBER: _ClassVar[int]
+    LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    digest: bytes
+    paths: _containers.RepeatedScalarFieldContainer[str]
+    descriptions: _containers.RepeatedScalarFieldContainer[str]
+    left_out: int
+    def __init__(self, digest: _Optional[bytes] = ..., paths: _Optional[_Iterable[str]] = ..., descriptions: _Optional[_Iterable[str]] = ..., left_out: _Optional[int] = ...) -> None: ...
 
 class Holds(_message.Message):
     __slots__ = ("quorum_id", "round", "step", "gives_up")
@@ -212,7 +238,7 @@ class MemberLost(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ..., must_answer: bool = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -226,6 +252,8 @@ class ManagerQuorumRequest(_message.Message):
     MAY_STAND_FIELD_NUMBER: _ClassVar[int]
     OWN_FAILURE_FIELD_NUMBER: _ClassVar[int]
     OWN_FAILURES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    FORM_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -239,10 +267,12 @@ class ManagerQuorumRequest(_message.Message):
     may_stand: bool
     own_failure: str
     own_failures: int
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ...) -> None: ...
+    first_quorum_id: int
+    form: StateForm
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -261,6 +291,7 @@ class ManagerQuorumResponse(_message.Message):
     DIVERGENCE_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
     WATCHED_FIELD_NUMBER: _ClassVar[int]
+    FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     recover_src_replica_rank: int
@@ -279,7 +310,8 @@ class ManagerQuorumResponse(_message.Message):
     divergence: Divergence
     stands: bool
     watched: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ...) -> None: ...
+    first_quorum_id: int
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ...) -> None: ...
 
 class Divergence(_message.Message):
     __slots__ = ("replica_ids", "group_ranks", "kept", "tied", "comparable", "heals")
@@ -396,7 +428,9 @@ class StepLost(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ...) -> None: ...
 
 class GroupLost(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "is_foreign")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    IS_FOREIGN_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    is_foreign: bool
+    def __init__(self, reason: _Optional[str] = ..., is_foreign: bool = ...) -> None: ...

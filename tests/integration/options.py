@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
+from torchft_like.testing.training import WIDTH
+
 
 @dataclass(frozen=True)
 class WorkerOptions:
@@ -28,6 +30,9 @@ class WorkerOptions:
         inner_backend: of torch's default group, which spans the replica group; empty for torch's choice.
         slices: of the state's fingerprint; 0 does not watch for divergence.
         on_divergence: name of an OnDivergence.
+        width: of the model.
+        began: the step, and the number of the first quorum, with which a trainer of another job comes.
+        job_id: as the Manager takes it.
     """
 
     name: str = ""
@@ -49,6 +54,9 @@ class WorkerOptions:
     inner_backend: str = ""
     slices: int = 0
     on_divergence: str = "HEAL"
+    width: int = WIDTH
+    began: int = 0
+    job_id: str = ""
 
     @property
     def device(self) -> str:

@@ -46,6 +46,8 @@ def main() -> None:
     model = ShardedModel(options) if options.reduce == "sharded" else plain_model(options)
     faults.flip = model.flip
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
+        if options.began:
+            manager.load_state_dict(dict.fromkeys(("step", "first_quorum_id"), options.began))
         loop = Loop(model, manager, journal, options.index, options.pause_s, faults.visit)
         if options.slices:
             manager.watch_divergence(fingerprint_of(model, options))
@@ -60,7 +62,7 @@ def main() -> None:
 def plain_model(options: WorkerOptions) -> Model:
     """Return the kit's model, which every rank has as a whole."""
     name = f"{options.name}/{os.environ['RANK']}"
-    return Model(name, options.ballast_mb * 1024 * 1024, options.device, options.reduce)
+    return Model(name, options.ballast_mb * 1024 * 1024, options.device, options.reduce, options.width)
 
 
 class FaultyProcessGroup(ProcessGroupWrapper):
@@ -118,6 +120,7 @@ def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manage
         connect_timeout=timedelta(seconds=options.connect_timeout_s),
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
+        job_id=options.job_id,
         checkpoint_transport=RelayedTransport(lambda: at(STATE_BYTES_BEFORE_FAULT, visit), timeout),
     )
 

@@ -230,11 +230,10 @@ class _ComparesStepsOnly(ReplicaGroup):
         self,
         quorum_id: int,
         participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
+        *about: Any,
     ) -> list[Effect]:
         same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
-        return super().quorum_formed(quorum_id, same, round_number, stands)
+        return super().quorum_formed(quorum_id, same, *about)
 
 
 class _SpeaksForItsFirstRank(ReplicaGroup):

@@ -35,6 +35,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
     },
     "register": {"member": "b:89abcde"},
     "leave": {"member": "b:89abcde", "reason": "shutdown"},
+    "refused": {"member": "b:89abcde", "reason": "its job id is other"},
     "stands": {},
     "hold": {"member": "b:89abcde"},
     "loss": {"member": "b:89abcde", "reason": "its connection ended"},

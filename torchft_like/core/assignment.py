@@ -65,6 +65,7 @@ class QuorumResult(NamedTuple):
           group rank, "" if it gave none; empty if no member gave one.
         stands: whether the members go on in this quorum without asking for the next one.
         watched: whether all members watch for divergence.
+        first_quorum_id: the first quorum of the job, 0 if the lighthouse does not say.
     """
 
     quorum_id: int
@@ -85,6 +86,7 @@ class QuorumResult(NamedTuple):
     reconfigure_handles: tuple[str, ...] = ()
     stands: bool = False
     watched: bool = False
+    first_quorum_id: int = 0
 
     @property
     def healing_ranks(self) -> frozenset[int]:

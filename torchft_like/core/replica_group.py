@@ -30,8 +30,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from lighthouse.core.identity import Identity
+from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
 from torchft_like.core.peer_links import PeerLinks, Probe
 from torchft_like.core.state_comparison import combine
@@ -53,6 +55,8 @@ class RankJoin(NamedTuple):
     may_stand: bool = False
     own_failure: str = ""
     own_failures: int = 0
+    first_quorum_id: int = 0
+    form: StateForm | None = None  # of its state, if that was looked at since its last join
 
 
 class GroupJoin(NamedTuple):
@@ -68,6 +72,12 @@ class GroupJoin(NamedTuple):
     may_stand: bool = False
     own_failure: str = ""  # of the rank that has failed most often by itself
     own_failures: int = 0
+
+
+class GroupIdentity(NamedTuple):
+    """Effect: tell the lighthouse, before the join, who this group is."""
+
+    identity: Identity
 
 
 class GroupHolds(NamedTuple):
@@ -177,16 +187,23 @@ class GroupLeftNotice(NamedTuple):
 
     group_ranks: tuple[int, ...]
     reason: str
+    is_foreign: bool = False
 
 
 class GroupLostNotice(NamedTuple):
-    """Effect: tell every rank, and end the session with the lighthouse without a leave."""
+    """Effect: tell every rank, and end the session with the lighthouse without a leave.
+
+    Attributes:
+        is_foreign: whether the lighthouse has refused this group, as it is not of the job.
+    """
 
     reason: str
+    is_foreign: bool = False
 
 
 Effect = (
     GroupJoin
+    | GroupIdentity
     | GroupHolds
     | HoldRanks
     | ReleaseRanks
@@ -208,12 +225,17 @@ class ReplicaGroup:
 
     Attributes:
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while there is a lighthouse.
+        job_id: the name of the job, "" if none was given.
+        lost_reason: why this group cannot go on, if so.
+        is_foreign: whether it cannot since it is not of the lighthouse's job.
     """
 
     replica_id: str
     world_size: int
     waits_for_lighthouse: bool = False
+    job_id: str = ""
     lost_reason: str | None = None
+    is_foreign: bool = False
     last_quorum_id: int = 0
     last_quorum_round: int = 0
     last_quorum_replica_ids: tuple[str, ...] = ()
@@ -225,6 +247,9 @@ class ReplicaGroup:
     _is_given_up: bool = False  # the lighthouse was told that this group commits nothing more in it
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
+    _forms: dict[int, StateForm] = field(default_factory=dict)  # by rank, as it was last looked at
+    _has_new_forms: bool = False
+    _identity: Identity = field(default_factory=Identity)  # as the lighthouse knows it
     _is_torn: bool = False
     _links: PeerLinks = field(init=False)
     _votes: dict[int, Verdict] = field(default_factory=dict)
@@ -236,8 +261,11 @@ class ReplicaGroup:
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         """Handle a rank's request for a quorum; the last rank's makes the group's join."""
         if self.lost_reason is not None:
-            return [GroupLeftNotice((join.group_rank,), self.lost_reason)]
+            return [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
         self._joins[join.group_rank] = join
+        if join.form is not None:
+            self._forms[join.group_rank] = join.form
+            self._has_new_forms = True
         self._metadata[join.group_rank] = join.checkpoint_metadata
         if len(self._joins) < self.world_size:
             return [*self._refuse_votes(), *self._hold_others()]
@@ -260,10 +288,20 @@ class ReplicaGroup:
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
         )
+        before, self._identity = self._identity, self._identify(joins)
+        identity = [GroupIdentity(self._identity)] if self._identity != before else []
         if self._open_join.commit_failures == 0:
             self._links.step_succeeded()
-            return [*self._say_join()]
-        return [*self._links.step_failed(), *self._say_join()]
+            return [*identity, *self._say_join()]
+        return [*identity, *self._links.step_failed(), *self._say_join()]
+
+    def _identify(self, joins: Sequence[RankJoin]) -> Identity:
+        forms = self._identity.forms
+        if self._has_new_forms and len(self._forms) == self.world_size:
+            self._has_new_forms = False
+            room = CHARACTERS_MAX // len({form.digest for form in self._forms.values()})
+            forms = tuple(bounded(form, room) for _, form in sorted(self._forms.items()))
+        return Identity(self.job_id, min(j.first_quorum_id for j in joins), forms)
 
     def _say_join(self) -> list[GroupJoin]:
         return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
@@ -277,7 +315,9 @@ class ReplicaGroup:
     def lighthouse_connected(self) -> list[Effect]:
         """Handle a new session with the lighthouse, which knows nothing of what was sent before."""
         unreachable = tuple(self._links.unreachable)
-        report = [BrokenLinks(unreachable)] if unreachable else []
+        report: list[Effect] = [BrokenLinks(unreachable)] if unreachable else []
+        if self._identity != Identity():
+            report.insert(0, GroupIdentity(self._identity))
         going_on = self._go_on()
         return [*report, *going_on, *self._say_join(), *(self._hold_others() if self._joins else [])]
 
@@ -374,6 +414,7 @@ class ReplicaGroup:
         participants: Sequence[QuorumMemberLike],
         round_number: int,
         stands: bool = False,
+        first_quorum_id: int = 0,
     ) -> list[Effect]:
         """Handle a quorum of the lighthouse; the round is 0 for torchft's lighthouse, which does not count
         rounds.
@@ -391,7 +432,8 @@ class ReplicaGroup:
             (rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
         ]
-        answers = [RankQuorum(rank, part._replace(stands=stands)) for rank, part in parts]
+        of_all: dict[str, Any] = {"stands": stands, "first_quorum_id": first_quorum_id}
+        answers = [RankQuorum(rank, part._replace(**of_all)) for rank, part in parts]
         if self._is_torn and not all(answer.result.heal for answer in answers):
             return [
                 *self._lose(
@@ -494,7 +536,7 @@ class ReplicaGroup:
     def rank_voted(self, group_rank: int, vote: Verdict) -> list[Effect]:
         """Handle a rank's vote on a step: the verdict that it wants."""
         if self.lost_reason is not None:
-            return [GroupLeftNotice((group_rank,), self.lost_reason)]
+            return [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
         was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
         if self._joins:
@@ -528,12 +570,19 @@ class ReplicaGroup:
         """Handle a rank whose process is gone, and with it its part of the model."""
         return self._lose(f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}")
 
+    def refused(self, reason: str) -> Sequence[Effect]:
+        """Handle the lighthouse's refusal of this group, which is foreign to the job of the others."""
+        self.is_foreign = self.is_foreign or self.lost_reason is None
+        return self._lose(
+            f"replica group {self.replica_id} is foreign to the job of this lighthouse: {reason}"
+        )
+
     def _lose(self, reason: str) -> list[GroupLostNotice]:
         if self.lost_reason is not None:
             return []
         self.lost_reason = reason
         self._joins, self._open_join, self._votes = {}, None, {}
-        return [GroupLostNotice(reason)]
+        return [GroupLostNotice(reason, self.is_foreign)]
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""

@@ -67,6 +67,7 @@ class Join(NamedTuple):
     commit_quorum_id: int
     broken_quorum_id: int = 0
     may_stand: bool = False
+    first_quorum_id: int = 0
     own_failure: str = ""
     own_failures: int = 0
 
@@ -107,6 +108,7 @@ class StepProtocol:
         self._rules = rules
         self.step = 0
         self.commit_quorum_id = 0
+        self.first_quorum_id = 0  # of the job in which the training of this state began
         self.batches_committed = 0
         self.commit_failures = 0
         self.quorum_id = NO_QUORUM
@@ -118,6 +120,7 @@ class StepProtocol:
         self.num_participants = 0
         self._counted: Sequence[int] = ()  # the participants whose gradients count
         self._configured_quorum_id = NO_QUORUM
+        self._jobs_first_quorum_id = 0  # as the lighthouse says
         self._failures: dict[int, Exception] = {}
         self._failure_before_quorum: Exception | None = None
         self._broken: set[int] = set()
@@ -152,12 +155,13 @@ class StepProtocol:
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
-        own = self._own_failure, self._own_failures
+        own = self.first_quorum_id, self._own_failure, self._own_failures
         return Join(self.step, failures, self.commit_quorum_id, broken, may_stand, *own)
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
         self.quorum_id = result.quorum_id
+        self._jobs_first_quorum_id = result.first_quorum_id
         self._agreed = self._is_entered = True
         self._has_gone_on = False
         self._stands, self._is_held, self._ask_at = result.stands, False, None
@@ -250,6 +254,7 @@ class StepProtocol:
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
+        self.first_quorum_id = _count(counters, "first_quorum_id")
 
     def heal(self, counters: Mapping[str, object]) -> None:
         """Take over the counters of a peer whose state was loaded, after which this replica may commit.
@@ -269,11 +274,14 @@ class StepProtocol:
         self._stands = False
 
     def counters(self) -> dict[str, int]:
-        """Return the state version and the number of batches so far, for peers and periodic checkpoints."""
+        """Return the state's version and origin, and the number of batches so far, for peers and periodic
+        checkpoints.
+        """
         return {
             "step": self.step,
             "batches_committed": self.batches_committed,
             "commit_quorum_id": self.commit_quorum_id,
+            "first_quorum_id": self.first_quorum_id,
         }
 
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True, own: str = "") -> bool:
@@ -374,6 +382,7 @@ class StepProtocol:
             self.has_committed = True
             self.step += 1
             self.commit_quorum_id = self.quorum_id
+            self.first_quorum_id = self.first_quorum_id or self._jobs_first_quorum_id
             self.batches_committed += self.num_participants
             self.commit_failures = 0
             self._own_failures = max(self._own_failures - 1, 0)

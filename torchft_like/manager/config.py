@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TypeVar
 
 from lighthouse.address import Address, parse_address, parse_host
+from lighthouse.core.identity import about_job_id
 from torchft_like.errors import ConfigError
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards
@@ -49,6 +50,7 @@ class ManagerArguments:
     hostname: str | None = None
     quorum_retries: int | None = None
     lighthouse_absence: str | None = None
+    job_id: str | None = None
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class ManagerConfig:
         store: the replica group's TCPStore; None if rank 0 has to make one.
         host: the address that this process binds to and advertises.
         lighthouse_absence: CONTINUE or WAIT.
+        job_id: the name of the job, "" if none was given.
         replica_id: the user's name for the group, made unique for this incarnation.
         incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
         sources: each setting with its value and its source, for the log.
@@ -83,6 +86,7 @@ class ManagerConfig:
     replica_id: str
     quorum_retries: int
     lighthouse_absence: str
+    job_id: str
     incarnation: str
     sources: tuple[str, ...]
 
@@ -122,6 +126,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
             arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV, default=0
         ),
         lighthouse_absence=_absence(arguments, given),
+        job_id=_job_id(arguments, given),
         incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
         sources=tuple(given.sources),
     )
@@ -153,6 +158,13 @@ def _absence(arguments: ManagerArguments, given: _Settings) -> str:
     if absence not in (CONTINUE, WAIT):
         raise ConfigError(f"{name} ({variable}) is {absence!r:.100}: it must be {CONTINUE!r} or {WAIT!r}")
     return absence
+
+
+def _job_id(arguments: ManagerArguments, given: _Settings) -> str:
+    job_id = given.text(arguments.job_id, "job_id", "TORCHFT_JOB_ID") or ""
+    if complaint := about_job_id(job_id):
+        raise ConfigError(f"job_id (TORCHFT_JOB_ID): {complaint}")
+    return job_id
 
 
 def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Address | None:

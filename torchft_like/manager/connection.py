@@ -37,6 +37,7 @@ def connect(
         heartbeat_interval=heartbeat_interval,
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
         waits_for_lighthouse=config.lighthouse_absence == WAIT,
+        job_id=config.job_id,
     )
     try:
         publish_manager(store.shared, config, server.address())

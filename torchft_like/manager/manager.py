@@ -93,6 +93,9 @@ class Manager:
         quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
         lighthouse_absence: what a quorum that stands does while rank 0 has no connection to the lighthouse:
             "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
+        job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse lets nobody of another job join. Without
+        it, the
+            job is told by its first quorum, which the Manager's `state_dict` has.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -124,6 +127,7 @@ class Manager:
         max_retries: int | None = None,
         quorum_retries: int | None = None,
         lighthouse_absence: str | None = None,
+        job_id: str | None = None,
     ) -> None:
         arguments = ManagerArguments(
             timeout=timeout,
@@ -139,11 +143,11 @@ class Manager:
             hostname=hostname,
             quorum_retries=quorum_retries,
             lighthouse_absence=lighthouse_absence,
+            job_id=job_id,
         )
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
-        self._replica_id = config.replica_id
-        self._init_sync = init_sync
+        self._replica_id, self._init_sync = config.replica_id, init_sync
         self._protocol = StepProtocol(rules)
         self._state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
@@ -152,10 +156,9 @@ class Manager:
             self._group.pg.set_timeout(timedelta(seconds=config.timeout_s))
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
-        self._exchange = StateExchange(
-            config, self._protocol, self._group, self._state, self._transport, self._emit
-        )
-        self._driver = QuorumDriver(config, self._protocol, self._group, self._exchange, self._emit)
+        common = config, self._protocol, self._group
+        self._exchange = StateExchange(*common, self._state, self._transport, self._emit)
+        self._driver = QuorumDriver(*common, self._exchange, self._emit)
         self._reducer = Reducer(self._protocol, self._group, self._driver)
         try:
             # The group is prepared first: as soon as the lighthouse knows this replica, others wait for it.
@@ -265,6 +268,8 @@ class Manager:
             may_stand=own.may_stand,
             own_failure=own.own_failure,
             own_failures=own.own_failures,
+            first_quorum_id=own.first_quorum_id,
+            form=self._state.take_news(),
         )
         self._driver.ask(attempt, join, self._link)
 

@@ -19,6 +19,7 @@ from torchft_like.core.step import Join, StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     FaultToleranceError,
+    ForeignMemberError,
     GroupLostError,
     QuorumTimeoutError,
     ShutdownError,
@@ -252,8 +253,9 @@ class QuorumDriver:
         if self.attempt is not None:
             self.attempt.is_left_out = False
 
-    def group_lost(self, reason: str) -> None:
-        self.end(GroupLostError(f"{reason}; restart all ranks of this replica group"), reason)
+    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
+        lost = GroupLostError(f"{reason}; restart all ranks of this replica group")
+        self.end(ForeignMemberError(reason) if is_foreign else lost, reason)
 
     def end(self, error: FaultToleranceError, reason: str) -> None:
         """End this Manager, which cannot go on; every later call of the training thread raises the error."""

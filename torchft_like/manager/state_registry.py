@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from lighthouse.core.state_form import StateForm, first_difference
+from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded, first_difference
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_form import form_of
 from torchft_like.errors import CheckpointError, ConfigError, ForeignStateError
@@ -32,7 +32,7 @@ class StateRegistry:
     def __init__(self, load: LoadFunction | None = None, save: SaveFunction | None = None) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self.form: StateForm | None = None
-        self._is_looked_at = False
+        self._is_looked_at = self._is_news = False
         self._reading = threading.Lock()
         self._is_read_allowed = True
         if load is not None and save is not None:
@@ -61,8 +61,13 @@ class StateRegistry:
         if not self._is_looked_at and self._is_read_allowed:
             state = self._save()
             check(state)
-            self.form = form_of(state)
-            self._is_looked_at = True
+            self.form = form_of(state) if state else None
+            self._is_looked_at = self._is_news = True
+
+    def take_news(self) -> StateForm | None:
+        """Return the form of the state once after each look at it, to be told to the others."""
+        is_news, self._is_news = self._is_news, False
+        return bounded(self.form, CHARACTERS_MAX) if is_news and self.form is not None else None
 
     def check_form(self, state: Mapping[str, object], source: str) -> None:
         """Check that a state that a peer sent can be loaded here, before any part of it is.

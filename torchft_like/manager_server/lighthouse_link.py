@@ -51,6 +51,9 @@ class LighthouseListener(Protocol):
     def lease_ended(self) -> None:
         """Go on in a quorum that stands no longer: the lighthouse may form another one by now."""
 
+    def refused(self, reason: str) -> None:
+        """End this replica group, which is foreign to the lighthouse's job; the connection is over."""
+
     def quorum_formed(self, quorum: pb.Quorum) -> None:
         """Handle a quorum that contains this replica group."""
 
@@ -95,6 +98,11 @@ class LighthouseLink:
         """Ask for a quorum; the listener gets it, and repeats this after a reconnect."""
         if self._say is not None:
             self._say(pb.SessionRequest(join=member))
+
+    def identify(self, identity: pb.Identity) -> None:
+        """Say who this replica group is, before its join; the listener repeats this, too."""
+        if self._say is not None:
+            self._say(pb.SessionRequest(identity=identity))
 
     @property
     def hears_of_links(self) -> bool:
@@ -143,6 +151,10 @@ class LighthouseLink:
                 await self._serve(self._channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
+                if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                    self._say, self._leaving = None, True
+                    self._listener.refused(reason)
+                    return
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serve = self._serve_unary
             except MalformedMessageError as error:

@@ -15,7 +15,7 @@ from typing import Protocol
 
 import grpc.aio
 
-from lighthouse import wire
+from lighthouse import codec, wire
 from lighthouse.address import Address
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
@@ -61,8 +61,9 @@ class RankListener(Protocol):
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step; with None, go on until told more."""
 
-    def group_lost(self, reason: str) -> None:
-        """Handle the loss of a rank of this replica group, which cannot go on."""
+    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
+        """Handle the loss of a rank of this replica group, which cannot go on; nor can one that is
+        foreign."""
 
     def lighthouse_disconnected(self, reason: str) -> None:
         """Handle the loss of the connection to the lighthouse, which is being restored; rank 0 only."""
@@ -124,7 +125,10 @@ class SessionLink:
         return self._replica_id
 
     def join(self, join: RankJoin) -> None:
-        self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**join._asdict())))
+        fields = join._asdict()
+        if join.form is not None:
+            fields["form"] = codec.form_to_wire(join.form)
+        self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**fields)))
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
         request = pb.ShouldCommitRequest(
@@ -220,7 +224,7 @@ class SessionLink:
                 self._listener.released(release.quorum_id, ask_at)
             case "group_lost":
                 self._closing = True
-                self._listener.group_lost(response.group_lost.reason)
+                self._listener.group_lost(response.group_lost.reason, response.group_lost.is_foreign)
 
     async def _end(self, answer_s: float) -> None:
         if answer_s:
@@ -259,6 +263,7 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         reconfigure_handles=tuple(response.reconfigure_handles),
         stands=response.stands,
         watched=response.watched,
+        first_quorum_id=response.first_quorum_id,
     )
 
 

@@ -27,6 +27,7 @@ from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
     GroupHolds,
+    GroupIdentity,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
@@ -71,6 +72,7 @@ class ManagerServer:
         heartbeat_interval: the time between heartbeats to a lighthouse without sessions (torchft's own).
         connect_timeout: the limit of the first contact with the lighthouse.
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
+        job_id: the name of the job, "" if none was given.
 
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
@@ -89,13 +91,14 @@ class ManagerServer:
         connect_timeout: timedelta = timedelta(seconds=60),
         quorum_retries: int = 0,
         waits_for_lighthouse: bool = False,
+        job_id: str = "",
     ) -> None:
         self._replica_id = replica_id
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr = store_addr
         self._hostname = hostname
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
-        self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse)
+        self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._ranks: dict[int, RankListener] = {}
         self._lasting: dict[int, RankListener] = {}  # the listeners of `_ranks` that outlast a single call
         self._rank_gone = asyncio.Event()
@@ -229,9 +232,11 @@ class ManagerServer:
         self._perform(self._group.lease_ended())
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
-        self._perform(
-            self._group.quorum_formed(quorum.quorum_id, quorum.participants, quorum.round, quorum.stands)
-        )
+        number = quorum.quorum_id, quorum.participants, quorum.round
+        self._perform(self._group.quorum_formed(*number, quorum.stands, quorum.first_quorum_id))
+
+    def refused(self, reason: str) -> None:
+        self._perform(self._group.refused(reason))
 
     def hold(self, hold: pb.HoldQuorum) -> None:
         self._perform(self._group.hold(hold.quorum_id, hold.round))
@@ -260,7 +265,7 @@ class ManagerServer:
 
     def _perform_one(self, effect: Effect) -> None:
         match effect:
-            case GroupJoin() | GroupHolds() | BrokenLinks():
+            case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks():
                 self._tell_lighthouse(effect)
             case Probe():
                 self._run(self._probe(effect))
@@ -273,10 +278,10 @@ class ManagerServer:
             case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
                 for number in effect.group_ranks:
                     self._tell_rank(number, effect)
-            case GroupLostNotice(reason):
+            case GroupLostNotice(reason, is_foreign):
                 asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
                 for rank in list(self._ranks.values()):
-                    rank.group_lost(reason)
+                    rank.group_lost(reason, is_foreign)
             case _:
                 logger.debug("nobody is there for %s", effect)
 
@@ -294,7 +299,7 @@ class ManagerServer:
             case ReleaseRanks():
                 rank.released(effect.quorum_id, effect.ask_at)
             case GroupLeftNotice():
-                rank.group_lost(effect.reason)
+                rank.group_lost(effect.reason, effect.is_foreign)
 
     def _notify(self, notice: LossNotice | LeftOutNotice) -> None:
         for rank in list(self._ranks.values()):
@@ -303,9 +308,12 @@ class ManagerServer:
             else:
                 rank.left_out(notice)
 
-    def _tell_lighthouse(self, news: GroupJoin | GroupHolds | BrokenLinks) -> None:
+    def _tell_lighthouse(self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks) -> None:
         if isinstance(news, GroupJoin):
             self._link.join(self._member(news))
+            return
+        if isinstance(news, GroupIdentity):
+            self._link.identify(codec.identity_to_wire(news.identity))
             return
         if isinstance(news, GroupHolds):
             self._link.holds(pb.Holds(**news._asdict()))

@@ -210,6 +210,8 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
         may_stand=request.may_stand,
         own_failure=request.own_failure,
         own_failures=request.own_failures,
+        first_quorum_id=request.first_quorum_id,
+        form=codec.form_from_wire(request.form) if request.HasField("form") else None,
     )
 
 
@@ -262,8 +264,9 @@ class _SessionLine:
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         self._put(pb.RankSessionResponse(release=pb.ReleaseQuorum(quorum_id=quorum_id, ask_at=ask_at)))
 
-    def group_lost(self, reason: str) -> None:
-        self._put(pb.RankSessionResponse(group_lost=pb.GroupLost(reason=reason)))
+    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
+        lost = pb.GroupLost(reason=reason, is_foreign=is_foreign)
+        self._put(pb.RankSessionResponse(group_lost=lost))
 
     def end(self) -> None:
         """End the stream after the messages so far."""
@@ -317,7 +320,7 @@ class _UnaryCall:
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Do nothing: a quorum with a unary caller does not stand."""
 
-    def group_lost(self, reason: str) -> None:
+    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
         for future in (self.result, self.verdict_given):
             if not future.done():
                 future.set_exception(_GroupLostError(reason))

@@ -24,6 +24,8 @@ from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay
 from torchft_like.testing.witness import Witness
 
+WIDTH = 16  # of the model
+
 
 def prepare_process() -> None:
     """Make this process print its stacks on SIGUSR2 and when it crashes, and compute on one thread."""
@@ -40,17 +42,20 @@ class Model:
         ballast_bytes: size of the state beside the network, so that a heal takes a while.
         device: the device of all tensors.
         reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient.
+        width: the width of the hidden layer; the same on all ranks of one job.
 
     Attributes:
         taken_over: called with the digest of a peer's state, once that is loaded.
     """
 
-    def __init__(self, name: str, ballast_bytes: int, device: str = "cpu", reduce: str = "ddp") -> None:
+    def __init__(
+        self, name: str, ballast_bytes: int, device: str = "cpu", reduce: str = "ddp", width: int = WIDTH
+    ) -> None:
         self._name = name
         self._device = device
         self._reduce = reduce
         torch.manual_seed(seed_of(name, "parameters"))
-        self.net: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device)
+        self.net: nn.Module = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
         self.ballast = torch.zeros(ballast_bytes, dtype=torch.uint8, device=device)
         self.taken_over: Callable[[str], object] = str

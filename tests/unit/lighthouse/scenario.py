@@ -10,6 +10,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
     links R [S,...]                 R cannot reach these; the same
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
     giveup R ID/ROUND               R commits nothing more in this quorum; the same
+    identify R [job=ID] [first=ID] [NAME=SIZE ...]          who R is, and the tensors of its state; the same
     leave R [STEP], lost R          the same
     gone R                          the process of R is known to be gone
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
@@ -34,7 +36,9 @@ from lighthouse.core.quorum import (
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
+    Refused,
 )
+from lighthouse.core.state_form import form_of_rows
 
 SEPARATOR = "----"
 
@@ -77,7 +81,9 @@ class _Player:
         return "no deadline" if deadline is None else f"deadline in {(deadline - self._now) * 1000:.0f} ms"
 
     def _new(self, first_id: str = "100", **settings: str) -> list[Decision]:
-        config = LighthouseConfig(**{key: int(value) for key, value in settings.items()})
+        job_id = settings.pop("job_id", "")
+        numbers = {key: int(value) for key, value in settings.items()}
+        config = LighthouseConfig(job_id=job_id, **numbers)
         self._core = QuorumCore(config, int(first_id))
         self._sessions.clear()
         return []
@@ -107,6 +113,10 @@ class _Player:
 
     def _giveup(self, who: str, number: str) -> list[Decision]:
         return self._core.give_up(self._session(who)[1], _number(number), self._now)
+
+    def _identify(self, who: str, job: str = "", first: str = "0", **tensors: str) -> list[Decision]:
+        forms = (form_of_rows((name, f"[{size}]") for name, size in tensors.items()),) if tensors else ()
+        return self._core.identify(self._session(who)[1], Identity(job, int(first), forms), self._now)
 
     def _leave(self, who: str, step: str = "0") -> list[Decision]:
         return self._core.leave(self._session(who)[1], self._now, int(step))
@@ -172,6 +182,8 @@ def _show(decision: Decision) -> str:
     if isinstance(decision, QuorumOver):
         text = f"tells #{decision.session} of {decision.replica_id} that quorum {decision.quorum_id} is over"
         return text + (", and to say that it gives it up" if decision.must_answer else "")
+    if isinstance(decision, Refused):
+        return f"refuses #{decision.session} of {decision.replica_id}: {decision.reason}"
     if isinstance(decision, FindMembers):
         return f"finds out whether one is gone: {' '.join(decision.replica_ids)}"
     return f"superseded #{decision.session} of {decision.replica_id}"

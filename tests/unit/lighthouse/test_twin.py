@@ -11,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
@@ -21,7 +22,9 @@ from lighthouse.core.quorum import (
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
+    Refused,
 )
+from lighthouse.core.state_form import form_of_rows
 from tests.unit.lighthouse.twin import Twin
 
 CASES = 10_000
@@ -29,7 +32,16 @@ EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
 
-_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold", "give_up"})
+_OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold", "give_up", "identify"})
+
+_MODEL, _STEPPED, _WIDER = (
+    (form_of_rows(rows),)
+    for rows in (
+        [("w", "float32 [4]"), ("optim.state", "")],
+        [("w", "float32 [4]"), ("optim.state[0].exp_avg", "float32 [4]")],
+        [("w", "float32 [8]")],
+    )
+)
 
 
 @pytest.mark.one_quorum_per_step
@@ -38,21 +50,21 @@ _OF_SESSIONS = frozenset({"join", "lost", "leave", "report_links", "hold", "give
 @pytest.mark.progress
 @pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
-    quorums, left_out, sick, named, looked_for, told = map(
-        sum, zip(*map(_compare, range(CASES)), strict=True)
-    )
+    counts = map(sum, zip(*map(_compare, range(CASES)), strict=True))
+    quorums, left_out, sick, named, looked_for, told, refused = counts
     assert quorums > CASES  # the stories are about something
     assert left_out > CASES / 50
     assert sick > CASES / 50
     assert named > CASES / 50
     assert looked_for > CASES / 50
     assert told > CASES / 50
+    assert refused > CASES / 20
 
 
 def _compare(seed: int) -> tuple[int, ...]:
     """Tell one story to both; return how many quorums were in it, how often some were left out, and for
-    reasons of their own, how often a step was named at which a quorum ends that stood, how often its
-    members were looked for, and how often one was told to give a quorum up.
+    reasons of their own, how often a step was named at which a quorum ends that stood, how often its members
+    were looked for, how often one was told to give a quorum up, and how many were refused.
     """
     chance = random.Random(seed)
     config = LighthouseConfig(
@@ -64,11 +76,12 @@ def _compare(seed: int) -> tuple[int, ...]:
         standing_lease_ms=chance.choice((0, 2000)),
         sick_pause_ms=chance.choice((0, 500, 2000)),
         sick_pause_max_ms=3000,
+        job_id=chance.choice(("", "", "", "x")),
     )
     core, twin = QuorumCore(config, 100), Twin(config, 100)
     at_once = 0 in (config.join_timeout_ms, config.reconnect_grace_ms)
     story = _Story(chance)
-    quorums, left_out, sick, named, looked_for, told, now = 0, 0, 0, 0, 0, 0, 0.0
+    quorums, left_out, sick, named, looked_for, told, refused, now = 0, 0, 0, 0, 0, 0, 0, 0.0
     for _ in range(chance.randint(4, EVENTS_MAX) + len(story.plan)):
         now += chance.choice((0.0, 0.0, 0.5, 1.0, 3.0))
         name, arguments = story.next()
@@ -80,12 +93,13 @@ def _compare(seed: int) -> tuple[int, ...]:
         quorums += sum(isinstance(decision, QuorumFormed) for decision in ours)
         named += sum(isinstance(decision, QuorumReleased) for decision in ours)
         looked_for += sum(isinstance(decision, FindMembers) for decision in ours)
+        refused += sum(isinstance(decision, Refused) for decision in ours)
         story.hear(ours)
         out = [decision for decision in ours if isinstance(decision, LeftOut) and decision.replica_ids]
         left_out += len(out)
         sick += sum(not set(decision.replica_ids).isdisjoint(dict(decision.reasons)) for decision in out)
         told += sum(isinstance(decision, QuorumOver) and decision.must_answer for decision in ours)
-    return quorums, left_out, sick, named, looked_for, told
+    return quorums, left_out, sick, named, looked_for, told, refused
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
@@ -105,11 +119,12 @@ class _Story:
         self._may_stand = chance.random() < 0.5
         self._is_sick = chance.random() < 0.4
         self._joins = chance.choice((3, 8))
+        self._identifies = chance.choice((0, 0, 3))
         self.plan = self._rounds() if chance.random() < 0.2 else []
         if self._may_stand and chance.random() < 0.3:
             self.plan = chance.choice((self._standing, self._cut_off))()
-        if not self.plan and chance.random() < 0.15:
-            self.plan = self._minority()
+        if not self.plan and chance.random() < 0.3:
+            self.plan = chance.choice((self._minority, self._jobs))()
 
     def next(self) -> Event:
         chance = self._chance
@@ -117,7 +132,8 @@ class _Story:
             return self._planned(*self.plan.pop(0))
         kinds = ["register", "lost", "leave", "call", "withdraw", "heartbeat", "advance", "gone"]
         holds = ["hold"] * 4 * self._may_stand
-        kind = chance.choice([*kinds, "register", "report_links", "give_up", *["join"] * self._joins, *holds])
+        kinds += ["register", "report_links", "give_up", *["identify"] * self._identifies]
+        kind = chance.choice([*kinds, *["join"] * self._joins, *holds])
         replica_id = chance.choice(self._replicas)
         if kind == "register" or (kind in _OF_SESSIONS and not self._sessions):
             return self._register(replica_id)
@@ -141,6 +157,7 @@ class _Story:
             "leave": (number, chance.randint(0, 3)),
             "give_up": (number, QuorumNumber(self._quorum, self._round)),
             "hold": (number, QuorumNumber(self._quorum, self._round), chance.randint(0, 3)),
+            "identify": (number, self._identity()),
             "report_links": (number, tuple(chance.sample("abcde", chance.choice((0, 1, 1, 2))))),
         }
         return kind, arguments[kind]
@@ -178,6 +195,13 @@ class _Story:
         plan += [("lost", i) for i in self._chance.sample(members, self._chance.choice((1, 2, 2)))]
         return plan + [(kind, replica_id) for kind in ("register", "join") for replica_id in others]
 
+    def _jobs(self) -> list[tuple[str, str]]:
+        """All say who they are before they join; first some of them, then the others."""
+        ids = self._chance.sample(self._replicas, 4)
+        some = self._chance.randint(1, 3)
+        rounds = ids[:some], ids[some:], ids
+        return [(kind, i) for part in rounds for kind in ("register", "identify", "join") for i in part]
+
     def _planned(self, kind: str, replica_id: str) -> Event:
         if kind == "advance":
             return kind, ()
@@ -193,6 +217,11 @@ class _Story:
         ids = self._chance.sample(self._replicas, self._chance.randint(0, 4)) if quorum_id else []
         last = QuorumNumber(quorum_id, self._chance.randint(0, 3) if quorum_id else 0)
         return "register", (number, replica_id, last, ids, self._may_stand)
+
+    def _identity(self) -> Identity:
+        chance = self._chance
+        forms = chance.choice(((), _MODEL, _MODEL, _STEPPED, _WIDER, (*_MODEL, *_MODEL)))
+        return Identity(chance.choice(("", "", "", "x", "y")), chance.choice((0, 0, 0, 100, 101, 7)), forms)
 
     def _member(self, replica_id: str) -> Member:
         chance = self._chance

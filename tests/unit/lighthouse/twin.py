@@ -1,6 +1,6 @@
 """A naive twin of the quorum core: the same rules, worked out anew from a list of facts every time.
 
-It is slow, and short enough to be checked by reading. It keeps no counter, no order and no index.
+It is slow, and short enough to be checked by reading. It keeps no counter and no index.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import Identity, why_foreign
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     ALARMS_PER_QUORUM_MAX,
@@ -24,6 +25,7 @@ from lighthouse.core.quorum import (
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
+    Refused,
     SessionSuperseded,
 )
 from lighthouse.core.sickness import describe_pause
@@ -82,6 +84,8 @@ class Twin:
         self.leap = first_quorum_id % 1_000_003
         self.highest_round = 0
         self.formed = False
+        self.identities: dict[str, Identity] = {}
+        self.job_began = 0  # the first quorum of the job
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]], set[str]] = (set(), [], set())
         self.standing: Standing | None = None
@@ -116,6 +120,7 @@ class Twin:
         self.expected = [i for i in self.expected if i != replica_id]
         self.unreachable.pop(replica_id, None)
         if joined:
+            self.identities.pop(replica_id, None)
             self.joined = [j for j in self.joined if j.member.replica_id != replica_id]
 
     # -- events
@@ -246,11 +251,77 @@ class Twin:
 
     def join(self, number: int, member: Member, now: float) -> list[Decision]:
         out = self.advance(now)
-        if self.owner(number) == member.replica_id:
+        if self.owner(number) == member.replica_id and not self.refuse_foreign(member.replica_id, out):
             self.enter(member, now, session=True)
             self.hear_broken(member, out)
             self.end_standing(member.replica_id, member.step, now, out)
         return out + self.form(now)
+
+    def identify(self, number: int, identity: Identity, now: float) -> list[Decision]:
+        out = self.advance(now)
+        replica_id = self.owner(number)
+        if replica_id is not None:
+            self.identities[replica_id] = identity
+            if replica_id in self.last[1] and identity.first_quorum_id:
+                self.job_began = identity.first_quorum_id
+            self.refuse_foreign(replica_id, out)
+        return out + self.form(now)
+
+    def refuse_foreign(self, replica_id: str, out: list[Decision]) -> bool:
+        """Refuse a newcomer that differs from the lighthouse's job, or from all members."""
+        own = self.identities.get(replica_id)
+        if own is None or replica_id in self.last[1]:
+            return False
+        members = [self.identities[i] for i in sorted(self.last[1]) if i in self.identities]
+        members = [replace(m, first_quorum_id=self.job_began or m.first_quorum_id) for m in members]
+        reasons = [why_foreign(own, member) for member in members]
+        why = why_foreign(own, Identity(self.config.job_id))
+        if not why and reasons and all(reasons):
+            why = reasons[0]
+        if why:
+            self.refuse(replica_id, why, out)
+        return bool(why)
+
+    def refuse(self, replica_id: str, why: str, out: list[Decision]) -> None:
+        out += [Refused(number, replica_id, why) for number in self.numbers({replica_id})]
+        self.clear(replica_id)
+
+    def foreign(self) -> dict[str, str]:
+        """Return why some of those that have joined are not of the job that most of them are of."""
+        jobs: list[tuple[Identity, list[Joined]]] = []
+        for j in self.joined:
+            own = self.identities.get(j.member.replica_id)
+            if own is None:
+                continue
+            index = next((i for i, (job, _) in enumerate(jobs) if not why_foreign(own, job)), len(jobs))
+            if index == len(jobs):
+                jobs.append((own, []))
+            job, some = jobs[index]
+            filled = Identity(
+                job.job_id or own.job_id,
+                job.first_quorum_id or own.first_quorum_id,
+                job.forms or own.forms,
+            )
+            jobs[index] = filled, [*some, j]
+        if not jobs:
+            return {}
+
+        def weight(some: list[Joined]) -> tuple[int, int, tuple[int, int]]:
+            of_last = sum(j.member.replica_id in self.last[1] for j in some)
+            newest = max((j.member.step, j.member.commit_quorum_id) for j in some)
+            return of_last, len(some), max(newest, (0, 0))
+
+        best = max(weight(some) for _, some in jobs)
+        chosen = next(job for job, some in jobs if weight(some) == best)
+        why = {
+            j.member.replica_id: why_foreign(self.identities[j.member.replica_id], chosen)
+            for _, some in jobs
+            for j in some
+        }
+        return {i: text for i, text in why.items() if text and i not in self.last[1]}
+
+    def is_divided(self) -> bool:
+        return len(self.joined) - len(self.foreign()) < self.config.min_replicas
 
     def hear_broken(self, member: Member, out: list[Decision]) -> None:
         if 0 < member.broken_quorum_id == self.last[0].quorum_id:
@@ -312,7 +383,7 @@ class Twin:
             self.showed(replica_id, now)
             self.clear(replica_id, joined=False)
             self.seen.append((replica_id, now))
-        return out
+        return out + self.form(now)
 
     def showed(self, replica_id: str, now: float) -> None:
         """Record since when a unary caller is healthy."""
@@ -340,11 +411,15 @@ class Twin:
 
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
+        while self.is_quorum(now) and not self.is_divided() and (foreign := self.foreign()):
+            for replica_id, why in foreign.items():
+                self.refuse(replica_id, why, out)
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
-        if self.has_majority(now) and self.all_have_joined(now) and self.may_go_on(now):
+        is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
+        if is_ready and self.may_go_on(now):
             out += self.look_for_members(now)
-        while self.is_quorum(now):
+        while self.is_quorum(now) and not self.is_divided():
             last_id = self.last[0].quorum_id
             pauses = {j.member.replica_id: j for j in self.joined if now < j.let_in}
             sick = {i: j.member for i, j in pauses.items()}
@@ -501,6 +576,10 @@ class Twin:
         quorum_id = last_id if keeps else self.highest_id + 1
         self.highest_id = max(self.highest_id, quorum_id)
         self.highest_round += 1
+        if not ids & last:
+            self.job_began = 0
+        began = [self.identities[i].first_quorum_id for i in sorted(ids) if i in self.identities]
+        self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
         self.given_up, self.told = set(), None
@@ -517,7 +596,7 @@ class Twin:
         for replica_id in callers:
             self.end_call(replica_id, now)
         return QuorumFormed(
-            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen), stands),
+            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen), stands, self.job_began),
             self.numbers({j.member.replica_id for j in chosen if j.in_session}),
             tuple(callers),
             quorum_id != last_id,
@@ -531,7 +610,7 @@ class Twin:
         self.use_up(member.commit_quorum_id)
         self.gave_up(member.replica_id)
         older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
-        self.joined = [j for j in self.joined if j is not older]
+        place = self.joined.index(older) if older else len(self.joined)
         if older and older.left_out:
             member = member._replace(shrink_only=False)
         pause = 0.0
@@ -541,7 +620,7 @@ class Twin:
         let_in = now + pause if pause else 0.0
         if older and older.member.own_failures == member.own_failures:
             pause, let_in = older.pause, older.let_in
-        self.joined.append(
+        self.joined[place : place + 1] = [
             Joined(
                 member,
                 older.since if older else now,
@@ -551,7 +630,7 @@ class Twin:
                 let_in,
                 bool(older and older.left_out),
             )
-        )
+        ]
 
     def end_call(self, replica_id: str, now: float) -> None:
         if replica_id in self.calling:

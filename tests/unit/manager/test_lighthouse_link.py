@@ -28,6 +28,7 @@ class Listener:
         self.link: LighthouseLink | None = None
         self.quorums = asyncio.Queue[int]()
         self.leases = asyncio.Queue[str]()
+        self.refusals = asyncio.Queue[str]()
 
     def fail(self, kind: str) -> None:
         if kind in self.failing:
@@ -52,6 +53,9 @@ class Listener:
 
     def member_lost(self, lost: pb.MemberLost) -> None:
         """There is nobody else."""
+
+    def refused(self, reason: str) -> None:
+        self.refusals.put_nowait(reason)
 
     def left_out(self, left: pb.LeftOut) -> None:
         """There is nobody else."""

@@ -33,7 +33,7 @@ class Ear:
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
 
     def __getattr__(self, name: str) -> Any:
-        return lambda news=None: self.told.put((name, news))
+        return lambda news=None, *_: self.told.put((name, news))
 
     def heard(self, name: str) -> Any:
         """The next news of this name."""
