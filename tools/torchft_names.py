@@ -37,8 +37,6 @@ _INTERNAL_FILES = re.compile(r"(.*_test|.*_bench|(.*/)?(_|test_|examples/|multip
 
 # Why a name is not there, or takes other parameters: the first pattern that matches counts.
 REASONS: Mapping[str, str] = {
-    "torchft.local_sgd*": "low communication is a piece of work of its own",
-    "TORCHFT_USE_BUCKETIZATION": "with `local_sgd`",
     "torchft.collectives*": "quantized collectives, as `should_quantize`, are not written",
     "torchft.quantization*": "quantized collectives, as `should_quantize`, are not written",
     "torchft.parameter_server*": "not written",

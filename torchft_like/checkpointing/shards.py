@@ -78,6 +78,14 @@ def shards_in(state: object) -> Iterator[Shard | DTensor]:
             yield from shards_in(value)
 
 
+def like_shard_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    """Return a DTensor that lies as `tensor` does, with this shard; `local` if `tensor` is a plain one."""
+    if not is_dtensor(tensor):
+        return local
+    shard = Shard(local, layout_of(tensor), 0)
+    return _tensor(shard, tensor.device_mesh, tensor.placements, tensor.stride())
+
+
 def place(state: object, own: object) -> Any:
     """Return `state` with a DTensor in the place of each Shard.
 

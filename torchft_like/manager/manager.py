@@ -498,6 +498,10 @@ class Manager:
         return self._replica_id
 
     @property
+    def _use_async_quorum(self) -> bool:  # torchft's name, which scripts of its users read
+        return self._rules.use_async_quorum
+
+    @property
     def process_group(self) -> ProcessGroup:
         """The group that the Manager configures for every new quorum."""
         return self._group.pg

@@ -1,0 +1,245 @@
+"""LocalSGD and DiLoCo of one replica against their equations, with a peer whose numbers are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.futures import Future
+from torch.testing._internal.distributed import fake_pg
+
+from torchft_like.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo, LocalSGD
+
+INNER_LR, OUTER_LR, MOMENTUM = 0.5, 0.7, 0.9
+INNER_STEPS = 12
+
+
+class Done:
+    """A finished work."""
+
+    def wait(self) -> bool:
+        return True
+
+
+@dataclass
+class Peer:
+    """A Manager with one peer, which adds `offset(step)` to whatever this replica averages."""
+
+    fails: Sequence[int] = ()  # the numbers of the syncs that are not committed
+    _use_async_quorum: bool = False
+    step: int = 0
+    syncs: int = 0
+    begun: int = 0
+    reduced: list[int] = field(default_factory=list)
+    registered: dict[str, Any] = field(default_factory=dict)
+    disowned: int = 0
+
+    def start_quorum(self) -> None:
+        self.begun += 1
+
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Any:
+        self.reduced.append(tensor.numel())
+        tensor.add_(offset(self.syncs)).div_(2)
+        return Done()
+
+    def should_commit(self) -> bool:
+        assert self.begun == self.syncs + 1
+        committed = self.syncs not in self.fails
+        self.syncs += 1
+        self.step += committed
+        return committed
+
+    def current_step(self) -> int:
+        return self.step
+
+    def disown_state(self) -> None:
+        self.disowned += 1
+
+    def register_state_dict_fn(self, key: str, load: Any, save: Any) -> None:
+        self.registered[key] = load, save
+
+
+def offset(sync: int) -> float:
+    return 0.25 * (sync + 1)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).double()
+
+
+def train(net: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Take inner steps with the same gradient in each: the number of the parameter and one."""
+    for _ in range(INNER_STEPS):
+        optimizer.zero_grad()
+        for number, parameter in enumerate(net.parameters()):
+            parameter.grad = torch.full_like(parameter, number + 1)
+        optimizer.step()
+        yield
+
+
+def expected(
+    fragments: int, sync_every: int, delay: int, alpha: float, fails: Sequence[int]
+) -> Iterator[list[Tensor]]:
+    """Yield the parameters after each inner step, by the equations."""
+    parameters = [p.detach().clone() for p in model().parameters()]
+    shared, momentum = [p.clone() for p in parameters], [torch.zeros_like(p) for p in parameters]
+    has_stepped = [False] * len(parameters)
+    size = len(parameters) // fragments
+    step = syncs = local = 0
+    sent: dict[int, Tensor] = {}
+    for _ in range(INNER_STEPS):
+        parameters = [p - INNER_LR * (number + 1) for number, p in enumerate(parameters)]
+        local += 1
+        of_fragment = range(step % fragments * size, step % fragments * size + size)
+        if local == sync_every // fragments - delay:
+            sent = {n: (shared[n] - parameters[n] + offset(syncs)) / 2 for n in of_fragment}
+        if local == sync_every // fragments:
+            local = 0
+            committed = syncs not in fails
+            for n in of_fragment:
+                if committed:
+                    momentum[n] = MOMENTUM * momentum[n] + sent[n] if has_stepped[n] else sent[n]
+                    has_stepped[n] = True
+                    shared[n] = shared[n] - OUTER_LR * momentum[n]
+                    parameters[n] = (1 - alpha) * shared[n] + alpha * parameters[n]
+                else:
+                    parameters[n] = shared[n].clone()
+            syncs += 1
+            step += committed
+        yield [p.clone() for p in parameters]
+
+
+def outer_sgd(modules: Sequence[nn.Module]) -> torch.optim.SGD:
+    parameters = [p for module in modules for p in module.parameters()]
+    return torch.optim.SGD(parameters, lr=OUTER_LR, momentum=MOMENTUM)
+
+
+@pytest.mark.parametrize("fails", [(), (1, 2)], ids=["all committed", "two fail"])
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize(("fragments", "delay"), [(1, 0), (1, 3), (2, 0), (2, 1)])
+@pytest.mark.parametrize("together", [False, True], ids=["each by itself", "one bucket and one outer"])
+def test_diloco_follows_its_equations(
+    fragments: int, delay: int, alpha: float, fails: Sequence[int], together: bool
+) -> None:
+    net, peer = model(), Peer(fails)
+    modules: list[nn.Module] = list(net) if fragments == 2 else [net]
+    outers: list[torch.optim.Optimizer] = [outer_sgd([module]) for module in modules]
+    inner = torch.optim.SGD(net.parameters(), lr=INNER_LR)
+    reference = expected(fragments, 4, delay, alpha, fails)
+    with DiLoCo(
+        peer,
+        modules,
+        inner,
+        outer_sgd(modules) if together else outers,
+        sync_every=4,
+        use_bucketization=together,
+        fragment_sync_delay=delay,
+        fragment_update_alpha=alpha,
+    ):
+        for _ in train(net, inner):
+            torch.testing.assert_close([p.detach() for p in net.parameters()], next(reference))
+    assert peer.syncs == INNER_STEPS * fragments // 4
+    assert len(peer.reduced) == peer.syncs * (1 if together else 4 // fragments)
+
+
+@pytest.mark.parametrize("cap_mb", [None, 1])
+def test_a_bucket_is_no_greater_than_its_limit_but_for_one_parameter(
+    monkeypatch: pytest.MonkeyPatch, cap_mb: int | None
+) -> None:
+    monkeypatch.setenv(USE_BUCKETIZATION_ENV, "True")
+    net = nn.Sequential(*(nn.Linear(size, 256, bias=False) for size in (512, 500, 2048, 8)))
+    peer, inner = Peer(), torch.optim.SGD(net.parameters(), lr=0.1)
+    with DiLoCo(peer, [net], inner, outer_sgd([net]), sync_every=1, bucket_cap_mb=cap_mb):
+        inner.step()
+    numbers = [256 * size for size in (512, 500, 2048, 8)]
+    assert peer.reduced == ([sum(numbers)] if cap_mb is None else [sum(numbers[:2]), *numbers[2:]])
+
+
+def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
+    nets, peers = [model(), model()], [Peer(), Peer()]
+    for number, (net, peer) in enumerate(zip(nets, peers, strict=True)):
+        inner = torch.optim.SGD(net.parameters(), lr=INNER_LR * (number + 1))
+        with DiLoCo(peer, list(net), inner, [outer_sgd([module]) for module in net], sync_every=2):
+            for _ in train(net, inner):
+                pass
+    states = [[save() for _, save in peer.registered.values()] for peer in peers]
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(states[0], states[1])
+    for (load, _), state in zip(peers[1].registered.values(), states[0], strict=True):
+        load(state)
+    torch.testing.assert_close([save() for _, save in peers[1].registered.values()], states[0])
+    assert list(peers[0].registered) == ["StreamingDiLoCoFragment_0", "StreamingDiLoCoFragment_1"]
+
+
+def test_dtensors_are_synced_shard_by_shard() -> None:
+    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        net = nn.Linear(4, 6, bias=False)
+        whole = net.weight.detach().clone()
+        net.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        peer, inner = Peer(), torch.optim.SGD(net.parameters(), lr=0.0)
+        with DiLoCo(peer, [net], inner, torch.optim.SGD(net.parameters(), lr=1.0), sync_every=1):
+            inner.step()
+        assert isinstance(net.weight, DTensor)
+        torch.testing.assert_close(net.weight.to_local(), whole[3:] - offset(0) / 2)
+        assert peer.reduced == [12]
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("fails", [(), (1,)], ids=["all committed", "one fails"])
+def test_local_sgd_averages_parameters_or_leaves_them(fails: Sequence[int]) -> None:
+    net, peer = model(), Peer(fails, _use_async_quorum=True)
+    optimizer = torch.optim.SGD(net.parameters(), lr=INNER_LR)
+    reference = [p.detach().clone() for p in net.parameters()]
+    with LocalSGD(peer, net, optimizer, sync_every=3):
+        for number, _ in enumerate(train(net, optimizer), 1):
+            reference = [p - INNER_LR * (n + 1) for n, p in enumerate(reference)]
+            sync = number // 3 - 1
+            if number % 3 == 0 and sync not in fails:
+                reference = [(p + offset(sync)) / 2 for p in reference]
+            torch.testing.assert_close([p.detach() for p in net.parameters()], reference)
+    assert peer.syncs == INNER_STEPS // 3
+    optimizer.step()
+    assert peer.syncs == INNER_STEPS // 3, "the block has ended"
+
+
+def test_a_replica_that_cannot_carry_out_a_committed_sync_disowns_its_state() -> None:
+    net, peer = model(), Peer()
+    inner, outer = torch.optim.SGD(net.parameters(), lr=INNER_LR), outer_sgd([net])
+    outer.register_step_pre_hook(lambda *_: Future[None]().value())
+    with pytest.raises(RuntimeError), DiLoCo(peer, [net], inner, outer, sync_every=1):
+        inner.step()
+    assert peer.disowned == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"asynchronous": True}, "use_async_quorum=False"),
+        ({"outers": 3}, "3 outer optimizers for 2 model fragments"),
+        ({"sync_every": 1}, "2 fragments cannot be synced in 1 steps"),
+        ({"sync_every": 5}, "sync_every 5 must be a multiple of the number of fragments, 2"),
+        ({"fragment_sync_delay": 2}, r"fragment_sync_delay is 2, must be in \[0, 2\)"),
+        ({"fragment_update_alpha": 1.5}, "fragment_update_alpha is 1.5"),
+        ({"empty": True}, "no parameters"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
+    net = model()
+    modules = [nn.ReLU(), net] if change.pop("empty", False) else list(net)
+    peer = Peer(_use_async_quorum=change.pop("asynchronous", False))
+    outers: Any = [outer_sgd([net])] * change.pop("outers", 2)
+    inner = torch.optim.SGD(net.parameters(), lr=INNER_LR)
+    with pytest.raises(ValueError, match=message):
+        DiLoCo(peer, modules, inner, outers, **{"sync_every": 4, **change})
+    with pytest.raises(ValueError, match="sync_every is 0"):
+        LocalSGD(peer, net, inner, sync_every=0)

@@ -1,0 +1,353 @@
+"""Training whose replicas talk seldom: LocalSGD, DiLoCo and Streaming DiLoCo.
+
+Every replica group trains by itself with its inner optimizer, and all average at times. A *sync* is one step
+of the Manager: it has a quorum, collectives and a vote, and the inner steps between two syncs have none. So a
+replica that dies between two syncs costs the others nothing, and one that dies in a sync
+costs them that sync.
+
+INVARIANT: after a committed sync all participants hold bit-identical global parameters and outer optimizer
+states. They are changed in one place, after the vote, from what all of them have received; a sync that is not
+committed changes neither. Both are registered with the Manager, so a replica that heals takes them over with
+the rest of the state.
+
+The names, arguments and defaults are torchft's.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import Work
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from torchft_like.checkpointing.shards import is_dtensor, like_shard_of
+from torchft_like.manager.state_registry import LoadFunction, SaveFunction
+
+USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
+BUCKET_CAP_MB = 1024  # of a bucket, if none is given
+
+
+class SyncManager(Protocol):
+    """The methods of a Manager that a sync needs."""
+
+    @property
+    def _use_async_quorum(self) -> bool: ...
+    def start_quorum(self) -> None: ...
+    def allreduce(self, tensor: Tensor, should_quantize: bool = ...) -> Work: ...
+    def should_commit(self) -> bool: ...
+    def current_step(self) -> int: ...
+    def disown_state(self) -> None: ...
+    def register_state_dict_fn(self, key: str, load: LoadFunction, save: SaveFunction, /) -> None: ...
+
+
+class _InnerSteps(ABC):
+    """Counts the steps of an optimizer while a `with` block lasts, and is called after each."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._local_optimizer = optimizer
+        self._local_step = 0
+        self._hooks: list[RemovableHandle] = []
+
+    def __enter__(self) -> Self:
+        self._hooks.append(self._local_optimizer.register_step_post_hook(self._on_step))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _on_step(self, *_: object) -> None:
+        self._local_step += 1
+        self._after_step()
+
+    @abstractmethod
+    def _after_step(self) -> None:
+        """Sync, if it is time."""
+
+
+class LocalSGD(_InnerSteps):
+    """LocalSGD (Stich, 2018, arXiv:1805.09767): replicas average their parameters after every H steps.
+
+        x_k <- x_k - lr * g_k(x_k)        in each step, for replica k
+        x_k <- (x_1 + ... + x_K) / K      after every H = `sync_every` steps
+
+    A sync that fails leaves every replica's parameters as they are: the progress stays, and the next average
+    is H steps later. The state of the optimizer is the replica's own; one that heals takes over its source's.
+
+    Args:
+        manager: the Manager; its quorum may be asynchronous or not.
+        model: the model whose parameters are averaged.
+        optimizer: the optimizer whose steps are counted while the `with` block lasts.
+        sync_every: the number of steps between two syncs.
+
+    Raises:
+        ValueError: `sync_every` is less than 1.
+    """
+
+    def __init__(self, manager: SyncManager, model: nn.Module, optimizer: Optimizer, sync_every: int) -> None:
+        if sync_every < 1:
+            raise ValueError(f"sync_every is {sync_every}, must be greater than or equal to 1")
+        super().__init__(optimizer)
+        self._manager, self._model, self._sync_every = manager, model, sync_every
+
+    def sync(self) -> None:
+        """Average the parameters over the participants, now."""
+        self._manager.start_quorum()
+        with torch.no_grad():
+            averages = [extract_local_tensor(parameter) for parameter in self._model.parameters()]
+        for work in [self._manager.allreduce(average) for average in averages]:
+            work.wait()
+        if self._manager.should_commit():
+            with torch.no_grad(), _owned(self._manager):
+                for parameter, average in zip(self._model.parameters(), averages, strict=True):
+                    _local(parameter).copy_(average)
+        self._local_step = 0
+
+    def _after_step(self) -> None:
+        if self._local_step >= self._sync_every:
+            self.sync()
+
+
+class DiLoCo(_InnerSteps):
+    """DiLoCo (Douillard et al., 2023, arXiv:2311.08105) and Streaming DiLoCo (2025, arXiv:2501.18512).
+
+    The model consists of P fragments. After every H / P inner steps, H = `sync_every`, the next fragment p is
+    synced, so each is once in H steps:
+
+        D_k <- x_p - x_p,k                        the pseudogradient of replica k; x_p: global parameters
+        D   <- (D_1 + ... + D_K) / K              an allreduce, which runs beside the next tau inner steps
+        x_p <- outer optimizer(x_p, D)            on every replica, from the same numbers
+        x_p,k <- (1 - alpha) * x_p + alpha * x_p,k
+
+    with tau = `fragment_sync_delay` and alpha = `fragment_update_alpha`. A sync that fails puts the fragment
+    back to its global parameters, with which its inner steps begin anew: no replica trains on for long with
+    parameters that the others have never seen. The next sync is of the same fragment.
+
+    A replica that joins waits for the next sync, and begins with a copy of its source: parameters, global
+    parameters, inner and outer optimizer states, as far as they are registered.
+
+    Args:
+        manager: the Manager, with `use_async_quorum=False`.
+        model_fragments: the modules that are synced one after another; [model] is plain DiLoCo.
+        inner_optimizer: the optimizer whose steps are counted while the `with` block lasts.
+        outer_optimizer: an optimizer of the global parameters, or one for each fragment.
+        sync_every: the number of inner steps in which each fragment is synced once.
+        backup_device: where the global parameters are kept; None for the CPU.
+        pin_memory: whether global parameters on the CPU are pinned, if there is an accelerator.
+        use_bucketization: whether pseudogradients are averaged in few large collectives, and not one by one
+            (TORCHFT_USE_BUCKETIZATION=True: in any case).
+        bucket_cap_mb: the most MiB of such a collective; None for 1 GiB. A greater parameter has its own.
+        should_quantize: whether the pseudogradients are quantized for the allreduce.
+        fragment_sync_delay: tau, the inner steps between the begin of an allreduce and the wait for it.
+        fragment_update_alpha: alpha, in [0, 1]: 0 takes the global parameters, 1 keeps the local ones.
+
+    Raises:
+        ValueError: the quorum is asynchronous, or a number does not fit the others; the text says which.
+    """
+
+    def __init__(
+        self,
+        manager: SyncManager,
+        model_fragments: list[nn.Module],
+        inner_optimizer: Optimizer,
+        outer_optimizer: Optimizer | list[Optimizer],
+        sync_every: int,
+        backup_device: torch.device | None = None,
+        pin_memory: bool = True,
+        use_bucketization: bool = False,
+        bucket_cap_mb: int | None = None,
+        should_quantize: bool = False,
+        fragment_sync_delay: int = 0,
+        fragment_update_alpha: float = 0.0,
+    ) -> None:
+        count = len(model_fragments)
+        outers = outer_optimizer if isinstance(outer_optimizer, list) else [outer_optimizer] * count
+        _check(manager, count, len(outers), sync_every, fragment_sync_delay, fragment_update_alpha)
+        super().__init__(inner_optimizer)
+        self._manager = manager
+        self._sync_every = sync_every // count
+        self._delay = fragment_sync_delay
+        self._under_way: _Fragment | None = None
+        if os.environ.get(USE_BUCKETIZATION_ENV, "False") == "True":
+            use_bucketization = True
+        bucket_mb = (bucket_cap_mb or BUCKET_CAP_MB) if use_bucketization else 0
+        self._fragments = [
+            _Fragment(module, outer, fragment_update_alpha, bucket_mb << 20, should_quantize)
+            for module, outer in zip(model_fragments, outers, strict=True)
+        ]
+        for number, fragment in enumerate(self._fragments):
+            fragment.keep_global(backup_device or torch.device("cpu"), pin_memory)
+            # torchft's key, which its checkpoints have too
+            key = f"StreamingDiLoCoFragment_{number}"
+            manager.register_state_dict_fn(key, fragment.load_state_dict, fragment.state_dict)
+
+    def _after_step(self) -> None:
+        if self._under_way is None and self._local_step >= self._sync_every - self._delay:
+            self._manager.start_quorum()
+            # The number of syncs is the same on all replicas, and so is the order of fragments.
+            fragment = self._fragments[self._manager.current_step() % len(self._fragments)]
+            fragment.send(self._manager)
+            self._under_way = fragment
+        if self._under_way is not None and self._local_step >= self._sync_every:
+            fragment, self._under_way = self._under_way, None
+            self._local_step = 0
+            fragment.receive(self._manager)
+
+
+class _Fragment:
+    """One fragment: its global parameters, its outer optimizer, and the sync that is under way.
+
+    Attributes:
+        original_parameters: the global parameters, this rank's part of them, by name.
+    """
+
+    def __init__(
+        self, module: nn.Module, outer: Optimizer, alpha: float, bucket_bytes: int, should_quantize: bool
+    ) -> None:
+        self._parameters = dict(module.named_parameters())
+        if not self._parameters:
+            raise ValueError(f"a fragment of the model has no parameters: {module}")
+        self._outer = outer
+        self._alpha = alpha
+        self._bucket_bytes = bucket_bytes
+        self._should_quantize = should_quantize
+        self._pseudogradients: dict[str, Tensor] = {}
+        self._works: list[Work] = []
+        self.original_parameters: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def keep_global(self, device: torch.device, pin_memory: bool) -> None:
+        """Take the present parameters for the global ones, and keep them on the device."""
+        pin = pin_memory and device.type == "cpu" and torch.accelerator.is_available()
+        for name, parameter in self._parameters.items():
+            local = _local(parameter)
+            kept = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=pin)
+            self.original_parameters[name] = kept.copy_(local)
+
+    def send(self, manager: SyncManager) -> None:
+        """Compute the pseudogradients, and begin to average them."""
+        with torch.no_grad():
+            buckets = [self._fill(names) for names in self._bucket_names()]
+        quantize = self._should_quantize
+        self._works = [manager.allreduce(bucket, should_quantize=quantize) for bucket in buckets]
+
+    def receive(self, manager: SyncManager) -> None:
+        """Wait for the average, and take over the new global parameters if the sync is committed."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+        committed = manager.should_commit()
+        with torch.no_grad(), _owned(manager):
+            kept = {n: _local(p).clone() for n, p in self._parameters.items()} if self._alpha > 0 else {}
+            for name, parameter in self._parameters.items():
+                _local(parameter).copy_(self.original_parameters[name])
+            if committed:
+                self._step_outer()
+                for name, local in kept.items():
+                    _local(self._parameters[name]).lerp_(local, self._alpha)
+        self._pseudogradients.clear()
+
+    def _step_outer(self) -> None:
+        self._outer.zero_grad()  # it may have other fragments, with gradients of the inner steps
+        for name, parameter in self._parameters.items():
+            parameter.grad = like_shard_of(parameter, self._pseudogradients[name])
+        self._outer.step()
+        self._outer.zero_grad()
+        for name, parameter in self._parameters.items():
+            self.original_parameters[name].copy_(_local(parameter))
+
+    def _bucket_names(self) -> Iterator[list[str]]:
+        """Yield the names of the parameters that share a bucket: neighbours of the same dtype and device."""
+        names: list[str] = []
+        kind, size = None, 0
+        for name, parameter in self._parameters.items():
+            local = _local(parameter)
+            own_kind, own_size = (local.dtype, local.device), local.numel() * local.element_size()
+            if names and (own_kind != kind or size + own_size > self._bucket_bytes):
+                yield names
+                names, size = [], 0
+            names.append(name)
+            kind, size = own_kind, size + own_size
+        yield names
+
+    def _fill(self, names: Sequence[str]) -> Tensor:
+        """Return a bucket with the pseudogradients of these parameters, which are views of it."""
+        locals_ = [_local(self._parameters[name]) for name in names]
+        bucket = torch.empty(
+            sum(local.numel() for local in locals_), dtype=locals_[0].dtype, device=locals_[0].device
+        )
+        parts = torch.split(bucket, [local.numel() for local in locals_])
+        for name, local, part in zip(names, locals_, parts, strict=True):
+            view = self._pseudogradients[name] = part.view(local.shape)
+            torch.sub(self.original_parameters[name].to(local.device), local, out=view)
+        return bucket
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the global parameters and the state of the outer optimizer, for a peer."""
+        return {"outer_optimizer": self._outer.state_dict(), "original_parameters": self.original_parameters}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a peer's global parameters and outer optimizer state."""
+        for name, kept in self.original_parameters.items():
+            kept.copy_(state["original_parameters"][name])
+        self._outer.load_state_dict(state["outer_optimizer"])
+
+
+def extract_local_tensor(t: Tensor) -> Tensor:
+    """Return a copy of a tensor, or of this rank's part of a DTensor, without its gradient."""
+    copied = (t.to_local() if is_dtensor(t) else t).detach().clone()
+    copied.grad = None
+    return copied
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return the memory of a parameter, or of this rank's part of it; called without autograd."""
+    return parameter.to_local() if is_dtensor(parameter) else parameter
+
+
+@contextmanager
+def _owned(manager: SyncManager) -> Iterator[None]:
+    """Disown this replica's state if carrying out a verdict raises: a part of it may be changed by then."""
+    try:
+        yield
+    except BaseException:
+        manager.disown_state()
+        raise
+
+
+def _check(
+    manager: SyncManager, fragments: int, outers: int, sync_every: int, delay: int, alpha: float
+) -> None:
+    if manager._use_async_quorum:
+        raise ValueError(
+            "DiLoCo needs a synchronous quorum, in which a replica heals before it sends anything: make the "
+            "Manager with use_async_quorum=False"
+        )
+    if outers != fragments:
+        raise ValueError(
+            f"{outers} outer optimizers for {fragments} model fragments: give one for each, or one"
+        )
+    if fragments < 1 or sync_every < fragments:
+        raise ValueError(f"{fragments} fragments cannot be synced in {sync_every} steps: only one at a time")
+    if sync_every % fragments:
+        raise ValueError(
+            f"sync_every {sync_every} must be a multiple of the number of fragments, {fragments}"
+        )
+    if not 0 <= delay < sync_every // fragments:
+        raise ValueError(
+            f"fragment_sync_delay is {delay}, must be in [0, {sync_every // fragments}): a fragment is "
+            "synced before the next one is sent"
+        )
+    if not 0 <= alpha <= 1:
+        raise ValueError(f"fragment_update_alpha is {alpha}, must be between 0 and 1")
