@@ -169,7 +169,7 @@ class Checker:
         bound = set(ids) if has_waited else members - (self._given_up - set(ids))
         count = len([i for i, t in self._connected.items() if i in bound or now < t + patience])
         missing = set(self._previous) - set(ids)
-        is_half = 2 * len(ids) == count and (has_waited or missing <= self._free)
+        is_half = 2 * len(ids) == count and (has_waited or missing & self._connected.keys() <= self._free)
         if 2 * len(ids) <= count and missing and not is_half:
             self.violate(
                 "one_quorum_per_step",

@@ -81,6 +81,8 @@ class Faults:
                 world.resume(process)
         for replica in self._replicas():
             replica.slow = 1.0
+            for rank in replica.ranks:
+                rank.sick_until = 0.0
 
     # -- the victims
 
@@ -290,6 +292,16 @@ class Faults:
 
     def _speed_up(self, replica: Replica) -> None:
         replica.slow = 1.0
+
+    def _sick(self, draws: Draws) -> str | None:
+        """Break the process group of a rank, and let it fail whenever it is configured, for a while."""
+        replica = self._replica(draws[0])
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))] if replica is not None else None
+        if rank is None or rank.group_mesh is None or rank.state == DEAD:
+            return None
+        rank.sick_until = self._world.now + 4 * self._long(draws[2])
+        rank.group_mesh.reset()
+        return f"{rank.name} for {4 * self._long(draws[2]):.3f} s"
 
     def _clock_jump(self, draws: Draws) -> str | None:
         """Let the lighthouse's wall clock jump, and start it again by that clock."""

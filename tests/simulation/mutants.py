@@ -85,6 +85,10 @@ class _IgnoresMinReplicas(QuorumCore):
     def _candidates(self) -> int:
         return max(super()._candidates(), self._min_replicas)
 
+    def _of_one_job(self) -> tuple[int, dict[str, str]]:
+        count, foreign = super()._of_one_job()
+        return max(count, self._min_replicas), foreign
+
 
 class _KeepsIdAfterFailure(QuorumCore):
     def _next_id(self, chosen: Any) -> int:
@@ -180,6 +184,36 @@ class _NeverLetsBack(QuorumCore):
 class _CountsMembersOnly(QuorumCore):
     def _is_same(self, chosen: Any) -> bool:
         return not self._missing and len(chosen) == len(self._last)
+
+
+class _ForgetsTheSick(QuorumCore):
+    def _sick(self, now: float, joins: Any) -> dict[str, str]:
+        return {}
+
+
+class _LeavesTheSickOutForEver(QuorumCore):
+    def _sick(self, now: float, joins: Any) -> dict[str, str]:
+        return {i: "" for i, join in joins.items() if join.let_in_at > 0}
+
+
+class _BlamesTheVictims(QuorumCore):
+    def _sick(self, now: float, joins: Any) -> dict[str, str]:
+        sick = super()._sick(now, joins)
+        return {i: "" for i in joins if i not in sick} if sick else {}
+
+
+class _LeavesAllSickOut(QuorumCore):
+    def _choose(self, now: float) -> tuple[dict[str, Any], tuple[Link, ...]]:
+        chosen, links = super()._choose(now)
+        well = {i: join for i, join in chosen.items() if now >= join.let_in_at}
+        return well or chosen, links
+
+
+class _StandsInTheWayOfTheCured(QuorumCore):
+    def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
+        join = self._joined.get(replica_id)
+        if join is None or not join.let_in_at:
+            super()._hold(replica_id, decisions)
 
 
 # -- the replica group
@@ -452,6 +486,20 @@ class _ForgetsRestoredCounters(StepProtocol):
         super().restore({**counters, "commit_quorum_id": self.commit_quorum_id})
 
 
+class _KeepsItsFailuresToItself(StepProtocol):
+    def begin(self) -> Join:
+        return super().begin()._replace(own_failure="")
+
+
+class _TakesAllErrorsForItsOwn(StepProtocol):
+    def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True, own: str = "") -> bool:
+        return super().fail(quorum_id, reason, group_broken=group_broken, own=own or "an error")
+
+    def group_broke(self, quorum_id: int) -> bool:
+        self._blame_itself(quorum_id, "an error")
+        return super().group_broke(quorum_id)
+
+
 def _lighthouse(name: str, core: type[QuorumCore], lacks: str) -> Mutant:
     return Mutant(name, lacks, Cores(lighthouse=core))
 
@@ -482,6 +530,15 @@ MUTANTS = (
     ),
     _lighthouse("leaves too many out", _LeavesTooManyOut, "more than half stay where some are left out"),
     _lighthouse("never lets back", _NeverLetsBack, "whoever can be reached again is let in"),
+    _lighthouse("forgets the sick", _ForgetsTheSick, "who spoils quorums by itself is left out of them"),
+    _lighthouse("leaves the sick out for ever", _LeavesTheSickOutForEver, "who was left out is tried again"),
+    _lighthouse("blames the victims", _BlamesTheVictims, "who is left out is the one that failed by itself"),
+    _lighthouse("leaves all sick out", _LeavesAllSickOut, "min_replicas, and half of those that count, stay"),
+    _lighthouse(
+        "stands in the way of the cured",
+        _StandsInTheWayOfTheCured,
+        "the end of a pause ends a quorum that stands",
+    ),
     _lighthouse("counts members only", _CountsMembersOnly, "a new id where one is out for another one"),
     _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
     _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
@@ -525,6 +582,8 @@ MUTANTS = (
     _step("does not hold", _DoesNotHold, "who was asked to hold begins no step"),
     _step("forgets what it began", _ForgetsWhatItBegan, "the answer counts the step that was begun"),
     _step("asks at once", _AsksAtOnce, "all members ask at the step that was named"),
+    _step("keeps its failures to itself", _KeepsItsFailuresToItself, "who spoils a quorum by itself says so"),
+    _step("takes all errors for its own", _TakesAllErrorsForItsOwn, "what others have caused does not count"),
     _step("goes on after failures", _GoesOnAfterFailures, "after a failed step a quorum is asked for"),
 )
 
@@ -534,22 +593,22 @@ CAUGHT_BY = {
     "forgets reported ids": Caught(5, "monotonic"),
     "forgets the majority": Caught(61, "one_quorum_per_step"),
     "ignores min_replicas": Caught(1, "one_quorum_per_step"),
-    "keeps the id after a failure": Caught(0, "progress"),
+    "keeps the id after a failure": Caught(5, "progress"),
     "forgets rounds": Caught(4383, "progress"),
-    "does not say it is over": Caught(167, "progress"),
+    "does not say it is over": Caught(196, "progress"),
     "does not warn of broken groups": Caught(13, "progress"),
-    "learns too late": Caught(33, "progress"),
+    "learns too late": Caught(116, "progress"),
     "keeps the dead": Caught(1, "progress"),
     "leaves nobody out": Caught(22, "progress"),
     "leaves both ends out": Caught(2, "one_quorum_per_step"),
     "awaits the idle for ever": Caught(72, "progress"),
     "leaves too many out": Caught(61, "one_quorum_per_step"),
     "never lets back": Caught(2, "progress"),
-    "counts members only": Caught(304, "monotonic"),
+    "counts members only": Caught(154, "monotonic"),
     "drops member_lost": Caught(5, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
-    "keeps its no to itself": Caught(19, "progress"),
+    "keeps its no to itself": Caught(23, "progress"),
     "joins once only": Caught(0, "progress"),
     "compares steps only": Caught(82, "heal_is_clean"),
     "speaks for its first rank": Caught(0, "heal_is_clean"),
@@ -557,32 +616,39 @@ CAUGHT_BY = {
     "probes nobody": Caught(26, "progress"),
     "probes once": Caught(2, "progress"),
     "never tries again": Caught(25, "progress"),
-    "gives nothing up": Caught(22, "progress"),
+    "gives nothing up": Caught(16, "progress"),
     "reports links once": Caught(22, "progress"),
     "applies late errors": Caught(13, "no_zombie"),
     "commits before healing": Caught(0, "heal_is_clean"),
     "healing takes part": Caught(0, "heal_is_clean"),
     "counts who heals": Caught(0, "no_zombie"),
-    "lets others go on": Caught(51, "no_zombie"),
+    "lets others go on": Caught(103, "no_zombie"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
     "keeps the old commit quorum": Caught(82, "heal_is_clean"),
     "keeps its process group": Caught(2, "no_zombie"),
-    "leaves quietly": Caught(29, "progress"),
+    "leaves quietly": Caught(52, "progress"),
     "hides broken groups": Caught(5, "progress"),
-    "forgets the healed version": Caught(0, "progress"),
+    "forgets the healed version": Caught(14, "progress"),
     "holds nobody": Caught(15, "progress"),
     "asks nobody again": Caught(145, "progress"),
     "forgets that it stands": Caught(16, "progress"),
     "names the first step": Caught(15, "no_zombie"),
-    "waits for one answer": Caught(39, "no_zombie"),
+    "waits for one answer": Caught(12, "no_zombie"),
     "lets all quorums stand": Caught(5, "progress"),
     "forms beside the silent": Caught(88, "one_quorum_per_step"),
     "goes on for ever": Caught(1791, "one_quorum_per_step"),
     "answers for one rank": Caught(424, "progress"),
     "tells one rank only": Caught(40, "progress"),
-    "does not hold": Caught(706, "no_zombie"),
+    "does not hold": Caught(1535, "no_zombie"),
     "forgets what it began": Caught(424, "no_zombie"),
     "asks at once": Caught(15, "progress"),
     "goes on after failures": Caught(26, "no_zombie"),
     "holds without a lighthouse": Caught(16, "progress"),
+    "forgets the sick": Caught(1, "progress"),
+    "leaves the sick out for ever": Caught(1, "progress"),
+    "blames the victims": Caught(1, "progress"),
+    "leaves all sick out": Caught(1, "one_quorum_per_step"),
+    "stands in the way of the cured": Caught(2, "progress"),
+    "keeps its failures to itself": Caught(1, "progress"),
+    "takes all errors for its own": Caught(1, "progress"),
 }

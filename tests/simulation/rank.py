@@ -30,6 +30,7 @@ BROKEN = ConnectionError("a connection of the process group broke")
 LOST = ConnectionError("a member was lost")
 VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
+SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
 
@@ -78,6 +79,7 @@ class Rank(Process):
         "phase",
         "protocol",
         "replica",
+        "sick_until",
         "stop_wanted",
     )
 
@@ -94,6 +96,7 @@ class Rank(Process):
         self.parameters = mix(seed, number)
         self.group_mesh: Mesh | None = None
         self.stop_wanted = False
+        self.sick_until = 0.0  # until then its process group fails whenever it is configured
         self.offer: Snapshot | None = None
         self._waiters: list[tuple[Rank, int, int]] = []
         self._attempt = 0
@@ -122,6 +125,11 @@ class Rank(Process):
         if saved is not None:
             self.parameters = saved[0]
             self.protocol.restore(saved[1])
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """The step of its state, and the quorum in which that was committed."""
+        return self.protocol.step, self.protocol.commit_quorum_id
 
     # -- a step, on the training thread
 
@@ -162,6 +170,8 @@ class Rank(Process):
             b"",
             own.broken_quorum_id,
             may_stand=own.may_stand and scenario.stands,
+            own_failure=own.own_failure,
+            own_failures=own.own_failures,
         )
         replica.say(self.number, replica.join, join)
 
@@ -348,7 +358,19 @@ class Rank(Process):
         name = (result.store_address, result.quorum_id, self.number)
         mesh = self._configuring = mesh_of(world, name, result.quorum_id, result.replica_world_size)
         self._replica_rank = result.replica_rank
-        mesh.enter(result.replica_rank, self)
+        if world.now < self.sick_until:
+            world.after(world.latency(), self, self._cannot_configure, mesh, world.random() < 0.5)
+        else:
+            mesh.enter(result.replica_rank, self)
+
+    def _cannot_configure(self, mesh: Mesh, is_late: bool) -> None:
+        """Fail by this rank's own fault; if late, to the peers that looks like one of theirs."""
+        if mesh is self._configuring:
+            self._configuring = None
+            if is_late:
+                mesh.leave(self)
+            self._fail(mesh.quorum_id, SICK, own="it is sick")
+            self._open()
 
     def hear_configured(self, mesh: Mesh) -> None:
         """Note that the process group is connected."""
@@ -377,11 +399,13 @@ class Rank(Process):
             else:
                 self._hurt = mesh
 
-    def _fail(self, quorum_id: int, reason: Exception = BROKEN, *, group_broken: bool = True) -> None:
+    def _fail(
+        self, quorum_id: int, reason: Exception = BROKEN, *, group_broken: bool = True, own: str = ""
+    ) -> None:
         was_broken = self.protocol.is_broken(quorum_id)
         self.failed_quorum = quorum_id
         self._trouble = max(self._trouble, quorum_id)
-        self.protocol.fail(quorum_id, reason, group_broken=group_broken)
+        self.protocol.fail(quorum_id, reason, group_broken=group_broken, own=own)
         if group_broken and not was_broken:
             self._abort(quorum_id)
 
@@ -402,7 +426,7 @@ class Rank(Process):
         if self.phase == VERDICT or not protocol.in_step:
             return False
         self._trouble_attempt = self._attempt
-        if protocol.fail_current(REPORTED):
+        if protocol.fail_current(REPORTED, own="it reported an error"):
             self._abort(protocol.quorum_id)
         return True
 

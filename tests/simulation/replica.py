@@ -339,6 +339,8 @@ class Replica:
             join.broken_quorum_id,
             message,
             join.may_stand,
+            join.own_failure,
+            join.own_failures,
         )
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 

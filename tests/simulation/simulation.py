@@ -2,9 +2,10 @@
 
 First come arbitrary faults, until enough of them were felt. Then comes the quiet phase: partitions end,
 stopped processes go on, dead ones are started again, and every process has to commit steps within a bounded
-time. In some runs one link stays cut at first: then all processes have to but those of one of its two ends,
-and once it is mended those, too. No other timeout of any operation is simulated than that of waiting for data
-over a link that is cut, so nothing may depend on one.
+time. In some runs one link stays cut at first, or one replica group sick: then all processes have to but
+those of one of its two ends, or of that group, and once it is mended or cured those, too. No other timeout
+of any operation is simulated than that of waiting for data over a link that is cut, so nothing may depend on
+one.
 """
 
 from __future__ import annotations
@@ -67,6 +68,7 @@ class Simulation:
         world.launcher = self
         self._incarnations = [0] * scenario.replicas
         self._is_quiet = False
+        self._sick: int | None = None  # the place of a replica group that stays sick
         world.lighthouse = SimLighthouse(world)
         for slot in range(scenario.replicas):
             world.after(scenario.compute_s * world.random(), world.nobody, self._start, slot)
@@ -82,6 +84,9 @@ class Simulation:
             self._expect_commits()
         if scenario.bad_link is not None:
             self._try_with(scenario.bad_link)
+        if world.checker.violation is None and scenario.sick is not None:
+            self._cure()
+            self._expect_commits()
         return Outcome(
             scenario,
             world.checker.violation,
@@ -96,7 +101,14 @@ class Simulation:
 
     def _expect_commits(self) -> None:
         self.world.run(self.world.now + self._patience_s(), EVENTS_MAX)
-        self.world.checker.give_up()
+        if not self._is_sick_and_ahead():
+            self.world.checker.give_up()
+
+    def _is_sick_and_ahead(self) -> bool:
+        """Return whether the replica group that stays sick alone has the newest state: no other gets on."""
+        newest = max(rank.version for replica in self._present() for rank in replica.ranks)
+        ahead = [r.slot for r in self._present() if any(rank.version == newest for rank in r.ranks)]
+        return ahead == [self._sick]
 
     def _try_with(self, link: tuple[int, int]) -> None:
         """Check that all processes commit in spite of the link, after a restart of the lighthouse, too, and
@@ -127,6 +139,11 @@ class Simulation:
         world.calm()
         self._faults.stop()
         spared = () if world.scenario.bad_link is None else self._cut(world.scenario.bad_link)
+        if (sick := world.scenario.sick) is not None:
+            world.tell("FAULTS", "end, but for", name_of(sick), "which is sick")
+            self._sick, spared = sick, [name_of(sick)]
+            if (replica := world.slots[sick]) is not None:
+                self._sicken(replica)
         for slot, replica in enumerate(world.slots):
             if replica is None:
                 self._start(slot)
@@ -141,6 +158,20 @@ class Simulation:
         names = [name_of(slot) for slot in link]
         world.tell("FAULTS", "end, but for the link between", *names)
         return names
+
+    def _sicken(self, replica: Replica) -> None:
+        for rank in replica.ranks:
+            rank.sick_until = math.inf
+            if rank.group_mesh is not None:
+                rank.group_mesh.reset()
+
+    def _cure(self) -> None:
+        self._sick = None
+        for replica in self._present():
+            for rank in replica.ranks:
+                rank.sick_until = 0.0
+        self.world.tell("THE SICK", "are well again")
+        self.world.checker.expect(self._alive(), QUIET_COMMITS)
 
     def _mend(self, link: tuple[int, int]) -> None:
         self.world.tell("THE LINK", "works again")
@@ -176,6 +207,8 @@ class Simulation:
             return
         self._incarnations[slot] += 1
         replica = world.slots[slot] = Replica(world, slot, self._incarnations[slot])
+        if slot == self._sick:
+            self._sicken(replica)
         if self._is_quiet:
             world.checker.expect_also([rank.name for rank in replica.ranks], QUIET_COMMITS)
 
