@@ -14,7 +14,7 @@ import torch
 
 from lighthouse.core.state_form import StateForm, form_of_rows
 from torchft_like.checkpointing.shards import is_dtensor, layout_of
-from torchft_like.plain_data import DEPTH_MAX, Shard
+from torchft_like.plain_data import DEPTH_MAX, Layout, Shard
 
 _DEFAULT_KEY = "default"  # of the functions that the Manager was made with; it would only lengthen the paths
 
@@ -43,12 +43,22 @@ def _rows(path: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]
 
 def _description(value: torch.Tensor | Shard) -> str:
     if isinstance(value, Shard):
-        return f"{_name(value.local.dtype)} {value.layout}"
+        return f"{_name(value.local.dtype)} {_cut(value.layout)}"
     if is_dtensor(value):
-        return f"{_name(value.dtype)} {layout_of(value)}"
+        return f"{_name(value.dtype)} {_cut(layout_of(value))}"
     if not value.numel() or not (value.is_floating_point() or value.is_complex()):
         return ""
     return f"{_name(value.dtype)} {list(value.shape)}"
+
+
+def _cut(layout: Layout) -> str:
+    """Describe how a DTensor is cut; the dimensions of its mesh that hold copies may be elastic."""
+    cuts = [
+        f"{placement} of {size}"
+        for placement, size in zip(layout.placements, layout.mesh_shape, strict=True)
+        if placement != "R"
+    ]
+    return f"{list(layout.shape)} placed {', '.join(cuts) or 'whole'}"
 
 
 def _name(dtype: torch.dtype) -> str:
