@@ -41,6 +41,11 @@ class Keepalive:
     time_ms: int = 500
     timeout_ms: int = 500
 
+    @property
+    def notice_s(self) -> float:
+        """How long a connection may be dead before it is noticed, in seconds."""
+        return (self.time_ms + self.timeout_ms) / 1000
+
     def options(self) -> list[tuple[str, int]]:
         """Return gRPC channel arguments; gRPC obeys `ping_timeout_ms`, of which the default is 60 s."""
         return [

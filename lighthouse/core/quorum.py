@@ -750,18 +750,22 @@ class QuorumCore:
             self._hold(replica_id, decisions)
 
     def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
-        """Ask the members to hold for a replica, and name the step once all have answered."""
+        """Ask the members to hold for a replica, and name the step once all have answered. Where one has
+        asked, or left, before that step, another one does a step that it will not do: the quorum is broken.
+        """
         standing = self._standing
         if standing is None:
             return
         if sessions := self._sessions(standing.hold(replica_id)):
             decisions.append(HoldQuorum(*self._number, replica_id, sessions))
-        if standing.ask_at is not None or not standing.is_settled:
+        was_named = standing.ask_at is not None
+        if not was_named and standing.is_settled:
+            standing.settle()
+        if (step := standing.ask_at) is None:
             return
-        step = standing.settle()
         if (early := standing.ended_before(step)) is not None:
             self._break(early, decisions)
-        elif sessions := self._sessions(standing.holding):
+        elif not was_named and (sessions := self._sessions(standing.holding)):
             decisions.append(QuorumReleased(*self._number, step, sessions))
 
     def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:

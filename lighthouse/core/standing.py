@@ -13,8 +13,9 @@ no member loses one:
 3. the lighthouse names the greatest of these steps, and every member asks for a quorum at that step.
 
 INVARIANT: a member begins no step at which another one asks. Whoever answered in 2 begins none before 3, and
-no step that a member has begun is named in 3. Only one that has asked by itself, or has left, cannot do as it
-is told; where another member has begun a step that it will not do, the quorum is broken, as by a failed step.
+no step that a member has begun is named in 3. Only one that asks by itself, or leaves, be it after 3, cannot
+do as it is told; where another member has begun a step that it will not do, the quorum is broken, as by a
+failed step.
 
 A member whose session ends has been told nothing and promised nothing: it goes on. So what it promised in one
 session is asked again in the next one, and a step that was named is named again.
@@ -89,10 +90,9 @@ class StandingQuorum:
         """Whether every member has answered."""
         return len(self._not_begun) + len(self._not_done) == len(self.members)
 
-    def settle(self) -> int:
-        """Name the step at which all ask, and return it."""
-        self.ask_at = step = max([*self._not_begun.values(), *self._not_done.values()])
-        return step
+    def settle(self) -> None:
+        """Name the step at which all ask."""
+        self.ask_at = max([*self._not_begun.values(), *self._not_done.values()])
 
     def ended_before(self, step: int) -> str | None:
         """Return the first member, if there is one, that has asked or left before a step which others do."""

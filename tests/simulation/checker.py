@@ -328,6 +328,10 @@ class Checker:
                 f"{process} is told to ask at attempt {ask_at}, and has begun all before {promised}",
             )
 
+    def asked(self, process: str, step: int, named: int) -> None:
+        """Report a process that asks at another step than that which it was told, though nothing failed."""
+        self.violate("no_zombie", f"{process} asks at attempt {step}, and was told to ask at {named}")
+
     def left(self, rank: Rank) -> None:
         """Check that a process leaves in good order after the same step as the other ranks of its group."""
         step = self._steps_of.get(rank.name, 0)

@@ -58,6 +58,7 @@ class Rank(Process):
         "_is_leaving",
         "_is_waiting",
         "_lost",
+        "_named",
         "_operation",
         "_own",
         "_plan",
@@ -109,6 +110,7 @@ class Rank(Process):
         self._replica_rank = 0
         self._plan: Plan | None = None
         self._promised: int | None = None  # the first step that it does not begin, as it was asked to hold
+        self._named: int | None = None  # the step at which it was told to ask
         self._own: Join
         self._is_waiting = False
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
@@ -159,6 +161,9 @@ class Rank(Process):
 
     def _ask(self) -> None:
         replica, scenario, own = self.replica, self.replica.world.scenario, self._own
+        has_failed = own.commit_failures or self.protocol.is_broken(self.protocol.quorum_id)
+        if self._named is not None and self._named != own.step and not has_failed:
+            replica.world.checker.asked(self.name, own.step, self._named)
         join = RankJoin(
             self.number,
             own.step,
@@ -290,7 +295,7 @@ class Rank(Process):
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)
         self._result, self._is_agreed = result, True
-        self._promised = None
+        self._promised = self._named = None
         if self.protocol.is_broken(result.quorum_id):
             self._abort(result.quorum_id)
         self._plan = plan
@@ -308,7 +313,7 @@ class Rank(Process):
     def hear_released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step."""
         protocol, promised = self.protocol, self._promised
-        self._promised = None
+        self._promised, self._named = None, self._named if ask_at is None else ask_at
         if ask_at is None:
             protocol.resume()
         elif not protocol.released(quorum_id, ask_at):

@@ -347,8 +347,9 @@ class ReplicaGroup:
         """Handle the lighthouse's request to begin no further step in the quorum that stands."""
         if not self._is_standing(quorum_id, round_number) or self._open_join is not None:
             return []  # it has asked already: that is its answer
-        if self._held is not None or self._is_released:
+        if self._held is not None:
             return []
+        self._is_released = False  # who asks does not know: the lighthouse was restarted, or a member is gone
         self._held = {rank: join.step for rank, join in self._joins.items()}
         others = self._not_joined()
         self._to_answer.update(others)
@@ -372,8 +373,10 @@ class ReplicaGroup:
         is_late = self._is_released or self._open_join is not None
         if is_late or not self._is_standing(quorum_id, round_number):
             return []
-        self._held, self._is_released = None, True
-        return self._told_to_ask_at(ask_at) or [ReleaseRanks(self._not_joined(), quorum_id, ask_at)]
+        self._is_released = True
+        effects = self._told_to_ask_at(ask_at) or [ReleaseRanks(self._not_joined(), quorum_id, ask_at)]
+        self._held = None
+        return effects
 
     def _all_hold(self) -> list[Effect]:
         """Go on once all ranks hold: the lighthouse names the step or, if the quorum is over, the group."""
@@ -401,9 +404,12 @@ class ReplicaGroup:
         return self.hold(self.last_quorum_id, self.last_quorum_round)
 
     def _told_to_ask_at(self, step: int) -> list[Effect]:
-        """Give the quorum up if a rank has asked for an earlier step, which others have begun."""
+        """Give the quorum up if a rank has asked for an earlier step, which others have begun; those that
+        hold fail it.
+        """
         early = [rank for rank, join in self._joins.items() if join.step < step]
-        return [self._give_up_for(f"rank {early[0]} asks for a quorum, and others go on")] if early else []
+        reason = f"rank {early[0]} asks for a quorum, and others go on" if early else ""
+        return [self._give_up_for(reason), *self._go_on()] if early else []
 
     def _not_joined(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank not in self._joins)
@@ -425,13 +431,15 @@ class ReplicaGroup:
         joins, self._joins, self._open_join = self._joins, {}, None
         self._votes = {}
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
-        self.last_quorum_round, self.last_quorum_stands = round_number, stands
         self._held, self._is_released, self._is_over, self._is_given_up = None, False, False, False
         self._links.quorum_formed(participants)
         parts = [
             (rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
         ]
+        # One may heal although all say that they hold the same state: if their fingerprints differ.
+        stands = stands and not any(part.healing_replica_ids for _, part in parts)
+        self.last_quorum_round, self.last_quorum_stands = round_number, stands
         of_all: dict[str, Any] = {"stands": stands, "first_quorum_id": first_quorum_id}
         answers = [RankQuorum(rank, part._replace(**of_all)) for rank, part in parts]
         if self._is_torn and not all(answer.result.heal for answer in answers):
@@ -563,8 +571,9 @@ class ReplicaGroup:
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""
         waiting = tuple(sorted(self._joins.keys() | self._votes.keys()))
+        going_on = self._go_on()
         notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")
-        return [GroupLeftNotice(waiting, notice.reason) for notice in notices]
+        return [*going_on, *[GroupLeftNotice(waiting, notice.reason) for notice in notices]]
 
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         """Handle a rank whose process is gone, and with it its part of the model."""

@@ -75,9 +75,9 @@ class Reducer:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
             return OperationWork(kind(tensors, None, lambda _: None))
-        is_first = (report := attempt.report) is None
-        if report is None:
-            report = attempt.report = partial(group.fail, protocol.quorum_id)
+        is_first = attempt.report is None
+        report = attempt.report = attempt.report or partial(group.fail, protocol.quorum_id)
+        if any(map(torch.Tensor.numel, tensors)):  # Gloo completes one of nothing without the others
             protocol.bind()
         divide_by = protocol.num_participants if averages else None
         if divide_by is not None:

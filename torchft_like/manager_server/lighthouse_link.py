@@ -22,7 +22,7 @@ import grpc.aio
 
 from lighthouse import wire
 from lighthouse.address import Address
-from lighthouse.net import make_aio_channel
+from lighthouse.net import default_keepalive, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 
@@ -31,7 +31,8 @@ RECONNECT_MAX_S = 0.25
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the lighthouse takes the end for a death
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
-_REFUSED = "refused"  # in what gRPC says of a connection attempt for which nobody listens
+LEASE_MIN_S = 0.001
+_REFUSED = "connection refused"  # in what gRPC says of a connection attempt for which nobody listens
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +82,7 @@ class LighthouseLink:
         self._leaving = False
         self.last_error = "no answer"
         self.join_timeout_s = math.inf  # of the lighthouse, once it has told
-        self._lease_s = 0.0  # likewise, how long a quorum may stand without a word from it; 0 is for ever
+        self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
         self._channel: grpc.aio.Channel | None = None
@@ -215,7 +216,7 @@ class LighthouseLink:
             while response is not None:
                 if response.WhichOneof("response") == "registered":
                     self.join_timeout_s = response.registered.join_timeout_ms / 1000
-                    self._lease_s = response.registered.standing_lease_ms / 1000
+                    self._lease_s = _own_lease_s(response.registered.standing_lease_ms / 1000)
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)
@@ -275,3 +276,11 @@ class LighthouseLink:
             if kind == "join":
                 response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
                 self._listener.quorum_formed(response.quorum)
+
+
+def _own_lease_s(lease_s: float) -> float:
+    """Return how long members go on after this side has noticed the end of a session.
+
+    The lighthouse may have noticed it earlier, by the time that PINGs take here, and counts from then.
+    """
+    return max(lease_s - default_keepalive().notice_s, LEASE_MIN_S) if lease_s > 0 else 0.0

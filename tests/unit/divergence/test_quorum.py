@@ -11,7 +11,7 @@ from lighthouse import codec
 from lighthouse.core.quorum import Quorum
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult, assign
-from torchft_like.core.replica_group import GroupJoin, RankJoin, ReplicaGroup
+from torchft_like.core.replica_group import GroupJoin, RankJoin, RankQuorum, ReplicaGroup
 from torchft_like.core.state_comparison import Divergence, RankFingerprint, combine
 from torchft_like.manager_server.rank_link import quorum_result_from_wire, quorum_result_to_wire
 from torchft_like.manager_server.service import rank_join
@@ -55,6 +55,16 @@ ODD_ONE = [
     Member("c", of_group(1)),
     Member("d", of_group(1)),
 ]
+
+
+@pytest.mark.parametrize("quorum", [ODD_ONE, ODD_ONE[1:]], ids=["one heals", "all agree"])
+def test_a_quorum_does_not_stand_in_which_one_heals(quorum: list[Member]) -> None:
+    """The lighthouse, which does not look into fingerprints, takes them for members of the same state."""
+    group = ReplicaGroup("b", 1)
+    group.rank_joined(RankJoin(0, 5, "", commit_quorum_id=3, may_stand=True))
+    (answer,) = group.quorum_formed(7, quorum, 1, stands=True)
+    assert isinstance(answer, RankQuorum)
+    assert answer.result.stands == group.last_quorum_stands == (quorum is not ODD_ONE)
 
 
 def test_the_odd_one_heals_from_one_of_the_others_and_does_not_contribute() -> None:

@@ -223,13 +223,15 @@ class Twin:
             if told := self.numbers(ids - {*standing.holds, *standing.ends}):
                 out.append(HoldQuorum(*number, replica_id, told))
         steps = standing.holds | standing.ends
-        if standing.ask_at is None and ids <= steps.keys():
+        was_named = standing.ask_at is not None
+        if not was_named and ids <= steps.keys():
             standing.ask_at = max(steps.values())
-            early = [i for i, step in standing.ends.items() if step < standing.ask_at]
+        if (ask_at := standing.ask_at) is not None:
+            early = [i for i, step in standing.ends.items() if step < ask_at]
             if early:
                 self.break_quorum(min(early, key=standing.ends.__getitem__), out)
-            elif told := self.numbers(set(standing.holds)):
-                out.append(QuorumReleased(*number, standing.ask_at, told))
+            elif not was_named and (told := self.numbers(set(standing.holds))):
+                out.append(QuorumReleased(*number, ask_at, told))
 
     def hold(self, session: int, number: QuorumNumber, step: int, now: float) -> list[Decision]:
         out = self.advance(now)

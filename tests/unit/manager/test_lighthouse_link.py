@@ -133,6 +133,33 @@ def test_a_lease_does_not_end_while_no_lighthouse_listens() -> None:
     coordination_loop().run(lease_without_a_lighthouse(60_000, is_silent=False))
 
 
+async def rest_of_a_lease(lease_ms: int) -> float:
+    """The seconds for which members go on after a lighthouse with this lease has ended their session."""
+    lighthouse = await Lighthouse.start(
+        LighthouseConfig(standing_lease_ms=lease_ms), parse_address("127.0.0.1:0")
+    )
+    listener = Listener("nothing")
+    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
+    try:
+        assert await link.wait_connected(LIMIT_S)
+        await lighthouse.stop()
+        async with asyncio.timeout(LIMIT_S):
+            while (end := link.lease_ends_at) is None:
+                await asyncio.sleep(0.01)
+        return end - asyncio.get_running_loop().time()
+    finally:
+        await link.close()
+
+
+@pytest.mark.one_quorum_per_step
+def test_the_time_in_which_a_trainer_notices_silence_is_a_part_of_its_lease(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIME_MS", "20000")
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", "5000")
+    assert coordination_loop().run(rest_of_a_lease(30_000)) <= 5.0
+
+
 class BusyLighthouse(Lighthouse):
     """Begins to read a session a second after it was opened."""
 

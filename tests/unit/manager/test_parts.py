@@ -31,7 +31,14 @@ from torchft_like.errors import (
 from torchft_like.manager import ExceptionWithTraceback
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import GroupReduction, Reduction, is_average, options_for, summing
+from torchft_like.manager.managed_work import (
+    AVERAGE,
+    GroupReduction,
+    Reduction,
+    is_average,
+    options_for,
+    summing,
+)
 from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
@@ -169,6 +176,17 @@ def spare() -> Rank:
     """Return a rank that takes part in the collectives of a step, and adds nothing."""
     rules = StepRules(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
     return Rank(ProcessGroupDummy(0, 1), rules, replica_rank=2, max_replica_rank=2)
+
+
+@pytest.mark.one_quorum_per_step
+@pytest.mark.parametrize("elements", [0, 2])
+def test_a_step_is_one_of_all_members_if_some_tensor_has_elements(elements: int) -> None:
+    rank = Rank(ProcessGroupDummy(0, 1), StepRules(1))
+    rank.protocol.stand()
+    rank.reducer.start([torch.ones(0)], AVERAGE, Reduction)
+    assert rank.protocol.needs_asking
+    rank.reducer.start([torch.ones(0), torch.ones(elements)], AVERAGE, Reduction)
+    assert rank.protocol.needs_asking == (elements == 0)
 
 
 class TestReduction:

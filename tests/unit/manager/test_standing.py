@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import ANY
 
 import pytest
 
@@ -12,6 +13,7 @@ from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import (
     GroupHolds,
     GroupJoin,
+    GroupLeftNotice,
     HoldRanks,
     LossNotice,
     RankQuorum,
@@ -211,12 +213,43 @@ class TestGroup:
     def test_a_rank_that_asks_for_a_step_which_another_has_begun_breaks_the_quorum(self) -> None:
         group = formed(2)
         group.rank_joined(join(1))
-        (notice,) = group.rank_holds(0, 9, 5)
+        notice, release = group.rank_holds(0, 9, 5)
         assert isinstance(notice, LossNotice)
         assert notice.is_alive
+        assert release == ReleaseRanks((0,), 9, None)
         assert group.rank_voted(0, Verdict(4, committed=True)) == [
             RankVerdict(0, Verdict(4, committed=False))
         ]
+
+    def test_ranks_that_hold_go_on_when_another_one_breaks_the_quorum(self) -> None:
+        group = formed(3)
+        group.rank_joined(join(1))
+        group.rank_holds(0, 9, 5)
+        notice, release = group.rank_holds(2, 9, 4)
+        assert isinstance(notice, LossNotice)
+        assert release == ReleaseRanks((0, 2), 9, None)
+        group = formed(2)
+        group.rank_joined(join(1))
+        assert group.rank_holds(0, 9, 4) == [GroupHolds(9, 1, 4)]
+        notice, release = group.released(9, 1, 5)  # another group has begun step 4
+        assert isinstance(notice, LossNotice)
+        assert release == ReleaseRanks((0,), 9, None)
+
+    def test_who_was_told_a_step_holds_for_a_lighthouse_that_does_not_know_it(self) -> None:
+        group = formed(1)
+        group.hold(9, 1)
+        group.rank_holds(0, 9, 5)
+        group.released(9, 1, 6)
+        assert group.lighthouse_disconnected() == group.lighthouse_connected() == []
+        assert group.hold(9, 1) == [HoldRanks((0,), 9)]
+        assert group.rank_holds(0, 9, 5) == [GroupHolds(9, 1, 5)]
+        assert group.released(9, 1, 6) == [ReleaseRanks((0,), 9, 6)]
+
+    def test_a_rank_that_leaves_lets_those_that_hold_go_on(self) -> None:
+        group = formed(2)
+        group.hold(9, 1)
+        group.rank_holds(0, 9, 5)
+        assert group.rank_left(1, "done") == [ReleaseRanks((0, 1), 9, None), GroupLeftNotice((), ANY)]
 
     def test_a_loss_makes_all_ranks_ask_at_the_same_step(self) -> None:
         group = formed(2)
