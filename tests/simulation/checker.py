@@ -328,7 +328,7 @@ class Checker:
                 f"{process} is told to ask at attempt {ask_at}, and has begun all before {promised}",
             )
 
-    def asked(self, process: str, step: int, named: int) -> None:
+    def asked_elsewhere(self, process: str, step: int, named: int) -> None:
         """Report a process that asks at another step than that which it was told, though nothing failed."""
         self.violate("no_zombie", f"{process} asks at attempt {step}, and was told to ask at {named}")
 

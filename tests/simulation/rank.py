@@ -163,7 +163,7 @@ class Rank(Process):
         replica, scenario, own = self.replica, self.replica.world.scenario, self._own
         has_failed = own.commit_failures or self.protocol.is_broken(self.protocol.quorum_id)
         if self._named is not None and self._named != own.step and not has_failed:
-            replica.world.checker.asked(self.name, own.step, self._named)
+            replica.world.checker.asked_elsewhere(self.name, own.step, self._named)
         join = RankJoin(
             self.number,
             own.step,
