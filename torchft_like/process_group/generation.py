@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
@@ -141,13 +142,18 @@ class Operations:
             del work  # an error that the caller keeps would keep this frame, and the connections open
 
     def give_up(
-        self, is_still: Callable[[], bool], error: Exception, seconds_max: float | None = None
+        self,
+        is_still: Callable[[], bool],
+        error: Exception,
+        seconds_max: float | None = None,
+        *,
+        in_any_case: bool = True,
     ) -> bool:
-        """Wait, after an abort, until no operation is awaited any more, or give up the rest once that is
-        safe.
+        """Wait, after the connections were broken, until no operation is awaited any more, or give up the
+        rest once that is safe.
 
         This blocks for a moment. If the backend does not come to rest it blocks for `seconds_max`
-        (`LOOKS_S_MAX` by default), and returns False.
+        (`LOOKS_S_MAX` by default), gives the rest up only `in_any_case`, and returns False.
         """
         deadline = time.monotonic() + (LOOKS_S_MAX if seconds_max is None else seconds_max)
         is_safe = False
@@ -155,6 +161,8 @@ class Operations:
             is_safe = not self._is_awaited() or is_still()
             if not is_safe:
                 time.sleep(LOOK_PAUSE_S)
+        if not (is_safe or in_any_case):
+            return False
         with self._lock:
             self.given_up = error
             futures, self._futures = self._futures, set()
@@ -219,7 +227,7 @@ class GroupOperation(BackendOperation):
         try:
             self._wait_for_backend(deadline)
         except RuntimeError as error:
-            if self.work.is_completed() or isinstance(error, ProcessGroupAbortedError):
+            if self.work.is_completed() or self.operations.given_up is not None:
                 self.let_go(error)
             if (better := self.explain(error)) is not None:
                 raise better from error
@@ -347,6 +355,9 @@ class Generation:
     configuration: Configuration = field(default_factory=Configuration)
     operations: Operations = field(default_factory=Operations)
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _resting: threading.Lock = field(
+        default_factory=threading.Lock
+    )  # one thread waits for the backend's rest
     _settled: threading.Event = field(default_factory=threading.Event)
     _gone: threading.Event = field(default_factory=threading.Event)
     _backend: Backend | None = None
@@ -440,11 +451,17 @@ class Generation:
         return type(found)(*found.args) if isinstance(found, CollectiveMismatchError) else None
 
     def fail(self, error: Exception) -> None:
-        """Make the backend unusable; the first error counts."""
-        self._failure = self._failure or error
+        """Make the backend unusable; the first error counts.
+
+        Gloo may forget an operation when its connections break: that one ends once nothing moves any more.
+        """
         with self._lock:
-            if self._backend is not None:
-                self._backend.break_off()
+            is_first, self._failure = self._failure is None, self._failure or error
+            backend = self._backend
+            if backend is not None:
+                backend.break_off()
+        if is_first and backend is not None:
+            _run_aside(partial(self._rest, in_any_case=False), backend, type(error)(*error.args))
 
     def error(self) -> Exception | None:
         """Return the error that ended the generation; None while it is usable."""
@@ -506,9 +523,7 @@ class Generation:
         try:
             try:
                 was_aborted = self.configuration.reason is not None
-                if was_aborted and not self.operations.give_up(
-                    backend.is_still, self._aborted(), backend.rest_s_max
-                ):
+                if was_aborted and not self._rest(backend, self._aborted()):
                     _logger.warning("%s was aborted, and did not come to rest: %s", self.members, backend)
             finally:
                 self.ask_why = lambda: None  # the backend's
@@ -517,6 +532,12 @@ class Generation:
             _logger.exception("cleaning up after %s", self.members)
         finally:
             self._gone.set()
+
+    def _rest(self, backend: Backend, error: Exception, in_any_case: bool = True) -> bool:
+        with self._resting:
+            return self.operations.give_up(
+                backend.is_still, error, backend.rest_s_max, in_any_case=in_any_case
+            )
 
     def _unusable(self) -> Exception:
         return self.error() or ProcessGroupNotConfiguredError(f"{self.members} is being configured")
@@ -534,7 +555,7 @@ _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _ASIDE = "torchft-process-group"
 
 
-def _run_aside(work: Callable[..., None], *args: Any) -> None:
+def _run_aside(work: Callable[..., object], *args: Any) -> None:
     """Run `work` on a new thread, which is joined, within limits, at exit."""
     threading.Thread(target=work, args=args, name=_ASIDE, daemon=True).start()
 
