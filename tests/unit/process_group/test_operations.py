@@ -7,17 +7,21 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 from torch.distributed import Work
 
+from lighthouse.address import Address
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
+from torchft_like.process_group import generation as generation_module
 from torchft_like.process_group.collectives import BY_NAME
-from torchft_like.process_group.generation import ISSUED_MIN, GroupOperation, Operations
+from torchft_like.process_group.generation import ISSUED_MIN, Generation, GroupOperation, Operations
 from torchft_like.process_group.gloo.group import ThreadWatch
+from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
 from torchft_like.process_group.work import Explain, FinishedOperation, OperationWork
 
@@ -270,3 +274,48 @@ def test_an_operation_that_the_backend_gets_in_a_moment_is_not_forgotten() -> No
     looks = iter([False, True])
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "it was looked whether the backend is done with it"
+
+
+class Still:
+    """A backend that has forgotten its operation, and touches nothing once its connections are broken."""
+
+    rest_s_max = None
+
+    def __init__(self, is_still: bool) -> None:
+        self.broken, self._is_still, self.looks = threading.Event(), is_still, 0
+
+    def methods(self) -> dict[str, object]:
+        return {}
+
+    def break_off(self) -> None:
+        self.broken.set()
+
+    def is_still(self) -> bool:
+        self.looks += 1
+        return self._is_still and self.broken.is_set()
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("is_still", [True, False])
+def test_what_a_backend_has_forgotten_ends_with_the_error_of_the_group_where_that_is_safe(
+    monkeypatch: pytest.MonkeyPatch, is_still: bool
+) -> None:
+    monkeypatch.setattr(generation_module, "LOOKS_S_MAX", 30.0 if is_still else 0.1)
+    store = StoreAddress(Address("127.0.0.1", 1), "unused")
+    members = GroupMembers(store, 0, 2, timedelta(seconds=LIMIT_S))
+    backend: Any = Still(is_still)
+    generation = Generation(members)
+    generation.make(lambda *_: backend)
+    own = generation.operations.follow(promise := Promise())
+    generation.fail(RuntimeError("a peer is gone"))
+    if is_still:
+        with pytest.raises(RuntimeError, match="a peer is gone"):
+            own.wait()
+        assert backend.looks
+    else:
+        promise.future.set_result([torch.ones(1)])
+        assert own.wait()[0].item() == 1.0
+    generation.end("over")
+    assert generation.wait_gone(LIMIT_S)
