@@ -29,6 +29,7 @@ from lighthouse.listening import bind_error, why_unbindable
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
+_ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
 
 
@@ -186,6 +187,31 @@ async def refuses(address: Address, timeout_s: float) -> bool:
         return isinstance(error, ConnectionRefusedError)
     writer.close()
     return False
+
+
+async def until_refused(address: Address) -> None:
+    """Return once the host answers that no process listens at this address; never, as long as one does.
+
+    Between two questions a connection stays open: the kernel ends it together with the process, even one that
+    is stopped and accepts nothing.
+    """
+    disown(address)
+    while True:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+        except ConnectionRefusedError:
+            return
+        except OSError:  # no answer says nothing; a TimeoutError is one, too
+            pass
+        else:
+            try:
+                await reader.read()
+            except OSError:
+                pass
+            finally:
+                writer.close()
+        await asyncio.sleep(_ASK_EVERY_S)
 
 
 def allow_many_files() -> int:

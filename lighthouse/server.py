@@ -41,7 +41,7 @@ from lighthouse.errors import AddressError
 from lighthouse.events import EventLog, printable
 from lighthouse.net import Keepalive, ServerLimits, make_aio_server, refuses
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
-from lighthouse.starvation import RECOVERY_S, StarvationWatch
+from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.wire import torchft_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, bytes]
@@ -80,7 +80,7 @@ class Lighthouse:
         self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._starvation = StarvationWatch()
+        self._clock = SilenceClock(self._loop)
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
         self._addresses: dict[str, str] = {}  # by replica with a session, or of the last quorum
@@ -118,7 +118,7 @@ class Lighthouse:
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
-        return self._core.describe(self._loop.time())
+        return self._core.describe(self._clock.now())
 
     async def stop(self, reason: str = "stopped") -> None:
         """End every session and call with a status that says so, and close the port. It may be called
@@ -133,7 +133,7 @@ class Lighthouse:
         for replica_id in list(self._calls):
             self._answer(replica_id, _SHUTDOWN)
         await server.stop(_STOP_GRACE_S)
-        self._starvation.stop()
+        self._clock.stop()
         if self._search is not None:
             self._search.cancel()
         if self._timer is not None:
@@ -166,7 +166,7 @@ class Lighthouse:
         answer: asyncio.Future[bytes | Refusal] = self._loop.create_future()
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
-        self._apply(self._core.call(member, self._loop.time()))
+        self._apply(self._core.call(member, self._clock.now()))
         # A call that was settled may not have woken up yet.
         waiting = [call for call in calls if not call.done()]
         if len(waiting) > _CALLS_PER_REPLICA_MAX:
@@ -177,7 +177,7 @@ class Lighthouse:
             calls.pop(answer, None)
             if not calls and self._calls.get(member.replica_id) is calls:
                 del self._calls[member.replica_id]
-                self._apply(self._core.withdraw(member.replica_id, self._loop.time()))
+                self._apply(self._core.withdraw(member.replica_id, self._clock.now()))
         if isinstance(result, Refusal):
             raise RefusedError(result)
         return result
@@ -186,7 +186,7 @@ class Lighthouse:
         """Serve torchft's Heartbeat."""
         request = _well_formed(request)
         self._admit(request.replica_id, admission.about_replica(request.replica_id))
-        self._apply(self._core.heartbeat(request.replica_id, self._loop.time()))
+        self._apply(self._core.heartbeat(request.replica_id, self._clock.now()))
         return b""
 
     # -- sessions
@@ -214,7 +214,7 @@ class Lighthouse:
             register.replica_id,
             QuorumNumber(register.last_quorum_id, register.last_quorum_round),
             register.last_quorum_replica_ids,
-            self._loop.time(),
+            self._clock.now(),
             register.last_quorum_stands,
         )
         self._apply(decisions)
@@ -238,7 +238,7 @@ class Lighthouse:
                 self._apply(self._heard(session.number, request))
 
     def _heard(self, number: int, request: pb.SessionRequest) -> list[Decision]:
-        now = self._loop.time()
+        now = self._clock.now()
         if request.WhichOneof("request") == "join":
             return self._core.join(number, codec.member_from_wire(request.join), now)
         if request.WhichOneof("request") == "holds":
@@ -270,7 +270,7 @@ class Lighthouse:
     def _close_session(self, session: ReplicaSession, reason: str) -> None:
         del self._sessions[session.number]
         session.close()
-        if session.ended is None and self._starvation.is_starved():
+        if session.ended is None and self._clock.is_starved():
             # Its PINGs lie unread here, perhaps. A replica that lives comes back with another session first.
             self._loop.call_later(RECOVERY_S, self._lose, session.number, reason)
         else:
@@ -278,14 +278,14 @@ class Lighthouse:
 
     def _lose(self, number: int, reason: str) -> None:
         if self._server is not None:
-            self._apply(self._core.lost(number, reason, self._loop.time()))
+            self._apply(self._core.lost(number, reason, self._clock.now()))
 
     def _leave(self, session: ReplicaSession, leave: pb.Leave) -> None:
         if self._core.replica_of(session.number) is None:
             return
         reason = leave.reason[: admission.TEXT_MAX]
         self.events.emit("leave", member=session.replica_id, reason=reason)
-        self._apply(self._core.leave(session.number, self._loop.time(), leave.step))
+        self._apply(self._core.leave(session.number, self._clock.now(), leave.step))
         self._answer(session.replica_id, _REPLICA_GONE)
 
     def _admit(self, replica_id: str, complaint: str | None) -> None:
@@ -367,7 +367,7 @@ class Lighthouse:
             some = replica_ids[first : first + _FIND_AT_ONCE]
             are_gone = await asyncio.gather(*map(self._is_gone, some))
             for replica_id in itertools.compress(some, are_gone):
-                self._apply(self._core.gone(replica_id, self._loop.time()))
+                self._apply(self._core.gone(replica_id, self._clock.now()))
                 return
 
     async def _is_gone(self, replica_id: str) -> bool:
@@ -419,15 +419,17 @@ class Lighthouse:
     def _arm(self) -> None:
         """Make sure that the core is woken in time. A timer that turns out to be early does no harm."""
         deadline = self._core.next_deadline()
-        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+        if deadline is None:
             return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self._loop.call_at(deadline, self._wake)
+        when = self._loop.time() + deadline - self._clock.now()
+        if self._timer is None or when < self._timer.when():
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_at(when, self._wake)
 
     def _wake(self) -> None:
         self._timer = None
-        self._apply(self._core.advance(self._loop.time()))
+        self._apply(self._core.advance(self._clock.now()))
 
 
 async def _read_register(context: Context) -> pb.Register:

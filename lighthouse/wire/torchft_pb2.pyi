@@ -374,27 +374,35 @@ class KillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RankSessionRequest(_message.Message):
-    __slots__ = ("register", "join", "vote", "leave", "holds")
+    __slots__ = ("register", "join", "vote", "leave", "holds", "received")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     register: RankRegister
     join: ManagerQuorumRequest
     vote: ShouldCommitRequest
     leave: Leave
     holds: Holds
-    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ...) -> None: ...
+    received: int
+    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class RankRegister(_message.Message):
-    __slots__ = ("group_rank",)
+    __slots__ = ("group_rank", "process", "address", "replica_id")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
-    def __init__(self, group_rank: _Optional[int] = ...) -> None: ...
+    process: bytes
+    address: str
+    replica_id: str
+    def __init__(self, group_rank: _Optional[int] = ..., process: _Optional[bytes] = ..., address: _Optional[str] = ..., replica_id: _Optional[str] = ...) -> None: ...
 
 class RankSessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out", "hold", "release")
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out", "hold", "release", "suspected", "received")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
@@ -404,6 +412,8 @@ class RankSessionResponse(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     HOLD_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
+    SUSPECTED_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_FIELD_NUMBER: _ClassVar[int]
     registered: RankRegistered
     quorum: ManagerQuorumResponse
     member_lost: MemberLost
@@ -413,13 +423,23 @@ class RankSessionResponse(_message.Message):
     left_out: LeftOut
     hold: HoldQuorum
     release: ReleaseQuorum
-    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ...) -> None: ...
+    suspected: RankSuspected
+    received: int
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ..., suspected: _Optional[_Union[RankSuspected, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class RankRegistered(_message.Message):
     __slots__ = ("replica_id",)
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class RankSuspected(_message.Message):
+    __slots__ = ("group_rank", "reason")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    reason: str
+    def __init__(self, group_rank: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class StepLost(_message.Message):
     __slots__ = ("quorum_id",)

@@ -201,7 +201,11 @@ def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("lost_rank", [0, 1])
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_group_that_lost_a_rank_leaves(tmp_path: Path, lost_rank: int, number: signal.Signals) -> None:
+def test_a_group_that_lost_a_rank_leaves(
+    tmp_path: Path, lost_rank: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if number is signal.SIGSTOP:
+        monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", "1")
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab", size=2)
         lost, left_over = b.ranks[lost_rank], b.ranks[1 - lost_rank]
@@ -214,8 +218,34 @@ def test_a_group_that_lost_a_rank_leaves(tmp_path: Path, lost_rank: int, number:
         assert "GroupLostError" in left_over.last_error
 
 
-def test_a_rank_that_waits_for_a_stopped_one_within_its_group_is_released(tmp_path: Path) -> None:
+@pytest.mark.suspicion
+@pytest.mark.parametrize("reduce", ["ddp", "sharded"])
+@pytest.mark.parametrize("stopped_rank", [0, 1])
+def test_a_group_does_no_step_without_a_rank_that_is_stopped_and_goes_on_with_it(
+    tmp_path: Path, stopped_rank: int, reduce: str
+) -> None:
+    options = WorkerOptions(reduce=reduce, inner_backend="torchft-gloo" if reduce == "sharded" else "")
+    with Cluster(tmp_path, limit_s=100.0) as cluster:  # six processes import all of torch.distributed
+        a, b = cluster.start_all("ab", size=2, options=options)
+        b.ranks[stopped_rank].signal(signal.SIGSTOP)
+        cluster.wait_for_quorum_of(a)
+        steps = [len(rank.commits()) for rank in b.ranks]
+        cluster.wait_for_quorum_of(a)
+        assert [len(rank.commits()) for rank in b.ranks] == steps
+
+        b.ranks[stopped_rank].signal(signal.SIGCONT)
+        cluster.wait_for_quorum_of(a, b)
+        assert {event["member"] for event in a.events("loss")} == {b.replica_id}
+        for rank in b.ranks:
+            assert rank.events("heal")
+            assert rank.exit_code is None
+
+
+def test_a_rank_that_waits_for_a_stopped_one_within_its_group_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """FSDP gathers parameters over torch's default group, whose own timeout is half an hour."""
+    monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", "1")
     options = WorkerOptions(reduce="sharded", inner_backend="torchft-gloo")
     with Cluster(tmp_path, limit_s=100.0) as cluster:  # six processes import all of torch.distributed
         a, b = cluster.start_all("ab", size=2, options=options)

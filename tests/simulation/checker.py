@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lighthouse.core.membership import QuorumNumber
@@ -37,6 +37,7 @@ class Checker:
         "_given_up",
         "_ids",
         "_left_at",
+        "_lives",
         "_newest",
         "_number",
         "_order",
@@ -84,6 +85,7 @@ class Checker:
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
         self._steps_of: dict[str, int] = {}  # by process: how many steps it has committed
         self._verdicts: dict[tuple[str, int, int], bool] = {}  # by replica group, quorum and step
+        self._lives: dict[tuple[str, int], bytes] = {}  # by replica group and rank: the process that is it
         self._left_at: dict[str, int] = {}  # by replica group: after how many steps it left
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
@@ -169,7 +171,9 @@ class Checker:
         bound = set(ids) if has_waited else members - (self._given_up - set(ids))
         count = len([i for i, t in self._connected.items() if i in bound or now < t + patience])
         missing = set(self._previous) - set(ids)
-        is_half = 2 * len(ids) == count and (has_waited or missing & self._connected.keys() <= self._free)
+        willing = {*ids, *(self._free & self._connected.keys())}  # some of them may be left out as sick
+        is_agreed = missing & self._connected.keys() <= self._free or 2 * len(willing) > count
+        is_half = 2 * len(ids) == count and (has_waited or is_agreed)
         if 2 * len(ids) <= count and missing and not is_half:
             self.violate(
                 "one_quorum_per_step",
@@ -254,6 +258,9 @@ class Checker:
         if gradients != protocol.num_participants and step > 1:
             what = f"divides a sum of {gradients} gradients by {protocol.num_participants}"
             self.violate("no_zombie", f"{rank.name} commits step {step} in quorum {quorum_id} and {what}")
+        place = rank.replica.replica_id, rank.number
+        if self._lives.setdefault(place, rank.process) != rank.process:
+            self.violate("suspicion", f"another process commits as {rank.name}")
         key = step, quorum_id, ids, rank.number
         state = self._states.setdefault(key, (rank.parameters, rank.name))
         if state[0] != rank.parameters:
@@ -332,6 +339,19 @@ class Checker:
         """Report a process that asks at another step than that which it was told, though nothing failed."""
         self.violate("no_zombie", f"{process} asks at attempt {step}, and was told to ask at {named}")
 
+    def committed_without(self, replica_id: str, silent: Collection[int]) -> None:
+        """Report a step that a replica group commits while ranks are suspected."""
+        self.violate("suspicion", f"{replica_id} commits a step while {sorted(silent)} are silent")
+
+    def ended_for_silence(self, process: str, silent_s: float) -> None:
+        """Check that one that ends its group for another's silence has listened for the dead time."""
+        if silent_s < 0.99 * self._world.scenario.dead_s:
+            self.violate("suspicion", f"{process} ends its group after {silent_s:.3f} s of silence")
+
+    def outlasted(self, process: str) -> None:
+        """Report a process that was silent for longer than the dead time, and whose group goes on."""
+        self.violate("suspicion", f"the group of {process} waits for it after the dead time")
+
     def left(self, rank: Rank) -> None:
         """Check that a process leaves in good order after the same step as the other ranks of its group."""
         step = self._steps_of.get(rank.name, 0)
@@ -348,7 +368,7 @@ class Checker:
 
     # -- the quiet phase
 
-    def expect(self, processes: Sequence[str], commits: int, spared: Sequence[str] = ()) -> None:
+    def expect(self, processes: Sequence[str], commits: int, spared: Collection[str] = ()) -> None:
         """Expect so many commits of each of these processes; the run is over when all have made them.
 
         Args:

@@ -2,16 +2,28 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lighthouse.core.quorum import QuorumCore
+from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import ReplicaGroup
 from torchft_like.core.step import StepProtocol
 
+if TYPE_CHECKING:
+    from tests.simulation.world import Process, World
+
+
+def heard(world: World, process: Process) -> float:
+    """Return the seconds in which a process could hear others, as `lighthouse/starvation.py` does."""
+    return world.heard(process)
+
 
 class Cores(NamedTuple):
-    """The class that plays each part."""
+    """The class that plays each part, and how a process measures silence."""
 
     lighthouse: type[QuorumCore] = QuorumCore
     group: type[ReplicaGroup] = ReplicaGroup
     protocol: type[StepProtocol] = StepProtocol
+    conversation: type[Conversation[Any]] = Conversation
+    heard: Callable[[World, Process], float] = heard

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from tests.simulation.checker import RunOverError
+from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.replica import Replica
 from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
@@ -255,13 +256,58 @@ class Faults:
         rank, world = replica.ranks[number], self._world
         if rank.state != RUNNING:
             return None
-        self._stop(rank, self._long(draws[1]))
+        self.pause(rank)
+        world.after(self._long(draws[1]), world.nobody, self._go_on, rank, world.now)
+        silent_s = world.scenario.keepalive_s * 2.5 + world.scenario.dead_s + 4 * world.scenario.delay_s
+        if number > 0:
+            world.after(silent_s, world.nobody, self._expect_end, rank, replica, world.now, silent_s)
+        return f"{rank.name} for {self._long(draws[1]):.3f} s"
+
+    def pause(self, rank: Rank) -> None:
+        """Stop a rank, and let the keepalive of its sessions find that out."""
+        world, replica, number = self._world, rank.replica, rank.number
+        world.pause(rank)
         if number == 0 and replica.session is not None:
             world.probe(replica.session)
-        others = range(1, len(replica.ranks)) if number == 0 else [number]
-        for other in others:
+        for other in range(1, len(replica.ranks)) if number == 0 else [number]:
             world.after(world.scenario.keepalive_s * 1.1, world.nobody, replica.probe_rank, other)
-        return f"{rank.name} for {self._long(draws[1]):.3f} s"
+
+    def _expect_end(self, rank: Rank, replica: Replica, since: float, silent_s: float) -> None:
+        """Check that a group whose rank was silent for so long is over, if the server could hear."""
+        is_silent = rank.state == PAUSED and rank.paused_at == since
+        server = replica.server
+        could_hear = server.state == RUNNING and server.resumed_at < since
+        if is_silent and could_hear and replica.core.lost_reason is None:
+            self._world.checker.outlasted(rank.name)
+
+    def _rank_session_break(self, draws: Draws) -> str | None:
+        """Break the session of a rank, with the messages that are on their way; perhaps of one that waits for
+        the votes of others, and is stopped as well.
+        """
+        replica = self._replica(draws[0])
+        if replica is None or len(replica.ranks) == 1:
+            return None
+        rank = replica.ranks[1 + int(draws[1] * (len(replica.ranks) - 1))]
+        if not replica.lines[rank.number].break_off():
+            return None
+        if rank.phase == VERDICT and rank.state == RUNNING:
+            self._stop(rank, self._long(draws[2]))
+        return rank.name
+
+    def _rank_replaced(self, draws: Draws) -> str | None:
+        """Kill a rank, and let another process say that it is that rank before its end is noticed."""
+        replica = self._replica(draws[0])
+        if replica is None or len(replica.ranks) == 1 or replica.core.lost_reason is not None:
+            return None
+        number, world = 1 + int(draws[1] * (len(replica.ranks) - 1)), self._world
+        rank, line = replica.ranks[number], replica.lines[number]
+        if rank.state == DEAD or not replica.is_alive:
+            return None
+        line.break_off()
+        other = Rank(replica, number)
+        world.after(0.0, replica.server, line.hear_register, line.life, 0, other)
+        rank.die("SIGKILL")
+        return rank.name
 
     def _lighthouse_pause(self, draws: Draws) -> str | None:
         """Stop the lighthouse, and let it go on later."""

@@ -24,7 +24,7 @@ from lighthouse.core.quorum import (
     QuorumOver,
     QuorumReleased,
 )
-from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, Process, Session
+from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -62,6 +62,11 @@ class SimLighthouse(Process):
         """The number of replicas that the core holds to be healthy."""
         return len(self._core)
 
+    @property
+    def _now(self) -> float:
+        """The time by which the core measures silence."""
+        return self._world.cores.heard(self._world, self)
+
     # -- life
 
     def start(self) -> None:
@@ -73,7 +78,7 @@ class SimLighthouse(Process):
         first_id = int((world.now + world.wall_clock_s) * 1000)
         self._core = world.cores.lighthouse(self._config, first_id)
         for number in range(world.scenario.idle):
-            self._core.register(-1 - number, f"idle:{number}", QuorumNumber(NO_QUORUM, 0), (), world.now)
+            self._core.register(-1 - number, f"idle:{number}", QuorumNumber(NO_QUORUM, 0), (), self._now)
         world.checker.lighthouse_started()
         world.tell("lighthouse", "starts", f"first quorum id {first_id}")
 
@@ -107,12 +112,12 @@ class SimLighthouse(Process):
         self._numbers = session.number = self._numbers + 1
         self.sessions[session.number] = session
         replica, core = session.replica, self._core
-        if due := core.advance(world.now):  # decisions that were due before it came
+        if due := core.advance(self._now):  # decisions that were due before it came
             self._apply(due)
         world.checker.connected(replica.replica_id)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
-        self._apply(core.register(session.number, replica.replica_id, last, last_ids, world.now, stands))
+        self._apply(core.register(session.number, replica.replica_id, last, last_ids, self._now, stands))
 
     def hear_join(self, session: Session, member: Member) -> None:
         """Handle a replica group's request for a quorum."""
@@ -124,7 +129,7 @@ class SimLighthouse(Process):
             failures = f", {member.commit_failures} failures" if member.commit_failures else ""
             world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
         world.checker.asked(session.replica.replica_id)
-        self._apply(self._core.join(session.number, member, world.now))
+        self._apply(self._core.join(session.number, member, self._now))
 
     def hear_holds(self, session: Session, number: QuorumNumber, step: int | None) -> None:
         """Handle a replica group that holds before a step of the quorum that stands, or gives that up."""
@@ -134,10 +139,10 @@ class SimLighthouse(Process):
         if step is None:
             world.tell("lighthouse", "hears that", session.replica.replica_id, "gives up", *number)
             world.checker.gave_up(session.replica.replica_id, number)
-            self._apply(self._core.give_up(session.number, number, world.now))
+            self._apply(self._core.give_up(session.number, number, self._now))
             return
         world.tell("lighthouse", "hears that", session.replica.replica_id, "holds before attempt", step)
-        self._apply(self._core.hold(session.number, number, step, world.now))
+        self._apply(self._core.hold(session.number, number, step, self._now))
 
     def hear_links(self, session: Session, unreachable: tuple[str, ...]) -> None:
         """Handle a replica group's report of peers that it cannot reach."""
@@ -145,7 +150,7 @@ class SimLighthouse(Process):
             return
         world = self._world
         world.tell("lighthouse", "hears that", session.replica.replica_id, "cannot reach", *unreachable)
-        self._apply(self._core.report_links(session.number, unreachable, world.now))
+        self._apply(self._core.report_links(session.number, unreachable, self._now))
 
     def hear_leave(self, session: Session, step: int) -> None:
         """Handle a replica group's goodbye."""
@@ -155,7 +160,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "hears the leave of", session.replica.replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(session.replica.replica_id)
-        self._apply(self._core.leave(session.number, world.now, step))
+        self._apply(self._core.leave(session.number, self._now, step))
         self._end(session)
 
     def line_ended(self, session: Session) -> None:
@@ -173,7 +178,11 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "sees the end of session", session.number, "of", replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(replica_id)
-        self._apply(self._core.lost(session.number, "its connection ended", world.now))
+        recovery_s = world.scenario.keepalive_s
+        if world.now < self.resumed_at + recovery_s:  # it was stopped: who lives comes back first
+            world.after(recovery_s, self, self._closed, session.number, self._life)
+        else:
+            self._apply(self._core.lost(session.number, "its connection ended", self._now))
 
     # -- decisions
 
@@ -215,7 +224,7 @@ class SimLighthouse(Process):
             replica = world.homes[f"http://{replica_id}"]
             if not replica.is_alive and not world.is_cut(replica.slot, LIGHTHOUSE):
                 world.tell("lighthouse", "finds that", replica_id, "is gone")
-                self._apply(self._core.gone(replica_id, world.now))
+                self._apply(self._core.gone(replica_id, self._now))
                 return
 
     def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
@@ -267,7 +276,7 @@ class SimLighthouse(Process):
 
     def _closed(self, number: int, life: int) -> None:
         if life == self._life:
-            self._apply(self._core.lost(number, "ended", self._world.now))
+            self._apply(self._core.lost(number, "ended", self._now))
 
     # -- time
 
@@ -275,9 +284,9 @@ class SimLighthouse(Process):
         deadline = self._core.next_deadline()
         if deadline is not None and deadline < self._armed:
             self._armed = deadline
-            self._world.after(max(0.0, deadline - self._world.now), self, self._wake, self._life)
+            self._world.after(max(TINY_S, deadline - self._now), self, self._wake, self._life)
 
     def _wake(self, life: int) -> None:
         if life == self._life:
             self._armed = float("inf")
-            self._apply(self._core.advance(self._world.now))
+            self._apply(self._core.advance(self._now))

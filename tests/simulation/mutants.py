@@ -19,8 +19,10 @@ from tests.simulation.cores import Cores
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
 from tests.simulation.simulation import run
+from tests.simulation.world import Process, World
 from torchft_like.core import replica_group as group_module
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
+from torchft_like.core.conversation import Conversation
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, RankJoin, RankVerdict, ReplicaGroup
 from torchft_like.core.step import Join, Plan, StepProtocol
@@ -264,10 +266,12 @@ class _ComparesStepsOnly(ReplicaGroup):
         self,
         quorum_id: int,
         participants: Sequence[QuorumMemberLike],
-        *about: Any,
+        round_number: int,
+        stands: bool = False,
+        first_quorum_id: int = 0,
     ) -> list[Effect]:
         same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
-        return super().quorum_formed(quorum_id, same, *about)
+        return super().quorum_formed(quorum_id, same, round_number, stands, first_quorum_id)
 
 
 class _SpeaksForItsFirstRank(ReplicaGroup):
@@ -312,6 +316,63 @@ class _ProbesNobody(ReplicaGroup):
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         self._links.quorum_formed(())
         return super().rank_joined(join)
+
+
+# -- silence
+
+
+class _TakesSuspectsForDead(ReplicaGroup):
+    def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
+        return [*self.rank_lost(group_rank, reason)]
+
+
+class _CommitsWithoutSuspects(ReplicaGroup):
+    def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
+        self._suspects |= {group_rank}
+        return [group_module.GroupAway(is_back=False)]
+
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        suspects, self._suspects = self._suspects, frozenset()
+        effects = super().rank_voted(group_rank, vote)
+        self._suspects = suspects
+        return effects
+
+
+class _LetsOthersWaitForSuspects(ReplicaGroup):
+    def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
+        effects = super().rank_suspected(group_rank, reason)
+        return [effect for effect in effects if not isinstance(effect, group_module.GroupAway)]
+
+
+class _StaysAway(ReplicaGroup):
+    def rank_resumed(self, group_rank: int) -> list[Effect]:
+        effects = super().rank_resumed(group_rank)
+        return [effect for effect in effects if not isinstance(effect, group_module.GroupAway)]
+
+
+class _LetsAnyProcessIn(ReplicaGroup):
+    def rank_registered(self, group_rank: int, process: bytes) -> bool:
+        return True
+
+
+class _WaitsForTheSilentForEver(ReplicaGroup):
+    def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
+        return [] if group_rank in self._suspects else super().rank_lost(group_rank, reason)
+
+
+class _RepeatsNothing(Conversation[Any]):
+    @property
+    def to_repeat(self) -> tuple[Any, ...]:
+        return ()
+
+
+class _RepeatsEverything(Conversation[Any]):
+    def arrived(self, count: int) -> bool:
+        return True
+
+
+def _counts_its_own_absence(world: World, process: Process) -> float:
+    return world.now
 
 
 # -- a quorum that stands
@@ -500,6 +561,10 @@ class _TakesAllErrorsForItsOwn(StepProtocol):
         return super().group_broke(quorum_id)
 
 
+def _conversation(name: str, core: type[Conversation[Any]], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(conversation=core))
+
+
 def _lighthouse(name: str, core: type[QuorumCore], lacks: str) -> Mutant:
     return Mutant(name, lacks, Cores(lighthouse=core))
 
@@ -585,6 +650,19 @@ MUTANTS = (
     _step("keeps its failures to itself", _KeepsItsFailuresToItself, "who spoils a quorum by itself says so"),
     _step("takes all errors for its own", _TakesAllErrorsForItsOwn, "what others have caused does not count"),
     _step("goes on after failures", _GoesOnAfterFailures, "after a failed step a quorum is asked for"),
+    _group("takes suspects for dead", _TakesSuspectsForDead, "a rank that answers again goes on"),
+    _group("commits without suspects", _CommitsWithoutSuspects, "a group commits nothing without a rank"),
+    _group("lets others wait", _LetsOthersWaitForSuspects, "the others go on without a suspect's group"),
+    _group("stays away", _StaysAway, "a group whose ranks all answer again is back"),
+    _group("lets any process in", _LetsAnyProcessIn, "no other process takes a rank's place"),
+    _group("waits for ever", _WaitsForTheSilentForEver, "a rank that is silent for the dead time is lost"),
+    _conversation("repeats nothing", _RepeatsNothing, "what a session lost is said again in the next one"),
+    _conversation("repeats everything", _RepeatsEverything, "what has arrived is not said again"),
+    Mutant(
+        "counts its own absence",
+        "one that was stopped itself accuses nobody",
+        Cores(heard=_counts_its_own_absence),
+    ),
 )
 
 # The first seed, counted from 0, that catches each mutant.
@@ -593,29 +671,29 @@ CAUGHT_BY = {
     "forgets reported ids": Caught(5, "monotonic"),
     "forgets the majority": Caught(61, "one_quorum_per_step"),
     "ignores min_replicas": Caught(1, "one_quorum_per_step"),
-    "keeps the id after a failure": Caught(5, "progress"),
-    "forgets rounds": Caught(4383, "progress"),
-    "does not say it is over": Caught(196, "progress"),
-    "does not warn of broken groups": Caught(13, "progress"),
-    "learns too late": Caught(116, "progress"),
-    "keeps the dead": Caught(1, "progress"),
-    "leaves nobody out": Caught(22, "progress"),
-    "leaves both ends out": Caught(2, "one_quorum_per_step"),
+    "keeps the id after a failure": Caught(7, "progress"),
+    "forgets rounds": Caught(798, "progress"),
+    "does not say it is over": Caught(27, "progress"),
+    "does not warn of broken groups": Caught(2, "progress"),
+    "learns too late": Caught(146, "one_quorum_per_step"),
+    "keeps the dead": Caught(0, "progress"),
+    "leaves nobody out": Caught(16, "progress"),
+    "leaves both ends out": Caught(1, "progress"),
     "awaits the idle for ever": Caught(72, "progress"),
     "leaves too many out": Caught(61, "one_quorum_per_step"),
     "never lets back": Caught(2, "progress"),
-    "counts members only": Caught(154, "monotonic"),
+    "counts members only": Caught(200, "monotonic"),
     "drops member_lost": Caught(5, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
-    "keeps its no to itself": Caught(23, "progress"),
+    "keeps its no to itself": Caught(188, "progress"),
     "joins once only": Caught(0, "progress"),
-    "compares steps only": Caught(82, "heal_is_clean"),
-    "speaks for its first rank": Caught(0, "heal_is_clean"),
-    "survives its ranks": Caught(1, "progress"),
+    "compares steps only": Caught(88, "heal_is_clean"),
+    "speaks for its first rank": Caught(0, "progress"),
+    "survives its ranks": Caught(0, "progress"),
     "probes nobody": Caught(26, "progress"),
     "probes once": Caught(2, "progress"),
-    "never tries again": Caught(25, "progress"),
+    "never tries again": Caught(61, "progress"),
     "gives nothing up": Caught(16, "progress"),
     "reports links once": Caught(22, "progress"),
     "applies late errors": Caught(13, "no_zombie"),
@@ -624,31 +702,40 @@ CAUGHT_BY = {
     "counts who heals": Caught(0, "no_zombie"),
     "lets others go on": Caught(103, "no_zombie"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
-    "keeps the old commit quorum": Caught(82, "heal_is_clean"),
-    "keeps its process group": Caught(2, "no_zombie"),
-    "leaves quietly": Caught(52, "progress"),
-    "hides broken groups": Caught(5, "progress"),
-    "forgets the healed version": Caught(14, "progress"),
-    "holds nobody": Caught(15, "progress"),
-    "asks nobody again": Caught(145, "progress"),
+    "keeps the old commit quorum": Caught(88, "heal_is_clean"),
+    "keeps its process group": Caught(0, "heal_is_clean"),
+    "leaves quietly": Caught(39, "progress"),
+    "hides broken groups": Caught(0, "progress"),
+    "forgets the healed version": Caught(0, "progress"),
+    "holds nobody": Caught(2, "progress"),
+    "asks nobody again": Caught(16, "progress"),
     "forgets that it stands": Caught(16, "progress"),
-    "names the first step": Caught(15, "no_zombie"),
-    "waits for one answer": Caught(12, "no_zombie"),
+    "names the first step": Caught(14, "no_zombie"),
+    "waits for one answer": Caught(14, "no_zombie"),
     "lets all quorums stand": Caught(5, "progress"),
     "forms beside the silent": Caught(88, "one_quorum_per_step"),
     "goes on for ever": Caught(1791, "one_quorum_per_step"),
-    "answers for one rank": Caught(1303, "no_zombie"),
-    "tells one rank only": Caught(67, "progress"),
-    "does not hold": Caught(1535, "no_zombie"),
-    "forgets what it began": Caught(424, "no_zombie"),
-    "asks at once": Caught(15, "no_zombie"),
+    "answers for one rank": Caught(575, "no_zombie"),
+    "tells one rank only": Caught(2, "progress"),
+    "does not hold": Caught(102, "no_zombie"),
+    "forgets what it began": Caught(56, "no_zombie"),
+    "asks at once": Caught(14, "no_zombie"),
     "goes on after failures": Caught(26, "no_zombie"),
     "holds without a lighthouse": Caught(16, "progress"),
     "forgets the sick": Caught(1, "progress"),
     "leaves the sick out for ever": Caught(1, "progress"),
     "blames the victims": Caught(1, "progress"),
-    "leaves all sick out": Caught(1, "one_quorum_per_step"),
+    "leaves all sick out": Caught(13, "one_quorum_per_step"),
     "stands in the way of the cured": Caught(2, "progress"),
     "keeps its failures to itself": Caught(1, "progress"),
     "takes all errors for its own": Caught(1, "progress"),
+    "lets any process in": Caught(0, "suspicion"),
+    "takes suspects for dead": Caught(1, "suspicion"),
+    "repeats everything": Caught(1, "monotonic"),
+    "counts its own absence": Caught(1, "suspicion"),
+    "waits for ever": Caught(2, "progress"),
+    "repeats nothing": Caught(6, "progress"),
+    "stays away": Caught(19, "progress"),
+    "lets others wait": Caught(24, "progress"),
+    "commits without suspects": Caught(322, "suspicion"),
 }

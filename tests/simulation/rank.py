@@ -78,6 +78,7 @@ class Rank(Process):
         "offer",
         "parameters",
         "phase",
+        "process",
         "protocol",
         "replica",
         "sick_until",
@@ -90,6 +91,7 @@ class Rank(Process):
         scenario = world.scenario
         self.replica = replica
         self.number = number
+        self.process = f"{replica.world.next_process()}".encode()
         self.name = replica.replica_id if scenario.ranks == 1 else f"{replica.replica_id}/{number}"
         rules = StepRules(scenario.min_replicas, use_async_quorum=scenario.async_quorum)
         self.protocol = world.cores.protocol(rules)
@@ -347,6 +349,10 @@ class Rank(Process):
         source = self._source
         if source is not None and notice.replica_id in (source.replica.replica_id, self.replica.replica_id):
             self._heal_failed(self._attempt)
+
+    def hear_suspected(self) -> None:
+        """Give the quorum up, as a rank of this replica group is silent."""
+        self.hear_lost(LossNotice(self.protocol.quorum_id, self.replica.replica_id, "silent", is_alive=True))
 
     def hear_group_lost(self) -> None:
         """Die because another rank of this replica group is gone."""

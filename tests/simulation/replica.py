@@ -1,8 +1,8 @@
 """A replica group's ManagerServer in the simulation: the shell around the real `ReplicaGroup`.
 
 It lives in the process of rank 0. Towards the lighthouse it keeps one session open, as
-`manager/lighthouse_link.py` does; towards the other ranks it has a stream each, as `manager/service.py`
-and `rank_link.py` do. A rank's stream that ends is not opened again: its group has lost it.
+`manager_server/lighthouse_link.py` does, unless it waits for a rank; towards each other rank it has a line
+(`rank_line.py`).
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import Member, Quorum
 from tests.simulation.rank import VERDICT, Rank
+from tests.simulation.rank_line import RankLine
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
+    GroupAway,
     GroupHolds,
     GroupJoin,
     GroupLeftNotice,
@@ -30,6 +32,7 @@ from torchft_like.core.replica_group import (
     RankVerdict,
     ReleaseRanks,
     StepLostNotice,
+    SuspectNotice,
     Verdict,
 )
 
@@ -59,13 +62,14 @@ class Replica:
     __slots__ = (
         "_backoff",
         "_connected",
-        "_down_at",
+        "_is_away",
         "_lease",
         "_leaving",
-        "_up_at",
+        "_suspects",
         "address",
         "core",
         "incarnation",
+        "lines",
         "ranks",
         "replica_id",
         "server",
@@ -87,12 +91,14 @@ class Replica:
         self.session: Session | None = None
         self._connected = False
         self._leaving = False
+        self._is_away = False  # it does without the lighthouse, while it waits for a rank
+        self._suspects: set[int] = set()
         self._lease = 0  # changes when the lease that runs is ended or renewed
         self._backoff = BACKOFF_MIN_S
         self.ranks = [Rank(self, number) for number in range(world.scenario.ranks)]
         self.server: Process = self.ranks[0]
-        self._up_at = [0.0] * len(self.ranks)
-        self._down_at = [0.0] * len(self.ranks)
+        self.core.rank_registered(0, self.ranks[0].process)
+        self.lines = {rank.number: RankLine(self, rank) for rank in self.ranks[1:]}
         world.homes[self.address] = self
         world.tell(self.replica_id, "starts")
         self._connect()
@@ -108,7 +114,7 @@ class Replica:
 
     def _connect(self) -> None:
         world = self.world
-        if self._leaving or self.session is not None:
+        if self._leaving or self._is_away or self.session is not None:
             return
         lighthouse = world.lighthouse
         is_cut = world.is_cut(self.slot, LIGHTHOUSE)
@@ -194,8 +200,11 @@ class Replica:
             self.perform(self.core.lease_ended())
 
     def _hang_up(self) -> None:
-        """Close the session without a message, or after the last one."""
+        """Close the session without a message, or after the last one, and open no other."""
         self._leaving = True
+        self._close()
+
+    def _close(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             session.client_open = False
@@ -212,9 +221,7 @@ class Replica:
         if number == 0:
             action(*args)
             return
-        world = self.world
-        time = self._up_at[number] = max(world.now + world.latency(), self._up_at[number])
-        world.after(time - world.now, self.server, action, *args)
+        self.lines[number].say_up(action, *args)
 
     def join(self, join: RankJoin) -> None:
         """Handle a rank's request for a quorum."""
@@ -265,6 +272,8 @@ class Replica:
             elif kind is RankQuorum:
                 self._tell(effect.group_rank, Rank.hear_quorum, effect.result)  # type: ignore[union-attr]
             elif kind is RankVerdict:
+                if self._suspects and effect.verdict.committed:  # type: ignore[union-attr]
+                    self.world.checker.committed_without(self.replica_id, self._suspects)
                 self._tell(effect.group_rank, Rank.hear_verdict, effect.verdict)  # type: ignore[union-attr]
             elif isinstance(effect, HoldRanks):
                 for number in effect.group_ranks:
@@ -277,6 +286,11 @@ class Replica:
             elif isinstance(effect, LossNotice):
                 for number in range(len(self.ranks)):
                     self._tell(number, Rank.hear_lost, effect)
+            elif isinstance(effect, SuspectNotice):
+                for number in range(len(self.ranks)) if effect.reason else ():
+                    self._tell(number, Rank.hear_suspected)
+            elif isinstance(effect, GroupAway):
+                self._go_away(effect.is_back)
             elif isinstance(effect, StepLostNotice):
                 for number in effect.group_ranks:
                     self._tell(number, Rank.hear_step_lost, effect.quorum_id)
@@ -349,9 +363,48 @@ class Replica:
         if number == 0:
             action(rank, *args)
             return
-        world = self.world
-        time = self._down_at[number] = max(world.now + world.latency(), self._down_at[number])
-        world.after(time - world.now, rank, action, rank, *args)
+        self.lines[number].say_down(action, rank, *args)
+
+    # -- silence
+
+    def suspect(self, number: int) -> None:
+        """Let the core know that a rank is silent."""
+        if self.is_alive and not self._leaving:
+            self.world.tell(self.replica_id, "suspects rank", number)
+            self._suspects.add(number)
+            effects = self.core.rank_suspected(number, "silent")
+            if any(isinstance(effect, GroupLostNotice) for effect in effects):
+                self.world.checker.ended_for_silence(self.replica_id, 0.0)
+            self.perform(effects)
+
+    def trust(self, number: int) -> None:
+        """Let the core know that a rank answers again."""
+        self._suspects.discard(number)
+        self.perform(self.core.rank_resumed(number))
+
+    def give_up(self, number: int, silent_s: float) -> None:
+        """Let the core know that a rank was silent for too long."""
+        if self.is_alive and not self._leaving:
+            self.world.checker.ended_for_silence(self.replica_id, silent_s)
+            self._lose_rank(number, self.lines[number])
+
+    def replaced(self, rank: Rank) -> None:
+        """Let another process be a rank."""
+        self.ranks[rank.number] = rank
+        self.lines[rank.number] = RankLine(self, rank)
+        self.trust(rank.number)
+        rank.begin()
+
+    def _go_away(self, is_back: bool) -> None:
+        self._is_away = not is_back
+        self.world.tell(self.replica_id, "is back" if is_back else "goes away, as a rank is silent")
+        if is_back:
+            self._connect()
+        elif self.session is not None:
+            self._close()
+            self._connected = False
+            self.perform(self.core.lighthouse_disconnected())
+            self._renew_lease()
 
     # -- ends
 
@@ -359,15 +412,16 @@ class Replica:
         """Handle the end of a rank's process; the others see its connection end."""
         world = self.world
         if number > 0:
-            self.say(number, self._lose_rank, number)
+            line = self.lines[number]
+            line.end(self._lose_rank, number, line)
             return
         self._hang_up()
         for rank in self.ranks[1:]:
             world.after(world.latency(), rank, rank.hear_group_lost)
         world.launcher.died(self)
 
-    def _lose_rank(self, number: int) -> None:
-        if self.is_alive:
+    def _lose_rank(self, number: int, line: RankLine) -> None:
+        if self.is_alive and line is self.lines[number]:
             self.perform(self.core.rank_lost(number, "its session ended"))
 
     def probe_rank(self, number: int) -> None:
@@ -375,10 +429,8 @@ class Replica:
         long.
         """
         limit = self.world.now - self.world.scenario.keepalive_s
-        rank, server = self.ranks[number], self.server
-        if any(p.state == PAUSED and p.paused_at <= limit for p in (rank, server)):
-            self.world.after(0.0, server, self._lose_rank, number)
-            self.world.after(0.0, rank, rank.hear_group_lost)
+        if any(p.state == PAUSED and p.paused_at <= limit for p in (self.ranks[number], self.server)):
+            self.lines[number].break_off()
 
     def die(self, why: str) -> None:
         """Kill the whole group."""

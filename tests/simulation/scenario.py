@@ -37,7 +37,10 @@ EVENT_KINDS = (
     "leave",
     "link",
     "sick",
+    "rank_session_break",
+    "rank_replaced",
 )
+RANK_KINDS = EVENT_KINDS[-2:]  # to what is between the ranks of a replica group
 
 # A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"
@@ -59,6 +62,7 @@ class Scenario:
         delay_s: the longest that a delayed message is held up.
         compute_s: mean time of a forward and backward pass.
         keepalive_s: how long a dead connection stays unnoticed.
+        dead_s: how long a rank may be silent before its group is lost.
         join_timeout_s: as in the lighthouse's settings. Where it is short, slow replicas are left behind.
         buckets: collectives in a step.
         saves: whether a replica that starts again begins with its own periodic checkpoint.
@@ -67,6 +71,7 @@ class Scenario:
         timeout_s: of whatever waits for data over a link that is cut. Only where links are cut for longer
             than that, and not in all of these runs: everything else has to end without it.
         bad_link: two replica groups that cannot reach each other in the first part of the quiet phase.
+        stopped: the place of a replica group of which a rank is stopped in the first part of the quiet phase.
         stall_s: how long a replica group waits for data over a link that is cut before it looks for the link.
         stands: whether quorums stand; otherwise every step asks for one.
         waits: whether replica groups wait for a lighthouse that is away, instead of going on.
@@ -98,12 +103,14 @@ class Scenario:
     probe_s: float
     timeout_s: float
     bad_link: tuple[int, int] | None
+    stopped: int | None
     stall_s: float
     stands: bool
     waits: bool
     sick: int | None
     idle: int
     lease_s: float
+    dead_s: float
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -116,7 +123,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-1] if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-3] if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where no messages are held up, all of the same number of faults are events: they come faster, then.
@@ -149,12 +156,14 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         probe_s=keepalive_s * 0.5,
         timeout_s=keepalive_s * (1 + 2 * flip()) if has_links else math.inf,
         bad_link=(one, other) if has_links and flip() < 0.3 else None,
+        stopped=None,
         stall_s=keepalive_s * (0.1 + flip()) if has_links and flip() < 0.8 else math.inf,
         stands=flip() < 0.6,
         waits=flip() < 0.2,
         sick=None,
         idle=int(flip() * 5),
         lease_s=keepalive_s * (0.5 + 3 * flip()),
+        dead_s=0.0,
     )
     if scenario.join_timeout_s > SHORT_S:
         scenario = replace(scenario, idle=0)
@@ -169,5 +178,11 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     if seed % 128 == 127:  # with few faults of these kinds, quorums stand for long enough to be cut off whole
         kinds = ["partition", "crash", "rank_crash"]
         scenario = replace(scenario, kinds=tuple(kinds), gap_s=12 * compute_s, min_replicas=1, stands=True)
+    scenario = replace(scenario, dead_s=keepalive_s * (0.5 + 2 * flip()))
+    if ranks > 1:
+        kinds = [*scenario.kinds, *(kind for kind in RANK_KINDS if flip() < 0.5)]
+        scenario = replace(scenario, kinds=tuple(kinds))
+    if scenario.bad_link is None and scenario.sick is None and flip() < 0.3:
+        scenario = replace(scenario, stopped=one, dead_s=3600.0)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario

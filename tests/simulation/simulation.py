@@ -2,10 +2,10 @@
 
 First come arbitrary faults, until enough of them were felt. Then comes the quiet phase: partitions end,
 stopped processes go on, dead ones are started again, and every process has to commit steps within a bounded
-time. In some runs one link stays cut at first, or one replica group sick: then all processes have to but
-those of one of its two ends, or of that group, and once it is mended or cured those, too. No other timeout
-of any operation is simulated than that of waiting for data over a link that is cut, so nothing may depend on
-one.
+time. In some runs one link stays cut at first, one replica group sick, or one rank stopped: then all
+processes have to but those of one of its two ends, or of that group, and once it is mended, cured or goes on
+those, too. No other timeout of any operation is simulated than that of waiting for data over a link that is
+cut, so nothing may depend on one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.simulation.faults import Faults
 from tests.simulation.lighthouse import SimLighthouse
 from tests.simulation.replica import Replica, name_of
 from tests.simulation.scenario import Scenario
-from tests.simulation.world import DEAD, Process, World
+from tests.simulation.world import DEAD, RUNNING, Process, World
 
 QUIET_COMMITS = 2
 EVENTS_MAX = 100_000
@@ -87,6 +87,10 @@ class Simulation:
         if world.checker.violation is None and scenario.sick is not None:
             self._cure()
             self._expect_commits()
+        if scenario.stopped is not None and world.checker.violation is None:
+            self._faults.stop()
+            world.checker.expect(self._alive(), QUIET_COMMITS)
+            self._expect_commits()
         return Outcome(
             scenario,
             world.checker.violation,
@@ -106,9 +110,9 @@ class Simulation:
 
     def _is_sick_and_ahead(self) -> bool:
         """Return whether the replica group that stays sick alone has the newest state: no other gets on."""
-        newest = max(rank.version for replica in self._present() for rank in replica.ranks)
-        ahead = [r.slot for r in self._present() if any(rank.version == newest for rank in r.ranks)]
-        return ahead == [self._sick]
+        versions = {r.slot: {rank.version for rank in r.ranks} for r in self._present()}
+        whole = {slot: min(some) for slot, some in versions.items() if len(some) == 1}
+        return [slot for slot, version in whole.items() if version == max(whole.values())] == [self._sick]
 
     def _try_with(self, link: tuple[int, int]) -> None:
         """Check that all processes commit in spite of the link, after a restart of the lighthouse, too, and
@@ -138,7 +142,9 @@ class Simulation:
         self._is_quiet = True
         world.calm()
         self._faults.stop()
-        spared = () if world.scenario.bad_link is None else self._cut(world.scenario.bad_link)
+        spared: Collection[str] = (
+            () if world.scenario.bad_link is None else self._cut(world.scenario.bad_link)
+        )
         if (sick := world.scenario.sick) is not None:
             world.tell("FAULTS", "end, but for", name_of(sick), "which is sick")
             self._sick, spared = sick, [name_of(sick)]
@@ -149,6 +155,8 @@ class Simulation:
                 self._start(slot)
         if world.lighthouse.state == DEAD:
             world.lighthouse.start()
+        if world.scenario.stopped is not None:
+            spared = [self._stop(world.scenario.stopped)]
         world.checker.expect(self._alive(), QUIET_COMMITS, spared)
 
     def _cut(self, link: tuple[int, int]) -> list[str]:
@@ -172,6 +180,15 @@ class Simulation:
                 rank.sick_until = 0.0
         self.world.tell("THE SICK", "are well again")
         self.world.checker.expect(self._alive(), QUIET_COMMITS)
+
+    def _stop(self, slot: int) -> str:
+        """Stop the last rank of a replica group until further notice; return the group's name."""
+        replica = self.world.slots[slot]
+        # One that leaves is no member any more: only the timeout of a transfer from it would end that.
+        if replica is not None and replica.ranks[-1].state == RUNNING and not replica.ranks[-1].stop_wanted:
+            self.world.tell("FAULTS", "end, but for a stopped process:", replica.ranks[-1].name)
+            self._faults.pause(replica.ranks[-1])
+        return name_of(slot)
 
     def _mend(self, link: tuple[int, int]) -> None:
         self.world.tell("THE LINK", "works again")

@@ -73,7 +73,7 @@ def test_a_history_does_not_depend_on_the_process_it_is_made_in() -> None:
 
 
 def test_a_failure_is_made_small_and_still_fails() -> None:
-    mutant = next(m for m in MUTANTS if m.name == "compares steps only")
+    mutant = next(m for m in MUTANTS if m.name == "counts members only")
     seed = CAUGHT_BY[mutant.name].seed
     outcome = run(draw(seed), mutant.cores)
     small = shrink(draw(seed), outcome, mutant.cores)

@@ -11,6 +11,7 @@ duplicated or overtaken only across sessions, or between different connections.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from heapq import heappop, heappush
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 RUNNING, PAUSED, DEAD = 0, 1, 2
 LIGHTHOUSE = -1  # the lighthouse's place in the network; replica groups have 0, 1, ...
 OVERTAKE_STEPS = 6.0
+TINY_S = 1e-9  # more than a difference of two times is off by
 
 Action = Callable[..., object]
 
@@ -35,11 +37,12 @@ Action = Callable[..., object]
 class Process:
     """A process that runs, is stopped or is dead. Events that reach it while it is stopped wait."""
 
-    __slots__ = ("inbox", "paused_at", "resumed_at", "state")
+    __slots__ = ("away_s", "inbox", "paused_at", "resumed_at", "state")
 
     def __init__(self) -> None:
         self.state = RUNNING
-        self.paused_at = self.resumed_at = 0.0
+        self.paused_at = self.away_s = 0.0
+        self.resumed_at = -math.inf
         self.inbox: list[tuple[Action, tuple[Any, ...]]] = []
 
 
@@ -104,6 +107,7 @@ class World:
         self.nobody = Process()  # the process of the network's own events
         self.heap: list[tuple[float, int, Process, Action, tuple[Any, ...]]] = []
         self._sequence = 0
+        self._processes = 0
         self._runs = 0
         self._base = scenario.latency_s
         self._delay_rate = scenario.delay_rate if "delay" in scenario.kinds else 0.0
@@ -156,11 +160,21 @@ class World:
         """Let a process go on, as SIGCONT does: the events that waited happen now, in their order."""
         process.state = RUNNING
         process.resumed_at = self.now
+        process.away_s += self.now - process.paused_at
         inbox, process.inbox = process.inbox, []
         for action, args in inbox:
             self.after(0.0, process, action, *args)
 
+    def heard(self, process: Process) -> float:
+        """Return for how long a process that runs was not stopped, since the beginning."""
+        return self.now - process.away_s
+
     # -- chance
+
+    def next_process(self) -> int:
+        """Return a number for a process."""
+        self._processes += 1
+        return self._processes
 
     def feel(self, kind: str) -> None:
         """Count a fault that the network or a process has felt."""

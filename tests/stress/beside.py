@@ -161,7 +161,7 @@ class HealthyHeals(Beside):
 
 
 class RankClient:
-    """A rank's session with a ManagerServer."""
+    """A rank's session with a ManagerServer, which it tells with each message how many have come."""
 
     def __init__(self, channel: grpc.Channel, group_rank: int) -> None:
         self._said: queue.SimpleQueue[pb.RankSessionRequest | bytes | None] = queue.SimpleQueue()
@@ -173,10 +173,11 @@ class RankClient:
             response_deserializer=pb.RankSessionResponse.FromString,
         )
         self._call = method(iter(self._said.get, None))
+        self._received = 0
         self.say(register=pb.RankRegister(group_rank=group_rank))
 
     def say(self, **request: object) -> None:
-        self._said.put(pb.RankSessionRequest(**request))  # type: ignore[arg-type]
+        self._said.put(pb.RankSessionRequest(received=self._received, **request))  # type: ignore[arg-type]
 
     def say_bytes(self, data: bytes) -> None:
         self._said.put(data)
@@ -184,6 +185,7 @@ class RankClient:
     def answer(self) -> pb.RankSessionResponse:
         """Return the next answer; raise the error with which the session ended."""
         response: pb.RankSessionResponse = next(iter(self._call))
+        self._received += response.WhichOneof("response") not in (None, "registered")
         return response
 
     def hang_up(self) -> None:

@@ -23,6 +23,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, UnaryClient, registered
 from tests.stress.beside import RankClient
 from torchft_like import LighthouseServer
+from torchft_like.core.conversation import KEPT_MAX
 from torchft_like.errors import ConnectError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server import service
@@ -247,13 +248,14 @@ def test_bytes_that_are_no_message_end_the_session_of_a_rank_and_are_felt_by_the
 
 def test_a_rank_that_reads_nothing_is_given_up_after_a_bounded_number_of_messages() -> None:
     async def overfilled() -> list[object]:
-        line = service._SessionLine()
-        for _ in range(10 * service.LINE_MAX):
+        line = service._SessionLine(b"1", "")
+        stream = line.connect()
+        for _ in range(10 * KEPT_MAX):
             line.group_lost("again")
-        return [line.responses.get_nowait() for _ in range(line.responses.qsize())]
+        return [stream.get_nowait() for _ in range(stream.qsize())]
 
     waiting = coordination_loop().run(overfilled())
-    assert len(waiting) == service.LINE_MAX + 1
+    assert len(waiting) == KEPT_MAX + 1
     assert waiting[-1] is None
 
 

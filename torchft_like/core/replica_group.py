@@ -11,6 +11,9 @@ Invariants:
 * A verdict is given once every rank has voted on the same step, and it is the same for all. A step that a
   rank has given up is committed by none.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
+* While a rank is suspected, which answers again or is lost, the group is away from the lighthouse and commits
+  nothing.
+* In its sessions one process speaks for a rank, the first one, for as long as the group lives.
 * The state of a group is that of all its ranks. Where some have healed and others have not, it has
   none: it joins as one that has yet to begin, and is lost if no other group can give it a state.
 * The lighthouse knows which groups this one cannot reach before the join: after a failed step that no death
@@ -179,6 +182,19 @@ class StepLostNotice(NamedTuple):
     quorum_id: int
 
 
+class SuspectNotice(NamedTuple):
+    """Effect: tell every rank that one of them is silent; without a reason, that it answers again."""
+
+    group_rank: int
+    reason: str
+
+
+class GroupAway(NamedTuple):
+    """Effect: end the session with the lighthouse without a leave, until the group `is_back`."""
+
+    is_back: bool
+
+
 class GroupLeftNotice(NamedTuple):
     """Effect: tell the ranks that have begun another step that they cannot do it without the others.
 
@@ -214,6 +230,8 @@ Effect = (
     | LossNotice
     | LeftOutNotice
     | StepLostNotice
+    | SuspectNotice
+    | GroupAway
     | GroupLeftNotice
     | GroupLostNotice
 )
@@ -254,6 +272,10 @@ class ReplicaGroup:
     _links: PeerLinks = field(init=False)
     _votes: dict[int, Verdict] = field(default_factory=dict)
     _metadata: dict[int, str] = field(default_factory=dict)
+    _processes: dict[int, bytes] = field(
+        default_factory=dict
+    )  # by rank: the one that speaks for it in sessions
+    _suspects: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         self._links = PeerLinks(self.replica_id)
@@ -306,6 +328,14 @@ class ReplicaGroup:
     def _say_join(self) -> list[GroupJoin]:
         return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
 
+    def rank_registered(self, group_rank: int, process: bytes) -> bool:
+        """Return whether this process may open a session for a rank: the first one may, again and again."""
+        return self.lost_reason is None and self._processes.setdefault(group_rank, process) == process
+
+    def has_session(self, group_rank: int) -> bool:
+        """Return whether a process has opened a session for a rank, which needs no calls."""
+        return group_rank in self._processes
+
     def rank_withdrew(self, group_rank: int) -> None:
         """Handle a rank that gave up waiting for a quorum; the group's join stays open until it is
         replaced.
@@ -336,7 +366,7 @@ class ReplicaGroup:
         return [self._give_up_for(reason)]
 
     def _go_on(self) -> list[Effect]:
-        if self._held is None:
+        if self._held is None or self._is_over:  # then the group itself names the step
             return []
         self._held = None
         return [ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
@@ -408,8 +438,11 @@ class ReplicaGroup:
         hold fail it.
         """
         early = [rank for rank, join in self._joins.items() if join.step < step]
-        reason = f"rank {early[0]} asks for a quorum, and others go on" if early else ""
-        return [self._give_up_for(reason), *self._go_on()] if early else []
+        if not early:
+            return []
+        self._held = None
+        given_up = self._give_up_for(f"rank {early[0]} asks for a quorum, and others go on")
+        return [given_up, ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
 
     def _not_joined(self) -> tuple[int, ...]:
         return tuple(rank for rank in range(self.world_size) if rank not in self._joins)
@@ -471,15 +504,20 @@ class ReplicaGroup:
         is_own = replica_id == self.replica_id
         gives_up = is_own and must_answer and self._open_join is None and self.lost_reason is None
         notice = LossNotice(quorum_id, replica_id, reason, is_alive or is_own, unknown, gives_up)
-        # All ranks ask for the next quorum at the same step, which those that have begun none need not lose.
-        self._is_over = True
-        hold = self.hold(quorum_id, self.last_quorum_round) or self._all_hold()
+        hold = self._end_quorum()
         if gives_up:
             self._is_given_up = True
             return [notice, *hold, GroupHolds(quorum_id, self.last_quorum_round, 0, gives_up=True)]
         if is_alive:  # it may have given the quorum up for a broken link
             return [notice, *hold]
         return [notice, *hold, *self._settle(lambda: self._links.member_lost(replica_id))]
+
+    def _end_quorum(self) -> list[Effect]:
+        """Have all ranks ask for the next quorum at the same step, which those that have begun none need not
+        lose.
+        """
+        self._is_over = True
+        return self.hold(self.last_quorum_id, self.last_quorum_round) or self._all_hold()
 
     def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
         """Handle a step in a quorum that waits for other replica groups, and has for longer than earlier
@@ -547,7 +585,7 @@ class ReplicaGroup:
             return [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
         was_lost = any(not other.committed for other in self._votes.values())
         self._votes[group_rank] = vote
-        if self._joins:
+        if self._joins or self._suspects:
             return self._refuse_votes()
         if len(self._votes) < self.world_size:
             is_news = not (vote.committed or was_lost)
@@ -561,7 +599,7 @@ class ReplicaGroup:
         ]
 
     def _refuse_votes(self) -> list[Effect]:
-        """Answer the votes on a step that another rank has given up: it asks for a quorum instead."""
+        """Answer the votes on a step that another rank has given up, or that waits for a suspect."""
         votes, self._votes = self._votes, {}
         return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
 
@@ -574,6 +612,23 @@ class ReplicaGroup:
         going_on = self._go_on()
         notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")
         return [*going_on, *[GroupLeftNotice(waiting, notice.reason) for notice in notices]]
+
+    def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
+        """Handle a rank that is silent: no replica group waits for it, and no other rank for a verdict."""
+        if self.lost_reason is not None:
+            return []
+        was_away, self._suspects = bool(self._suspects), self._suspects | {group_rank}
+        away = [] if was_away else [GroupAway(is_back=False)]
+        notice = SuspectNotice(group_rank, f"rank {group_rank} of this replica group is silent: {reason}")
+        return [*away, notice, *self._refuse_votes(), *self._end_quorum()]
+
+    def rank_resumed(self, group_rank: int) -> list[Effect]:
+        """Handle a suspect that answers again."""
+        if group_rank not in self._suspects or self.lost_reason is not None:
+            return []
+        self._suspects -= {group_rank}
+        back = [] if self._suspects else [GroupAway(is_back=True)]
+        return [SuspectNotice(group_rank, ""), *back]
 
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         """Handle a rank whose process is gone, and with it its part of the model."""

@@ -522,7 +522,7 @@ class Member:
     def group_lost(self, *_: object) -> None:
         """Do nothing: it has no other ranks and no steps to vote on, and asks for every quorum."""
 
-    verdict = step_lost = hold = released = group_lost
+    verdict = step_lost = hold = released = suspected = group_lost
 
 
 NAME_CHARACTERS_MAX = 200

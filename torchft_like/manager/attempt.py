@@ -51,8 +51,8 @@ class Attempt:
         self.has_exchanged = False
         self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
         self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
-        # The quorum leaves this group out until a link works again, which is no reason to give up.
-        self.is_left_out = False
+        # What it waits for comes when a link works again, or a rank answers, which is no reason to give up.
+        self.is_patient = False
         self._plan: Plan | None = None
         self.quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
@@ -70,7 +70,7 @@ class Attempt:
     def is_overdue(self) -> bool:
         """Whether the timeout has passed without a quorum."""
         is_late = time.monotonic() > self.began + self.quorum_timeout_s
-        return is_late and not self.is_agreed and not self.is_left_out
+        return is_late and not self.is_agreed and not self.is_patient
 
     def stand(self, result: QuorumResult) -> None:
         """Make the attempt in a quorum that stands."""
@@ -146,7 +146,8 @@ class Attempt:
         """Wait for the group's verdict and return it; None if there is none within the timeout."""
         self.is_deciding = True
         try:
-            self._decided.wait(timeout_s)
+            while not self._decided.wait(timeout_s) and self.is_patient:
+                pass
         finally:
             self.is_deciding = False
         if self.verdict is None:
@@ -157,7 +158,7 @@ class Attempt:
         if not self._agreed.is_set():
             remaining_s = self.began + self.quorum_timeout_s - time.monotonic()
             while not self._agreed.wait(max(0.0, remaining_s)):
-                if not self.is_left_out:
+                if not self.is_patient:
                     raise QuorumTimeoutError(f"no quorum within {self.quorum_timeout_s:g} s: {describe()}")
                 remaining_s = self.quorum_timeout_s
         self.raise_error()

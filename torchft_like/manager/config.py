@@ -17,6 +17,7 @@ from typing import TypeVar
 from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.core.identity import about_job_id
 from torchft_like.errors import ConfigError
+from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards
 
@@ -28,6 +29,7 @@ MANAGER_PORT_ENV = "TORCHFT_MANAGER_PORT"
 TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
+DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
 CONTINUE, WAIT = "continue", "wait"
@@ -51,6 +53,7 @@ class ManagerArguments:
     quorum_retries: int | None = None
     lighthouse_absence: str | None = None
     job_id: str | None = None
+    dead_after: timedelta | float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class ManagerConfig:
         timeout_s: the limit of a collective, of a vote and of a state transfer, in seconds.
         quorum_timeout_s: the limit of a wait for a quorum, in seconds, lighthouse outages included.
         connect_timeout_s: the limit of the first contact with the lighthouse and the ManagerServer, in
+          seconds.
+        dead_after_s: how long a rank of this replica group may be silent before the group is lost, in
           seconds.
         lighthouse: the lighthouse's address; None on ranks other than 0, which never call it.
         store: the replica group's TCPStore; None if rank 0 has to make one.
@@ -76,6 +81,7 @@ class ManagerConfig:
     timeout_given: bool
     quorum_timeout_s: float
     connect_timeout_s: float
+    dead_after_s: float
     group_rank: int
     group_world_size: int
     lighthouse: Address | None
@@ -114,6 +120,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         connect_timeout_s=given.seconds(
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),
+        dead_after_s=given.seconds(arguments.dead_after, "dead_after", DEAD_AFTER_SEC_ENV, DEAD_S),
         group_rank=rank,
         group_world_size=world_size,
         lighthouse=lighthouse,
@@ -224,7 +231,13 @@ class _Settings:
 
         return self._first(argument, name, variable, parse, default)
 
-    def seconds(self, argument: timedelta | float | None, name: str, variable: str) -> float:
+    def seconds(
+        self,
+        argument: timedelta | float | None,
+        name: str,
+        variable: str,
+        default_s: float = DEFAULT_TIMEOUT_S,
+    ) -> float:
         def parse(text: str) -> float:
             try:
                 return seconds_of(float(text), f"the environment variable {variable}")
@@ -235,7 +248,7 @@ class _Settings:
                 ) from None
 
         given = None if argument is None else seconds_of(argument, name)
-        return self._first(given, name, variable, parse, DEFAULT_TIMEOUT_S)
+        return self._first(given, name, variable, parse, default_s)
 
     def _first(
         self, argument: T | None, name: str, variable: str, parse: Callable[[str], T], default: T

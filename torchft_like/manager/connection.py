@@ -24,7 +24,8 @@ def connect(
     store = open_group_store(config)
     if config.group_rank > 0:
         address = find_manager(store.shared, config)
-        return SessionLink(address, config.group_rank, listener, config.connect_timeout_s), store
+        limits = config.connect_timeout_s, config.host, config.dead_after_s
+        return SessionLink(address, config.group_rank, listener, *limits), store
     if config.lighthouse is None:
         raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
     server = ManagerServer(
@@ -38,6 +39,7 @@ def connect(
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
         waits_for_lighthouse=config.lighthouse_absence == WAIT,
         job_id=config.job_id,
+        dead_after=timedelta(seconds=config.dead_after_s),
     )
     try:
         publish_manager(store.shared, config, server.address())

@@ -131,16 +131,28 @@ class ManagedGroup:
         """Abort: no rank can finish a collective with a member that is gone, or gave the quorum up."""
         verb = "given up by" if notice.is_alive else "lost"
         reason = f"{verb} {notice.replica_id}: {notice.reason}"
-        with self.lock:
-            is_news = self._protocol.group_broke(notice.quorum_id)
-            if is_news:
-                self._abort(notice.quorum_id, reason)
-            if notice.must_fail:
+        is_news = self._break(notice.quorum_id, reason)
+        if notice.must_fail:
+            with self.lock:
                 self._protocol.fail(notice.quorum_id, MemberLostError(reason))
         if not notice.is_alive:
             self._emit("loss", quorum_id=notice.quorum_id, member=notice.replica_id, reason=notice.reason)
         if is_news:
             self._emit("abort", quorum_id=notice.quorum_id, reason=reason)
+
+    def give_up(self, reason: str) -> None:
+        """Abort: the next quorum is another one, as a rank of this replica group is silent."""
+        quorum_id = self._protocol.quorum_id
+        if self._break(quorum_id, reason):
+            self._emit("abort", quorum_id=quorum_id, reason=reason)
+
+    def _break(self, quorum_id: int, reason: str) -> bool:
+        """Abort, and use the process group of this quorum no more; return False if that is no news."""
+        with self.lock:
+            is_news = self._protocol.group_broke(quorum_id)
+            if is_news:
+                self._abort(quorum_id, reason)
+        return is_news
 
     def refuse(self) -> bool:
         """Return whether a collective must not be issued now; the step has then failed."""

@@ -94,8 +94,10 @@ class Manager:
         lighthouse_absence: what a quorum that stands does while rank 0 has no connection to the lighthouse:
             "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
         job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse lets nobody of another job join. Without
-        it, the
-            job is told by its first quorum, which the Manager's `state_dict` has.
+            it, the job is told by its first quorum, which the Manager's `state_dict` has.
+        dead_after: how long a rank of this replica group may be silent, 30 s (TORCHFT_DEAD_AFTER_SEC).
+            Without it the group does no step; afterwards its ranks raise GroupLostError. A process that has
+            ended is dead at once.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -128,6 +130,7 @@ class Manager:
         quorum_retries: int | None = None,
         lighthouse_absence: str | None = None,
         job_id: str | None = None,
+        dead_after: timedelta | float | None = None,
     ) -> None:
         arguments = ManagerArguments(
             timeout=timeout,
@@ -144,22 +147,22 @@ class Manager:
             quorum_retries=quorum_retries,
             lighthouse_absence=lighthouse_absence,
             job_id=job_id,
+            dead_after=dead_after,
         )
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._replica_id, self._init_sync = config.replica_id, init_sync
-        self._protocol = StepProtocol(rules)
-        self._state = StateRegistry(load_state_dict, state_dict)
+        self._protocol = protocol = StepProtocol(rules)
+        self._state = state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
-        self._group = ManagedGroup(pg, self._protocol, self._emit)
+        self._group = group = ManagedGroup(pg, protocol, self._emit)
         if config.timeout_given:
             self._group.pg.set_timeout(timedelta(seconds=config.timeout_s))
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
-        common = config, self._protocol, self._group
-        self._exchange = StateExchange(*common, self._state, self._transport, self._emit)
-        self._driver = QuorumDriver(*common, self._exchange, self._emit)
-        self._reducer = Reducer(self._protocol, self._group, self._driver)
+        self._exchange = StateExchange(config, protocol, group, state, self._transport, self._emit)
+        self._driver = QuorumDriver(config, protocol, group, self._exchange, self._emit)
+        self._reducer = Reducer(protocol, group, self._driver)
         try:
             # The group is prepared first: as soon as the lighthouse knows this replica, others wait for it.
             self._group.pg.prepare(timedelta(seconds=config.timeout_s))
@@ -168,8 +171,7 @@ class Manager:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
             self._transport.shutdown(wait=False)
             raise
-        self._ballot = Ballot(config, self._link, self._driver)
-        self._replica_id = self._link.replica_id
+        self._ballot, self._replica_id = Ballot(config, self._link, self._driver), self._link.replica_id
         self._emit("settings", settings=list(config.sources))
         atexit.register(self.shutdown, wait=False)
 

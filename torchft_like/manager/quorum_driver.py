@@ -70,6 +70,7 @@ class QuorumDriver:
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
+        self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
     def begin(self, attempt: Attempt) -> Join:
         """Make `attempt` the current one, in the present quorum if that stands; return what its join says of
@@ -79,6 +80,7 @@ class QuorumDriver:
             last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
             self._left_out = None
+            attempt.is_patient = bool(self._suspects)
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
@@ -114,7 +116,11 @@ class QuorumDriver:
         """
         if attempt.is_standing:
             limit_s = attempt.quorum_timeout_s
-            if not self._group.enter(lambda: attempt.error is not None or not attempt.is_standing, limit_s):
+            while not self._group.enter(
+                lambda: attempt.error is not None or not attempt.is_standing, limit_s
+            ):
+                if attempt.is_patient:
+                    continue
                 raise QuorumTimeoutError(
                     f"held for {limit_s:g} s, before a step in a quorum that stood: {self.why_no_quorum()}"
                 )
@@ -160,6 +166,8 @@ class QuorumDriver:
 
     def why_no_quorum(self) -> str:
         """Describe the circumstances, for the message of a QuorumTimeoutError."""
+        if self._suspects:
+            return "; ".join(self._suspects.values())
         lighthouse = self._config.lighthouse
         if lighthouse is None:
             return "rank 0 answered, but has no quorum; its log says why"
@@ -238,8 +246,7 @@ class QuorumDriver:
     def left_out(self, notice: LeftOutNotice) -> None:
         """Wait until a later quorum takes this replica in, however long that takes; the others go on."""
         self._left_out = notice
-        if self.attempt is not None:
-            self.attempt.is_left_out = not self._is_asked_to_stop
+        self._be_patient()
         own = notice.replica_id
         links = [f"{own} - {other}" for other in notice.unreachable]
         reasons = [f"{own} {notice.reason}"] if notice.reason else []
@@ -250,8 +257,22 @@ class QuorumDriver:
         handler.
         """
         self._is_asked_to_stop = True
+        self._be_patient()
+
+    def suspected(self, group_rank: int, reason: str) -> None:
+        """Give the quorum up, and wait for the rank as long as it is suspected."""
+        self._suspects.pop(group_rank, None)
+        if reason:
+            self._suspects[group_rank] = reason
+            self._group.give_up(reason)
+            self._exchange.end_fetch(reason)
+        self._be_patient()
+
+    def _be_patient(self) -> None:
+        """Let the attempt wait for as long as there is a reason, beyond its timeout."""
         if self.attempt is not None:
-            self.attempt.is_left_out = False
+            is_left_out = self._left_out is not None and not self._is_asked_to_stop
+            self.attempt.is_patient = is_left_out or bool(self._suspects)
 
     def group_lost(self, reason: str, is_foreign: bool = False) -> None:
         lost = GroupLostError(f"{reason}; restart all ranks of this replica group")
@@ -285,9 +306,8 @@ class QuorumDriver:
         return Wait("allreduce", issued[0], attempt.is_unasked) if issued else None
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        self.trouble = reason
-        if self.attempt is not None:
-            self.attempt.is_left_out = False  # the lighthouse tells it again if it is still so
+        self.trouble, self._left_out = reason, None  # the lighthouse tells it again if it is still so
+        self._be_patient()
         self._emit("disconnected", address=str(self._config.lighthouse), reason=reason)
 
     def lighthouse_connected(self) -> None:

@@ -85,7 +85,6 @@ class LighthouseLink:
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
-        self._channel: grpc.aio.Channel | None = None
         self._serve = self._serve_session
         self._task = asyncio.create_task(self._keep_open())
 
@@ -136,20 +135,31 @@ class LighthouseLink:
             await asyncio.wait([self._task], timeout=LEAVE_ANSWER_S)
         await self.close()
 
+    def hang_up(self) -> None:
+        """Close without a leave, for which the lighthouse lets the others go on, until `call_again`."""
+        self._task.cancel()
+        self._end_session("this replica group waits for one of its ranks")
+
+    def call_again(self) -> None:
+        """Open sessions again."""
+        self._task = asyncio.create_task(self._keep_open(self._task))
+
     async def close(self) -> None:
         """Close without a leave: the lighthouse takes that for a death."""
         self._task.cancel()
         await asyncio.wait([self._task])
         self._renew_lease(0.0)
-        await self._close_channel()
 
-    async def _keep_open(self) -> None:
+    async def _keep_open(self, earlier: asyncio.Task[None] | None = None) -> None:
+        """Open one session after the other, after the `earlier` task has ended."""
+        if earlier is not None:
+            await asyncio.wait([earlier])
         backoff = RECONNECT_MIN_S
         while not self._leaving:
-            self._channel = make_aio_channel(self._address)
+            channel = make_aio_channel(self._address)
             reason = "the lighthouse ended the session"
             try:
-                await self._serve(self._channel)
+                await self._serve(channel)
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -165,22 +175,15 @@ class LighthouseLink:
             except Exception as error:  # an error of the listener, perhaps of a user's process group
                 logger.exception("what the lighthouse said could not be dealt with; connecting anew")
                 reason = f"{type(error).__name__}: {error}"
+            finally:
+                await channel.close(None)
             self.last_error = reason
-            self._say = None
-            await self._close_channel()
-            if self._connected.is_set() and not self._leaving:
+            if self._end_session(reason):
                 backoff = RECONNECT_MIN_S
-                self._mark_disconnected(reason)
-                self._renew_lease(self._lease_s)
             elif _REFUSED in reason.lower():  # while no lighthouse listens there, none forms a quorum
                 self._renew_lease(self._lease_s)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             backoff = min(2 * backoff, RECONNECT_MAX_S)
-
-    async def _close_channel(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            await channel.close(None)
 
     def _mark_connected(self, say: Callable[[pb.SessionRequest], None]) -> None:
         self._say = say
@@ -196,12 +199,18 @@ class LighthouseLink:
         if seconds > 0:
             self._lease = asyncio.get_running_loop().call_later(seconds, self._listener.lease_ended)
 
-    def _mark_disconnected(self, reason: str) -> None:
+    def _end_session(self, reason: str) -> bool:
+        """Tell the listener that the session has ended, unless there was none; return whether it was told."""
+        self._say = None
+        if self._leaving or not self._connected.is_set():
+            return False
         self._connected.clear()
         try:
             self._listener.lighthouse_disconnected(reason)
         except Exception:
             logger.exception("the listener failed when it was told that the lighthouse is away")
+        self._renew_lease(self._lease_s)
+        return True
 
     # -------------------------------------------------------------- sessions
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 
 from lighthouse.address import parse_address
 from lighthouse.errors import AddressError
-from lighthouse.starvation import StarvationWatch
+from lighthouse.starvation import SilenceClock
 from torchft_like.core.peer_links import Probe
 from torchft_like.runtime.connecting import answers_tcp, resolve
 
@@ -26,11 +25,9 @@ RESOLVE_S = 0.5
 LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
 REPEAT_S = 1.0
 PEERS_AT_ONCE = 32
-LATE_S = 0.2  # this process was starved if its event loop was ever later than that
-LOOK_EVERY_S = 0.05
 
 
-async def silent_peers(probe: Probe) -> frozenset[str]:
+async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
     """Return the probed groups that gave no answer within a second, apart from the time for names.
 
     A repeated probe waits first. A group that could not be asked, for lack of an address, a name server or
@@ -46,13 +43,11 @@ async def silent_peers(probe: Probe) -> frozenset[str]:
             if not await _answers(address):
                 silent.add(replica_id)
 
-    watch = StarvationWatch(LATE_S, LOOK_EVERY_S)
+    began = asyncio.get_running_loop().time()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*[ask(*peer) for peer in probe.peers])
-    await asyncio.sleep(LOOK_EVERY_S)  # as an answer that came too late may be the end of all
-    watch.stop()
-    return frozenset() if watch.last_starved > -math.inf else frozenset(silent)
+    return frozenset() if clock.last_starved > began else frozenset(silent)
 
 
 async def _answers(text: str) -> bool:

@@ -10,24 +10,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import uuid
 from dataclasses import asdict
 from typing import Protocol
 
+import grpc
 import grpc.aio
 
 from lighthouse import codec, wire
-from lighthouse.address import Address
+from lighthouse.address import LOOPBACK, Address
+from lighthouse.listening import listen_tcp
 from lighthouse.net import make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
+from torchft_like.manager_server.suspicion import DEAD_S, until_dead
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05
+REFUSALS = (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.INVALID_ARGUMENT)
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the end for a death
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,11 @@ class RankListener(Protocol):
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step; with None, go on until told more."""
+
+    def suspected(self, group_rank: int, reason: str) -> None:
+        """Handle a rank of this replica group that is silent: there is no quorum and no verdict until it
+        answers again. Without a reason it does.
+        """
 
     def group_lost(self, reason: str, is_foreign: bool = False) -> None:
         """Handle the loss of a rank of this replica group, which cannot go on; nor can one that is
@@ -100,25 +111,47 @@ class RankLink(Protocol):
 
 
 class SessionLink:
-    """The connection of a rank that is not in the ManagerServer's process.
+    """The connection of a rank that is not in the ManagerServer's process: one session after the other, which
+    carry one conversation.
+
+    Args:
+        host: the address of this host at which rank 0 finds out whether this process still exists.
+        dead_s: how long rank 0 may be silent before the group is lost.
 
     Raises:
         ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
     """
 
     def __init__(
-        self, address: Address, group_rank: int, listener: RankListener, connect_timeout_s: float
+        self,
+        address: Address,
+        group_rank: int,
+        listener: RankListener,
+        connect_timeout_s: float,
+        host: str = LOOPBACK,
+        dead_s: float = DEAD_S,
     ) -> None:
         self._address = address
         self._group_rank = group_rank
         self._listener = listener
+        self._host = host
+        self._dead_s = dead_s
         self._loop: LoopThread = coordination_loop()
+        self._process = uuid.uuid4().bytes
+        self._sign_of_life = listen_tcp(Address(host, 0))  # the kernel answers there until this process ends
+        self._conversation: Conversation[pb.RankSessionRequest] = Conversation()
         self._closing = False
         self._registered = asyncio.Event()
         self._replica_id = ""
         self._last_error = "no answer"
-        self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None
-        self._task = self._loop.run(self._start(connect_timeout_s))
+        self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None  # once registered
+        self._doubt: asyncio.Task[None] | None = None  # while there is no session
+        self._is_suspect = False
+        try:
+            self._loop.run(self._start(connect_timeout_s))
+        except BaseException:
+            self._sign_of_life.close()
+            raise
 
     @property
     def replica_id(self) -> str:
@@ -146,57 +179,129 @@ class SessionLink:
         self._loop.run(self._end(0.0))
 
     def _send(self, request: pb.RankSessionRequest) -> None:
-        if self._call is not None:
-            self._loop.loop.call_soon_threadsafe(self._call.send, request)
+        self._loop.loop.call_soon_threadsafe(self._say, request)
 
-    async def _start(self, connect_timeout_s: float) -> asyncio.Task[None]:
-        """Open the session, again and again until it is accepted: the server may still be starting."""
-        try:
-            async with asyncio.timeout(connect_timeout_s):
-                while True:
-                    task = asyncio.create_task(self._run())
-                    registered = asyncio.create_task(self._registered.wait())
-                    await asyncio.wait([task, registered], return_when=asyncio.FIRST_COMPLETED)
-                    registered.cancel()
-                    if self._registered.is_set():
-                        return task
-                    await asyncio.sleep(CONNECT_RETRY_S)
-        except TimeoutError:
-            task.cancel()
-            registered.cancel()
-            raise ConnectError(
-                f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
-                f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
-                "running, that its host is reachable from here, and that no other rank has this number"
-            ) from None
+    def _say(self, request: pb.RankSessionRequest) -> None:
+        if not self._conversation.say(request):
+            self._lose("it takes no messages")
+        elif self._call is not None:
+            self._write(self._call, request)
 
-    async def _run(self) -> None:
-        channel = make_aio_channel(self._address)
-        reason = "its ManagerServer ended the session"
-        self._call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
-        self._call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=self._group_rank)))
+    def _write(
+        self, call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse], request: pb.RankSessionRequest
+    ) -> None:
+        request.received = self._conversation.tell_count()
+        call.send(request)
+
+    async def _start(self, connect_timeout_s: float) -> None:
+        """Open the first session, again and again until it is accepted: the server may still be starting."""
+        self._task = asyncio.create_task(self._keep_open())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._registered.wait(), connect_timeout_s)
+            return
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        raise ConnectError(
+            f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
+            f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
+            "running, that its host is reachable from here, and that no other rank has this number"
+        )
+
+    async def _keep_open(self) -> None:
+        """Open one session after the other, until this rank leaves or its group is lost."""
         try:
-            while (response := await self._call.read()) is not None:
-                self._dispatch(response)
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
-        except MalformedMessageError as error:
-            reason = str(error)
-        except Exception as error:  # it may be an error of the listener, perhaps of a user's process group
-            logger.exception("what the ManagerServer said could not be dealt with; hanging up")
-            reason = f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})"
+            while not self._closing:
+                try:
+                    await self._serve()
+                except grpc.aio.AioRpcError as error:
+                    self._last_error = error.details() or error.code().name
+                    if self._registered.is_set() and error.code() in REFUSALS:
+                        self._lose(self._last_error)
+                except MalformedMessageError as error:
+                    self._last_error = str(error)
+                except Exception as error:  # of the listener, perhaps of a user's process group
+                    logger.exception("what the ManagerServer said could not be dealt with; hanging up")
+                    self._lose(f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})")
+                if self._closing:
+                    return
+                if self._registered.is_set() and self._doubt is None:
+                    self._doubt = asyncio.create_task(self._doubt_server())
+                await asyncio.sleep(CONNECT_RETRY_S)
         finally:
-            await self._call.close()
+            self._sign_of_life.close()
+            self._trust()
+
+    async def _serve(self) -> None:
+        """Serve one session, from its register to its end."""
+        channel = make_aio_channel(self._address)
+        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
+        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        register = pb.RankRegister(
+            group_rank=self._group_rank,
+            process=self._process,
+            address=str(Address(self._host, self._sign_of_life.getsockname()[1])),
+            replica_id=self._replica_id,
+        )
+        try:
+            self._write(call, pb.RankSessionRequest(register=register))
+            while (response := await call.read()) is not None:
+                if not self._conversation.arrived(response.received):
+                    raise MalformedMessageError("the ManagerServer has received more than was sent")
+                if response.WhichOneof("response") == "registered":
+                    self._resume(call, response.registered)
+                elif response.WhichOneof("response") is not None:
+                    self._conversation.hear()
+                    self._dispatch(response)
+                    if self._conversation.owes_count:
+                        self._write(call, pb.RankSessionRequest())
+            self._last_error = "its ManagerServer ended the session"
+        finally:
+            self._call = None
+            await call.close()
             await channel.close(None)
-        self._last_error = reason
-        if self._registered.is_set() and not self._closing:
+
+    def _resume(
+        self, call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse], registered: pb.RankRegistered
+    ) -> None:
+        """Go on where the last session ended."""
+        self._trust()
+        self._call, self._replica_id = call, registered.replica_id
+        self._registered.set()
+        for request in self._conversation.to_repeat:
+            self._write(call, request)
+
+    # -- when rank 0 is silent
+
+    async def _doubt_server(self) -> None:
+        self._lose(await until_dead(self._address, self._loop.clock, self._dead_s, self._suspect))
+
+    def _suspect(self) -> None:
+        self._is_suspect = True
+        self._tell_suspicion(f"rank 0 of this replica group is silent: {self._last_error}")
+
+    def _trust(self) -> None:
+        """End the suspicion: rank 0 answers, or it is of interest no more."""
+        if self._doubt is not None:
+            self._doubt.cancel()
+            self._doubt = None
+        if self._is_suspect:
+            self._is_suspect = False
+            self._tell_suspicion("")
+
+    def _tell_suspicion(self, reason: str) -> None:
+        try:
+            self._listener.suspected(0, reason)
+        except Exception:  # perhaps of a user's process group
+            logger.exception("what follows from rank 0's silence could not be carried out")
+
+    def _lose(self, reason: str) -> None:
+        if not self._closing:
+            self._closing = True
+            self._task.cancel()
             self._listener.group_lost(f"rank 0 (ManagerServer at {self._address}) is gone: {reason}")
 
     def _dispatch(self, response: pb.RankSessionResponse) -> None:
         match response.WhichOneof("response"):
-            case "registered":
-                self._replica_id = response.registered.replica_id
-                self._registered.set()
             case "quorum":
                 self._listener.quorum(quorum_result_from_wire(response.quorum))
             case "vote":
@@ -217,11 +322,13 @@ class SessionLink:
             case "hold":
                 quorum_id = response.hold.quorum_id
                 if (step := self._listener.hold(quorum_id)) is not None:
-                    self._send(pb.RankSessionRequest(holds=pb.Holds(quorum_id=quorum_id, step=step)))
+                    self._say(pb.RankSessionRequest(holds=pb.Holds(quorum_id=quorum_id, step=step)))
             case "release":
                 release = response.release
                 ask_at = release.ask_at if release.HasField("ask_at") else None
                 self._listener.released(release.quorum_id, ask_at)
+            case "suspected":
+                self._listener.suspected(response.suspected.group_rank, response.suspected.reason)
             case "group_lost":
                 self._closing = True
                 self._listener.group_lost(response.group_lost.reason, response.group_lost.is_foreign)

@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import uuid
 from collections.abc import Coroutine, Iterable
 from datetime import timedelta
 from typing import Any
@@ -26,6 +27,7 @@ from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
+    GroupAway,
     GroupHolds,
     GroupIdentity,
     GroupJoin,
@@ -40,6 +42,7 @@ from torchft_like.core.replica_group import (
     ReleaseRanks,
     ReplicaGroup,
     StepLostNotice,
+    SuspectNotice,
     Verdict,
 )
 from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
@@ -48,6 +51,7 @@ from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.probing import silent_peers
 from torchft_like.manager_server.rank_link import LocalListener, RankListener
 from torchft_like.manager_server.service import manager_service
+from torchft_like.manager_server.suspicion import DEAD_S, until_dead
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -73,6 +77,7 @@ class ManagerServer:
         connect_timeout: the limit of the first contact with the lighthouse.
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
         job_id: the name of the job, "" if none was given.
+        dead_after: how long a rank's process may be silent before the group is lost.
 
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
@@ -92,6 +97,7 @@ class ManagerServer:
         quorum_retries: int = 0,
         waits_for_lighthouse: bool = False,
         job_id: str = "",
+        dead_after: timedelta = timedelta(seconds=DEAD_S),
     ) -> None:
         self._replica_id = replica_id
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
@@ -100,7 +106,8 @@ class ManagerServer:
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._ranks: dict[int, RankListener] = {}
-        self._lasting: dict[int, RankListener] = {}  # the listeners of `_ranks` that outlast a single call
+        self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
+        self._dead_s = seconds_of(dead_after, "dead_after")
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()
@@ -133,19 +140,28 @@ class ManagerServer:
 
     # ------------------------------------------------- called on the loop, by ranks
 
-    def rank_attached(self, group_rank: int, listener: RankListener, *, lasts: bool) -> bool:
-        """Register the listener of a rank: that of a session, which lasts, or of a call that waits for one
-        answer.
+    def rank_attached(self, group_rank: int, listener: RankListener, process: bytes | None = None) -> bool:
+        """Register the listener of a rank: that of its process, which opens sessions, or, where that is None,
+        of a call that waits for one answer.
 
-        Return False if the rank has a session already: a rank has one in its life, so this is another
-        process. A call takes the place of an older one.
+        Return False if another process speaks for the rank. A call takes the place of an older one.
         """
-        if group_rank in self._lasting:
-            return False
-        self._ranks[group_rank] = listener
-        if lasts:
-            self._lasting[group_rank] = listener
-        return True
+        if process is None:
+            is_free = not self._group.has_session(group_rank)
+        else:
+            is_free = self._group.rank_registered(group_rank, process)
+        if is_free:
+            self._ranks[group_rank] = listener
+        return is_free
+
+    def listener_of(self, group_rank: int) -> RankListener | None:
+        """Return the listener of a rank."""
+        return self._ranks.get(group_rank)
+
+    @property
+    def lost_reason(self) -> str | None:
+        """Why this group is over, if it is."""
+        return self._group.lost_reason
 
     def rank_joined(self, join: RankJoin) -> None:
         """Handle a rank's request for a quorum."""
@@ -172,15 +188,42 @@ class ManagerServer:
         self._perform(self._group.rank_left(group_rank, reason))
         asyncio.ensure_future(self._link.leave(reason, step))  # noqa: RUF006 - it ends with the link
 
+    def rank_silent(self, group_rank: int, listener: RankListener, address: Address | None) -> None:
+        """Handle a rank's session that ended without a leave; ignored for a listener that was replaced.
+
+        Args:
+            address: where connections are refused once the rank's process has ended, if it has said so.
+        """
+        if self._is_shut_down:
+            self.rank_lost(group_rank, listener, "its session ended")
+        elif self._ranks.get(group_rank) is listener:
+            self._doubts[group_rank] = self._run(self._doubt(group_rank, listener, address))
+
+    def rank_resumed(self, group_rank: int) -> None:
+        """Handle another session of a rank's process."""
+        if (doubt := self._doubts.pop(group_rank, None)) is not None:
+            doubt.cancel()
+        self._perform(self._group.rank_resumed(group_rank))
+
+    async def _doubt(self, group_rank: int, listener: RankListener, address: Address | None) -> None:
+        def suspect() -> None:
+            try:
+                self._perform(self._group.rank_suspected(group_rank, "its session ended"))
+            except Exception:  # an error of a rank, perhaps of a user's process group
+                logger.exception("what follows from a rank's silence could not be carried out")
+
+        self.rank_lost(
+            group_rank, listener, await until_dead(address, self._loop.clock, self._dead_s, suspect)
+        )
+
     def rank_lost(self, group_rank: int, listener: RankListener, reason: str) -> None:
-        """Handle a rank's session that ended without a leave; ignored for a listener that was replaced."""
+        """Handle a rank whose process is gone; ignored for a listener that was replaced."""
         if self._ranks.get(group_rank) is listener:
             self._forget(group_rank)
             self._perform(self._group.rank_lost(group_rank, reason))
 
     def _forget(self, group_rank: int) -> None:
         self._ranks.pop(group_rank, None)
-        self._lasting.pop(group_rank, None)
         self._rank_gone.set()
 
     def checkpoint_metadata(self, group_rank: int) -> str | None:
@@ -265,11 +308,11 @@ class ManagerServer:
 
     def _perform_one(self, effect: Effect) -> None:
         match effect:
-            case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks():
+            case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks() | GroupAway():
                 self._tell_lighthouse(effect)
             case Probe():
                 self._run(self._probe(effect))
-            case LossNotice() | LeftOutNotice():
+            case LossNotice() | LeftOutNotice() | SuspectNotice():
                 self._notify(effect)
             case RankQuorum(group_rank, result) if group_rank in self._ranks:
                 self._ranks[group_rank].quorum(result)
@@ -301,14 +344,22 @@ class ManagerServer:
             case GroupLeftNotice():
                 rank.group_lost(effect.reason, effect.is_foreign)
 
-    def _notify(self, notice: LossNotice | LeftOutNotice) -> None:
+    def _notify(self, notice: LossNotice | LeftOutNotice | SuspectNotice) -> None:
         for rank in list(self._ranks.values()):
-            if isinstance(notice, LossNotice):
-                rank.member_lost(notice)
-            else:
-                rank.left_out(notice)
+            match notice:
+                case LossNotice():
+                    rank.member_lost(notice)
+                case LeftOutNotice():
+                    rank.left_out(notice)
+                case SuspectNotice(group_rank, reason):
+                    rank.suspected(group_rank, reason)
 
-    def _tell_lighthouse(self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks) -> None:
+    def _tell_lighthouse(
+        self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | GroupAway
+    ) -> None:
+        if isinstance(news, GroupAway):
+            (self._link.call_again if news.is_back else self._link.hang_up)()
+            return
         if isinstance(news, GroupJoin):
             self._link.join(self._member(news))
             return
@@ -322,11 +373,12 @@ class ManagerServer:
         logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))
         self._link.report_links(news.unreachable)
 
-    def _run(self, work: Coroutine[Any, Any, None]) -> None:
+    def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in the background, until this server stops."""
         task = self._loop.loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _watch(self, listener: LocalListener) -> None:
         """Check regularly whether the rank in this process waits for other replica groups longer than it used
@@ -353,7 +405,7 @@ class ManagerServer:
     async def _probe(self, probe: Probe) -> None:
         silent: frozenset[str] = frozenset()
         try:
-            silent = await silent_peers(probe)
+            silent = await silent_peers(probe, self._loop.clock)
         except Exception:  # the join waits for the answers, so an error must not keep them away
             logger.exception("probing the other replica groups failed")
         try:
@@ -397,7 +449,7 @@ class ManagerServer:
         )
 
     async def _attach(self, group_rank: int, listener: LocalListener) -> None:
-        self._ranks[group_rank] = self._lasting[group_rank] = listener
+        self.rank_attached(group_rank, listener, uuid.uuid4().bytes)
         self._run(self._watch(listener))
 
     def _stop_once(self, reason: str | None, step: int = 0) -> None:

@@ -7,6 +7,7 @@ Each handler turns messages into calls of the server's methods and waits for the
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,9 +15,12 @@ import grpc
 import grpc.aio
 
 from lighthouse import codec
+from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
+from lighthouse.errors import AddressError
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.manager_server.rank_link import quorum_result_to_wire
 
@@ -27,7 +31,6 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 REGISTER_S = 10.0  # seconds in which a session has to name its rank
 M = TypeVar("M")
-LINE_MAX = 64  # how many messages may wait for a rank's reader; with one more the rank counts as lost
 
 
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
@@ -73,30 +76,64 @@ class _Handlers:
         if first is None or first.WhichOneof("request") != "register":
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a rank's session begins with `register`")
             return
-        group_rank = first.register.group_rank
+        register = first.register
+        group_rank = register.group_rank
         await self._check_rank(group_rank, context)
-        line = _SessionLine()
-        if not self._server.rank_attached(group_rank, line, lasts=True):
-            await self._refuse_second(group_rank, context)
+        line = await self._line_of(register, first.received, context)
+        connection = line.connect()
         reader: asyncio.Task[None] | None = None
         try:
-            yield pb.RankSessionResponse(registered=pb.RankRegistered(replica_id=self._server.replica_id))
-            reader = asyncio.create_task(self._read(requests, group_rank, line))
-            while (response := await line.responses.get()) is not None:
+            yield pb.RankSessionResponse(
+                registered=pb.RankRegistered(replica_id=self._server.replica_id),
+                received=line.conversation.tell_count(),
+            )
+            reader = asyncio.create_task(self._read(requests, group_rank, line, connection))
+            while (response := await connection.get()) is not None:
+                response.received = line.conversation.tell_count()
                 yield response
         finally:
             if reader is not None:
                 reader.cancel()
-            self._server.rank_lost(group_rank, line, "its session ended")
+            if line.disconnect(connection):
+                self._server.rank_silent(group_rank, line, line.address)
+
+    async def _line_of(self, register: pb.RankRegister, received: int, context: Context) -> _SessionLine:
+        """Return the line to a rank's process, which has received so much: that of its last session, or a new
+        one.
+        """
+        server, process = self._server, register.process or uuid.uuid4().bytes
+        if register.replica_id not in ("", server.replica_id):
+            text = f"{register.replica_id:.100} is gone: {server.replica_id} has its address"
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
+        line = server.listener_of(register.group_rank)
+        if isinstance(line, _SessionLine) and line.process == process:
+            if not line.conversation.arrived(received):
+                text = "this rank has read too little, or more than was said"
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+            server.rank_resumed(register.group_rank)
+            return line
+        line = _SessionLine(process, register.address)
+        if not server.rank_attached(register.group_rank, line, process):
+            await self._refuse_second(register.group_rank, context)
+        return line
 
     async def _read(
-        self, requests: AsyncIterator[pb.RankSessionRequest | None], group_rank: int, line: _SessionLine
+        self,
+        requests: AsyncIterator[pb.RankSessionRequest | None],
+        group_rank: int,
+        line: _SessionLine,
+        connection: _Connection,
     ) -> None:
         try:
             async for request in requests:
-                if request is None:  # bytes that are no message make the session useless
+                if request is None or not line.is_current(connection):
+                    return  # bytes that are no message make the session useless
+                if not line.conversation.arrived(request.received):
                     return
-                match request.WhichOneof("request"):
+                kind = request.WhichOneof("request")
+                if kind is not None:
+                    line.conversation.hear()
+                match kind:
                     case "join":
                         self._server.rank_joined(rank_join(request.join, group_rank))
                     case "vote":
@@ -108,8 +145,10 @@ class _Handlers:
                         leave = request.leave
                         self._server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step)
                         return  # the rank waits for this side to end the stream
+                if line.conversation.owes_count:
+                    connection.put_nowait(pb.RankSessionResponse())
         finally:
-            line.end()
+            connection.put_nowait(None)
 
     async def quorum(
         self, request: pb.ManagerQuorumRequest | None, context: Context
@@ -160,14 +199,13 @@ class _Handlers:
     async def _attach_call(self, group_rank: int, context: Context) -> _UnaryCall:
         await self._check_rank(group_rank, context)
         call = _UnaryCall()
-        if not self._server.rank_attached(group_rank, call, lasts=False):
+        if not self._server.rank_attached(group_rank, call):
             await self._refuse_second(group_rank, context)
         return call
 
     async def _refuse_second(self, group_rank: int, context: Context) -> None:
-        await context.abort(
-            grpc.StatusCode.ALREADY_EXISTS, f"rank {group_rank} of {self._server.replica_id} is here already"
-        )
+        reason = self._server.lost_reason or f"rank {group_rank} of {self._server.replica_id} is here already"
+        await context.abort(grpc.StatusCode.ALREADY_EXISTS, reason)
 
     async def _check_rank(self, group_rank: int, context: Context) -> None:
         if not 0 <= group_rank < self._server.world_size:
@@ -220,14 +258,44 @@ def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
     return pb.ShouldCommitResponse(should_commit=verdict.committed, step=verdict.step, stop=verdict.stop)
 
 
-class _SessionLine:
-    """A `RankListener` that puts the messages to a rank on its stream.
+_Connection = asyncio.Queue[pb.RankSessionResponse | None]
 
-    `responses` ends with None once the rank has closed its side, or too many messages wait for it to read.
+
+class _SessionLine:
+    """A `RankListener` that puts the messages to a rank on the stream of its session, and on those of later
+    sessions of the same process.
+
+    Attributes:
+        process: tells the rank's process from any other that says it is that rank.
+        address: where connections are refused once the process has ended; None if it has not said so.
+        conversation: what was said over all sessions.
     """
 
-    def __init__(self) -> None:
-        self.responses: asyncio.Queue[pb.RankSessionResponse | None] = asyncio.Queue()
+    def __init__(self, process: bytes, address: str) -> None:
+        self.process = process
+        self.address = _address(address)
+        self.conversation: Conversation[pb.RankSessionResponse] = Conversation()
+        self._connection: _Connection | None = None
+
+    def connect(self) -> _Connection:
+        """Return the queue of a new session's stream, which ends that of the one before; None ends it."""
+        self._end()
+        connection: _Connection = asyncio.Queue()
+        self._connection = connection
+        for response in self.conversation.to_repeat:
+            connection.put_nowait(response)
+        return connection
+
+    def is_current(self, connection: _Connection) -> bool:
+        """Return whether no other session has taken this one's place."""
+        return connection is self._connection
+
+    def disconnect(self, connection: _Connection) -> bool:
+        """End a session; return False if another one has taken its place."""
+        is_last = connection is self._connection
+        if is_last:
+            self._connection = None
+        return is_last
 
     def quorum(self, result: QuorumResult) -> None:
         self._put(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
@@ -268,21 +336,34 @@ class _SessionLine:
         lost = pb.GroupLost(reason=reason, is_foreign=is_foreign)
         self._put(pb.RankSessionResponse(group_lost=lost))
 
-    def end(self) -> None:
-        """End the stream after the messages so far."""
-        self.responses.put_nowait(None)
+    def suspected(self, group_rank: int, reason: str) -> None:
+        suspected = pb.RankSuspected(group_rank=group_rank, reason=reason)
+        self._put(pb.RankSessionResponse(suspected=suspected))
 
     def _put(self, response: pb.RankSessionResponse) -> None:
-        if self.responses.qsize() < LINE_MAX:
-            self.responses.put_nowait(response)
-        elif self.responses.qsize() == LINE_MAX:
-            self.end()
+        if self.conversation.is_over:
+            return
+        if not self.conversation.say(response):
+            self._end()
+        elif self._connection is not None:
+            self._connection.put_nowait(response)
+
+    def _end(self) -> None:
+        if self._connection is not None:
+            self._connection.put_nowait(None)
 
     def lighthouse_disconnected(self, reason: str) -> None:
         """Do nothing: only rank 0 handles this."""
 
     def lighthouse_connected(self) -> None:
         """Do nothing: only rank 0 handles this."""
+
+
+def _address(text: str) -> Address | None:
+    try:
+        return parse_address(text)
+    except AddressError:
+        return None
 
 
 class _GroupLostError(Exception):
@@ -319,6 +400,9 @@ class _UnaryCall:
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Do nothing: a quorum with a unary caller does not stand."""
+
+    def suspected(self, group_rank: int, reason: str) -> None:
+        """Do nothing: a unary caller waits as long as it wants."""
 
     def group_lost(self, reason: str, is_foreign: bool = False) -> None:
         for future in (self.result, self.verdict_given):

@@ -14,15 +14,22 @@ from typing import Any, TypeVar
 
 from lighthouse.errors import ForkError
 from lighthouse.forks import Turn, in_each_fork, keep_for_ever, lock_of_each_process
+from lighthouse.starvation import SilenceClock
 
 T = TypeVar("T")
+LATE_S = 0.2  # a loop later than that was starved: answers are awaited for longer
 
 
 class LoopThread:
-    """An asyncio loop on a daemon thread of its own."""
+    """An asyncio loop on a daemon thread of its own.
+
+    Attributes:
+        clock: measures the silence of others.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
+        self.clock = SilenceClock(self.loop, LATE_S)
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()

@@ -10,15 +10,19 @@ import pytest
 
 from torchft_like.core.replica_group import (
     Effect,
+    GroupAway,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
+    HoldRanks,
     LossNotice,
     RankJoin,
     RankQuorum,
     RankVerdict,
+    ReleaseRanks,
     ReplicaGroup,
     StepLostNotice,
+    SuspectNotice,
     Verdict,
 )
 
@@ -235,3 +239,59 @@ def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
     group = ReplicaGroup("a", 1, last_quorum_id=3, last_quorum_replica_ids=("a", "b"))
     assert group.member_lost(3, "a", "it was away") == [LossNotice(3, "a", "it was away", is_alive=True)]
     assert group.member_lost(3, "b", "its connection ended") == [LossNotice(3, "b", "its connection ended")]
+
+
+class TestSuspicion:
+    """A rank is silent: the others go on without its group, which goes on when it answers."""
+
+    @staticmethod
+    def group_in_a_quorum() -> ReplicaGroup:
+        group = ReplicaGroup("a", 2)
+        for rank in (0, 1):
+            group.rank_joined(RankJoin(rank, 3, ""))
+        group.quorum_formed(7, [Member("a", 3), Member("b", 3)], 1, stands=True)
+        return group
+
+    def test_votes_are_refused_and_the_group_goes_away_until_the_rank_answers(self) -> None:
+        group = self.group_in_a_quorum()
+        assert not any(isinstance(e, RankVerdict) for e in group.rank_voted(1, Verdict(3, True)))
+        away, notice, refused, hold = group.rank_suspected(1, "its session ended")
+        assert away == GroupAway(is_back=False)
+        assert isinstance(notice, SuspectNotice)
+        assert refused == RankVerdict(1, Verdict(3, False))
+        assert hold == HoldRanks((0, 1), 7)
+        assert group.rank_voted(0, Verdict(3, True)) == [RankVerdict(0, Verdict(3, False))]
+        assert group.rank_resumed(1) == [SuspectNotice(1, ""), GroupAway(is_back=True)]
+        assert group.lost_reason is None
+
+    def test_a_group_is_back_when_its_last_suspect_answers(self) -> None:
+        group = ReplicaGroup("a", 3)
+        assert GroupAway(is_back=False) in group.rank_suspected(1, "silent")
+        assert GroupAway(is_back=False) not in group.rank_suspected(2, "silent")
+        assert GroupAway(is_back=True) not in group.rank_resumed(1)
+        assert GroupAway(is_back=True) in group.rank_resumed(2)
+        assert group.rank_resumed(2) == []  # it was not suspected
+
+    def test_a_suspect_that_is_dead_ends_its_group_and_cannot_come_back(self) -> None:
+        group = self.group_in_a_quorum()
+        assert group.rank_registered(1, b"one")
+        group.rank_suspected(1, "silent")
+        assert [type(effect) for effect in group.rank_lost(1, "dead")] == [GroupLostNotice]
+        assert group.rank_suspected(0, "silent") == group.rank_resumed(1) == []
+        assert not group.rank_registered(1, b"one")
+
+    def test_the_lighthouse_is_not_asked_when_ranks_that_wait_for_a_suspect_may_go_on(self) -> None:
+        group = self.group_in_a_quorum()
+        group.rank_suspected(1, "silent")
+        assert group.lighthouse_disconnected() == []
+        assert group.rank_holds(0, 7, 4) == []
+        assert group.lighthouse_connected() == []
+        assert group.rank_holds(1, 7, 3) == [ReleaseRanks((0, 1), 7, 4)]
+
+    def test_one_process_speaks_for_a_rank(self) -> None:
+        group = ReplicaGroup("a", 2)
+        assert not group.has_session(1)
+        assert group.rank_registered(1, b"one")
+        assert group.has_session(1)
+        assert not group.rank_registered(1, b"other")
+        assert group.rank_registered(1, b"one")

@@ -57,7 +57,7 @@ class TestAttempt:
 
     def test_a_quorum_that_does_without_this_replica_is_waited_for_until_it_is_asked_to_stop(self) -> None:
         attempt, outcomes = Attempt(True, 0.01), list[str]()
-        attempt.is_left_out = True
+        attempt.is_patient = True
 
         def wait() -> None:
             try:
@@ -69,7 +69,7 @@ class TestAttempt:
         thread.start()
         thread.join(0.2)  # many times as long as a quorum is waited for otherwise
         assert thread.is_alive()
-        attempt.is_left_out = False
+        attempt.is_patient = False
         thread.join(LIMIT_S)
         assert outcomes == ["no quorum within 0.01 s: left out"]
 

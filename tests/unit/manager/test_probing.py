@@ -12,8 +12,10 @@ from typing import Any
 
 import pytest
 
+from lighthouse.starvation import SilenceClock
 from torchft_like.core.peer_links import Probe
 from torchft_like.manager_server import probing
+from torchft_like.runtime.event_loop import LATE_S
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +57,15 @@ def address_of(listener: socket.socket) -> str:
 def silent_of(*addresses: str, is_repeated: bool = False) -> set[int]:
     """The positions of those who gave no answer."""
     peers = tuple((str(n), address) for n, address in enumerate(addresses))
-    return {int(i) for i in asyncio.run(probing.silent_peers(Probe(peers, is_repeated)))}
+    return {int(i) for i in asyncio.run(probe(Probe(peers, is_repeated)))}
+
+
+async def probe(what: Probe) -> frozenset[str]:
+    clock = SilenceClock(asyncio.get_running_loop(), LATE_S)
+    try:
+        return await probing.silent_peers(what, clock)
+    finally:
+        clock.stop()
 
 
 def test_who_listens_answers_without_accepting(listener: socket.socket) -> None:
@@ -75,8 +85,8 @@ def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, 
 
 def test_a_starved_process_says_nothing(silent: str) -> None:
     async def probe_starved() -> frozenset[str]:
-        asyncio.get_running_loop().call_later(0.1, time.sleep, 2 * probing.LATE_S)
-        return await probing.silent_peers(Probe((("0", silent),), False))
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 3 * LATE_S)
+        return await probe(Probe((("0", silent),), False))
 
     assert asyncio.run(probe_starved()) == frozenset()
 
@@ -104,15 +114,15 @@ def test_nothing_is_said_where_the_name_server_gives_no_answer(
         over.wait(30.0)
         raise socket.gaierror(socket.EAI_AGAIN, "Temporary failure in name resolution")
 
-    async def probe() -> frozenset[str]:
+    async def probe_a_name() -> frozenset[str]:
         try:
-            return await probing.silent_peers(Probe((("b", "http://host-b.example:1"),)))
+            return await probe(Probe((("b", "http://host-b.example:1"),)))
         finally:
             over.set()
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
     monkeypatch.setattr(probing, "RESOLVE_S", 0.2)
-    assert asyncio.run(probe()) == set()
+    assert asyncio.run(probe_a_name()) == set()
 
 
 @pytest.mark.parametrize("listening", [True, False])

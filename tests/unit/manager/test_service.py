@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
+import socket
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -11,8 +13,8 @@ from typing import Any
 import pytest
 
 from lighthouse import wire
-from lighthouse.address import parse_address
-from lighthouse.net import make_aio_channel
+from lighthouse.address import Address, parse_address
+from lighthouse.net import make_aio_channel, until_refused
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
@@ -26,6 +28,18 @@ from torchft_like.runtime.event_loop import coordination_loop
 LIMIT_S = 30.0
 
 
+class _AnyText:
+    """Equal to every text but the empty one."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, str) and bool(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+ANY_TEXT = _AnyText()
+
+
 class Ear:
     """A rank's listener; `told` has what it was told, by name."""
 
@@ -33,7 +47,7 @@ class Ear:
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
 
     def __getattr__(self, name: str) -> Any:
-        return lambda news=None, *_: self.told.put((name, news))
+        return lambda news=None, *more: self.told.put((name, (news, *more) if name == "suspected" else news))
 
     def heard(self, name: str) -> Any:
         """The next news of this name."""
@@ -74,7 +88,8 @@ def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: Manage
     server.attach_local_rank(0, ear)
     coordination_loop().run(end_at_the_first_write())
     assert "rank 1" in ear.heard("group_lost")
-    SessionLink(parse_address(server.address()), 1, Ear(), LIMIT_S).close()  # its place is free
+    with pytest.raises(ConnectError, match="rank 1 of replica group g is gone"):
+        SessionLink(parse_address(server.address()), 1, Ear(), 0.5)
 
 
 def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
@@ -133,7 +148,7 @@ def test_a_rank_that_asks_while_its_group_leaves_makes_no_death_of_that(
     )
 
     async def leave_and_be_asked() -> None:
-        server.rank_attached(1, ear, lasts=True)
+        server.rank_attached(1, ear, b"1")
         leaving = asyncio.ensure_future(server._stop("bye"))
         await asyncio.sleep(0)
         server.rank_joined(RankJoin(1, step=0, checkpoint_metadata=""))
@@ -156,7 +171,7 @@ def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
     ear = Ear()
 
     async def hang_up_and_be_asked() -> None:
-        server.rank_attached(1, ear, lasts=True)
+        server.rank_attached(1, ear, b"1")
         for rank in range(2):
             server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
         members = [pb.QuorumMember(replica_id=i, address=f"http://{i}:1") for i in ("g", "h")]
@@ -202,3 +217,169 @@ def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> 
 
     server.attach_local_rank(0, Ear())
     assert coordination_loop().run(hear()) == [lost, left]
+
+
+class Path:
+    """The path of a rank to its ManagerServer; while it is not open, it resets new connections."""
+
+    def __init__(self, server: ManagerServer) -> None:
+        self._target = parse_address(server.address())
+        self._writers: list[asyncio.StreamWriter] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.is_open = True
+        self._listener = coordination_loop().run(asyncio.start_server(self._accept, "127.0.0.1", 0))
+        self.address = Address("127.0.0.1", self._listener.sockets[0].getsockname()[1])
+
+    def cut(self) -> None:
+        """Reset all connections."""
+
+        async def reset() -> None:
+            for writer in self._writers:
+                writer.transport.abort()
+            self._writers.clear()
+
+        coordination_loop().run(reset())
+
+    def close(self) -> None:
+        """Listen no more."""
+
+        async def close() -> None:
+            self._listener.close()
+            for writer in self._writers:
+                writer.transport.abort()
+            await asyncio.gather(*self._tasks)
+
+        coordination_loop().run(close())
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self.is_open:
+            writer.transport.abort()
+            return
+        far_reader, far_writer = await asyncio.open_connection(self._target.host, self._target.port)
+        self._writers += [writer, far_writer]
+        for source, sink in ((reader, far_writer), (far_reader, writer)):
+            task = asyncio.ensure_future(self._carry(source, sink))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65536):
+                writer.write(data)
+        writer.transport.abort()
+
+
+@pytest.fixture
+def path(server: ManagerServer) -> Iterator[Path]:
+    path = Path(server)
+    yield path
+    path.close()
+
+
+@pytest.mark.suspicion
+def test_what_is_said_while_a_session_is_broken_arrives_once_in_the_next_one(
+    server: ManagerServer, path: Path
+) -> None:
+    ear, other = Ear(), Ear()
+    link = SessionLink(path.address, 1, ear, LIMIT_S)
+    local = server.attach_local_rank(0, other)
+    for step in range(30):
+        if step % 3 == 0:
+            path.cut()
+        link.vote(1, Verdict(step, True))
+        if step % 3 == 1:
+            path.cut()
+        local.vote(0, Verdict(step, True))
+        assert ear.heard("verdict").step == step
+        assert other.heard("verdict").step == step
+    link.close()
+    assert "rank 1" in other.heard("group_lost")
+
+
+@pytest.mark.suspicion
+def test_a_rank_that_cannot_come_back_is_suspected_and_goes_on_when_it_can(
+    server: ManagerServer, path: Path
+) -> None:
+    ear, other = Ear(), Ear()
+    link = SessionLink(path.address, 1, ear, LIMIT_S)
+    local = server.attach_local_rank(0, other)
+    path.is_open = False
+    path.cut()
+    assert ear.heard("suspected") == (0, ANY_TEXT)
+    assert other.heard("lighthouse_disconnected")
+    assert other.heard("suspected") == (1, ANY_TEXT)
+    local.vote(0, Verdict(3, True))
+    assert not other.heard("verdict").committed  # without its other rank the group commits nothing
+    link.vote(1, Verdict(3, True))
+    path.is_open = True
+    assert other.heard("suspected") == (1, "")
+    other.heard("lighthouse_connected")
+    local.join(RankJoin(0, step=3, checkpoint_metadata=""))
+    assert not ear.heard("verdict").committed
+    link.close()
+
+
+@pytest.mark.suspicion
+@pytest.mark.parametrize("silent", ["rank 1", "rank 0"])
+def test_a_rank_that_is_silent_for_the_dead_time_is_lost(lighthouse: LighthouseServer, silent: str) -> None:
+    limit, dead = timedelta(seconds=LIMIT_S), timedelta(seconds=0.5)
+    server = ManagerServer(
+        "g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 2, limit, dead_after=dead
+    )
+    ear, other = Ear(), Ear()
+    path = Path(server)
+    try:
+        link = SessionLink(path.address, 1, ear, LIMIT_S, dead_s=0.5 if silent == "rank 0" else LIMIT_S)
+        server.attach_local_rank(0, other)
+        path.is_open = False
+        path.cut()
+        lost = (other if silent == "rank 1" else ear).heard("group_lost")
+        assert silent in lost
+        assert "silent for longer than dead_after, 0.5 s" in lost
+        link.close()
+    finally:
+        server.close()
+        path.close()
+
+
+@pytest.mark.suspicion
+def test_no_other_process_takes_the_place_of_a_rank_that_is_suspected(
+    server: ManagerServer, path: Path
+) -> None:
+    other = Ear()
+    link = SessionLink(path.address, 1, Ear(), LIMIT_S)
+    server.attach_local_rank(0, other)
+    path.is_open = False
+    path.cut()
+    other.heard("suspected")
+    with pytest.raises(ConnectError, match="rank 1 of g is here already"):
+        SessionLink(parse_address(server.address()), 1, Ear(), 0.5)
+    path.is_open = True
+    assert other.heard("suspected") == (1, "")
+    link.close()
+
+
+def test_a_rank_does_not_take_a_later_server_at_the_address_for_its_own(
+    lighthouse: LighthouseServer, server: ManagerServer
+) -> None:
+    ear, other = Ear(), Ear()
+    link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
+    link._replica_id = "the one before"
+    server.attach_local_rank(0, other)
+    coordination_loop().loop.call_soon_threadsafe(server.listener_of(1)._end)  # type: ignore[union-attr]
+    assert "the one before is gone: g has its address" in ear.heard("group_lost")
+    link.close()
+
+
+def test_a_process_is_known_to_have_ended_when_its_host_refuses() -> None:
+    async def watch() -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        address = Address(*listener.getsockname())
+        refused = asyncio.ensure_future(until_refused(address))
+        done, _ = await asyncio.wait([refused], timeout=0.3)
+        assert not done
+        listener.close()
+        async with asyncio.timeout(LIMIT_S):
+            await refused
+
+    coordination_loop().run(watch())

@@ -271,6 +271,25 @@ def _stood_still(view: View) -> str:
     return f"{cut} packets cut, no step for {pause_s:.2f} s, {gone}"
 
 
+def _did_not_restart(view: View) -> str:
+    """Check that the others were told, and that no process of the victim has ended."""
+    ended = any(view.is_victim(note) for note in view.notes("ended"))
+    return "" if ended else _left_out(view)
+
+
+def _starved(view: View) -> str:
+    """Check that a step took longer than before, and that no process has ended."""
+    during = [c.time - c.began for c in view.commits() if _ran_within(c, view.injection)]
+    before = [c.time - c.began for c in view.commits_before(COMPARED_S)]
+    slower = max(during, default=0.0) / median(before) if before else 0.0
+    busy = view.injection.details.get("busy")
+    return (
+        f"{busy} busy processes, a step took {slower:.0f} times as long"
+        if slower > 2 and not view.notes("ended")
+        else ""
+    )
+
+
 def _sent_again(view: View) -> str:
     details = view.injection.details
     lost, again = details.get("lost", 0), details.get("retransmits", 0)
@@ -302,6 +321,8 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "kill-half": _left_out,
         "kill-rank": _left_out,
         "stop": _left_out,
+        "stop-rank": _did_not_restart,
+        "starve": _starved,
         "leave": _left_out,
         "leave-half": _left_out,
         "leave-in-join": _came_and_went,

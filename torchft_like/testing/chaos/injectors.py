@@ -11,6 +11,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -108,6 +110,31 @@ def _stop(target: Target, planned: Planned) -> Iterator[Injected]:
         yield Injected((victim.name,))
     finally:
         victim.signal(signal.SIGCONT)
+
+
+@contextmanager
+def _stop_rank(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    rank = victim.ranks[planned.number % len(victim.ranks)]
+    rank.signal(signal.SIGSTOP)
+    try:
+        yield Injected((victim.name,), {"rank": rank.number})
+    finally:
+        rank.signal(signal.SIGCONT)
+
+
+@contextmanager
+def _starve(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Run so many busy processes on each core; there is no victim, as all replica groups have to stay."""
+    cores = len(os.sched_getaffinity(0))
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(int(planned.amount) * cores)]  # noqa: S603 - fixed
+    try:
+        yield Injected(details={"busy": len(busy), "cores": cores})
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 @contextmanager
@@ -277,6 +304,8 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "kill-half": _kill_half,
         "kill-rank": _kill_rank,
         "stop": _stop,
+        "stop-rank": _stop_rank,
+        "starve": _starve,
         "leave": _leave,
         "leave-half": _leave_half,
         "leave-in-join": _leave_in_join,

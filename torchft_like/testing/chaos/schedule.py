@@ -41,6 +41,12 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "kill-half": Kind("SIGKILL of half of the replica groups at once"),
         "kill-rank": Kind("SIGKILL of one rank of a replica group of several", needs=("ranks",)),
         "stop": Kind("SIGSTOP of a replica group, later SIGCONT", (2.0, 4.0)),
+        "stop-rank": Kind(
+            "SIGSTOP of one rank of a replica group of several, later SIGCONT", (1.5, 5.0), needs=("ranks",)
+        ),
+        "starve": Kind(
+            "busy processes take the processor from every process of the job", (3.0, 10.0), (5.0, 5.0)
+        ),
         "leave": Kind("a replica group leaves in good order, and is started again"),
         "leave-half": Kind("half of the replica groups leave at once, and come back at once"),
         "leave-in-join": Kind(
