@@ -13,6 +13,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -23,6 +24,8 @@ ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 os.environ.setdefault(CHECK_ENV, "1")
+hypothesis.settings.register_profile("no deadline", deadline=None)  # Time is measured in benchmarks.
+hypothesis.settings.load_profile("no deadline")
 forks.preload("tests.integration.worker", "tests.integration.torch_job", "tests.conformance.member")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell makes its background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)

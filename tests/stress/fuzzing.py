@@ -27,7 +27,6 @@ PYTHON_BYTES_MAX = 256 * 1024 * 1024
 
 fuzz = settings(
     max_examples=EXAMPLES,
-    deadline=None,
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.data_too_large,

@@ -27,7 +27,9 @@ TAIL_LINES: Final = 40
 OUTPUT_S_MAX: Final = 60.0
 END_S_MAX: Final = 60.0
 LOOK_EVERY_S: Final = 0.01
-_DIE_WITH_PARENT = [found, "--pdeathsig", "KILL", "--"] if (found := shutil.which("setpriv")) else []
+# The shell looks whether the parent has ended before the kernel was told to watch it.
+_RUN_WHILE_PARENT_LIVES = """[ "$PPID" = "$0" ] && exec "$@\""""
+_SETPRIV = shutil.which("setpriv")
 
 
 class OutputError(AssertionError):
@@ -159,7 +161,7 @@ class RunningProcess:
 
     def _launch(self, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes] | Fork:
         return subprocess.Popen(  # noqa: S603 - the caller's own command
-            [*_DIE_WITH_PARENT, *self.command],
+            [*_end_with_this_process(), *self.command],
             cwd=self._folder,
             env=env,
             stdin=subprocess.PIPE if self._takes_orders else subprocess.DEVNULL,
@@ -283,6 +285,13 @@ def is_in_session(process: psutil.Process, *leaders: int) -> bool:
         return os.getsid(process.pid) in leaders and process.status() != psutil.STATUS_ZOMBIE
     except (ProcessLookupError, psutil.NoSuchProcess):
         return False
+
+
+def _end_with_this_process() -> list[str]:
+    """Return what goes before a command, so that the kernel kills its process when this one ends."""
+    if _SETPRIV is None:
+        return []
+    return [_SETPRIV, "--pdeathsig", "KILL", "--", "sh", "-c", _RUN_WHILE_PARENT_LIVES, str(os.getpid())]
 
 
 def _in_sessions_of(processes: Iterable[RunningProcess]) -> list[psutil.Process]:

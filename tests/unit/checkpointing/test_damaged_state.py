@@ -69,7 +69,7 @@ states = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(states)
 def test_every_state_comes_back_as_it_was(state: object) -> None:
     assert same(round_trip(state), state)
@@ -115,7 +115,7 @@ def edited(data: bytes, operations: list[tuple[str, int, bytes]]) -> bytes:
     return data
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(edits)
 def test_damage_anywhere_is_reported_as_a_format_error(operations: list[tuple[str, int, bytes]]) -> None:
     data = edited(SAMPLE, operations)
@@ -155,7 +155,7 @@ def spec(dtype: int, device: int, shape: list[int]) -> bytes:
     return struct.pack(f"<BBB{len(shape)}Q", dtype, device, len(shape), *shape)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(specs, fragments, st.sampled_from([0, 64, 128]))
 def test_a_made_up_structure_is_a_state_or_a_format_error(head: bytes, value: bytes, payload: int) -> None:
     with contextlib.suppress(CheckpointFormatError):

@@ -83,7 +83,7 @@ STATE: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.agreement
 @given(st.sampled_from(sorted(STATE)), st.integers(0), st.integers(1, 40), st.integers(0, 100))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_a_changed_bit_is_found_in_one_step(name: str, bit: int, slices: int, first_step: int) -> None:
     torch.manual_seed(1)
     state = {key: make() for key, make in STATE.items()}

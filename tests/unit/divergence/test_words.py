@@ -47,7 +47,7 @@ def sum_of_random_bytes(length: int) -> int:
 
 @pytest.mark.parametrize("length", LENGTHS)
 @given(data=st.data())
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_a_changed_bit_anywhere_is_found(length: int, data: st.DataObject) -> None:
     place, bit = data.draw(st.integers(0, length - 1)), data.draw(st.integers(0, 7))
     changed = random_bytes(length).clone()

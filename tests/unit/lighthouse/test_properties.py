@@ -329,4 +329,4 @@ class LighthouseHistory(RuleBasedStateMachine):
 
 
 TestLighthouseHistory = LighthouseHistory.TestCase
-TestLighthouseHistory.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
+TestLighthouseHistory.settings = settings(max_examples=300, stateful_step_count=40)
