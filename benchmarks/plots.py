@@ -28,6 +28,7 @@ def plot(result: dict[str, Any]) -> None:
     mpl.use("Agg")
     curves = by_case([{**row, "case": _without_number(row)} for row in result["rows"] if _is_on_curve(row)])
     cases = by_case([row for row in result["rows"] if not _is_on_curve(row)]) | curves
+    cases = {case: rows for case, rows in cases.items() if any(row["max"] != 0 for row in rows)}
     columns = min(COLUMNS_MAX, len(cases))
     lines = math.ceil(len(cases) / columns)
     figure, axes = plt.subplots(lines, columns, figsize=(4.2 * columns, 2.3 * lines + 0.8), squeeze=False)

@@ -81,4 +81,10 @@ def _number(value: float | None, unit: str) -> str:
 
 def _digits(value: float) -> str:
     """Return three significant digits, never in scientific notation."""
-    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}" if abs(value) >= 1e-4 else f"{value:.6f}"
+    return (
+        f"{value:.0f}"
+        if abs(value) >= 100
+        else f"{value:.3g}"
+        if abs(value) >= 1e-4 or not value
+        else f"{value:.6f}"
+    )
