@@ -82,14 +82,18 @@ def main(plan: Plan | None = None) -> Result:
         for event in EVENTS:
             costs = [_in_process(event, replicas) for _ in range(plan.samples)]
             case = f"{event}, {replicas:,} replicas"
-            result.add(f"{case}: messages", OURS.name, "messages", [float(costs[0].messages)])
-            result.add(f"{case}: bytes", OURS.name, "MB", [costs[0].nbytes / 1e6])
-            result.add(f"{case}: on the link", OURS.name, "s", [costs[0].nbytes / LINK_BYTES_PER_SECOND])
-            result.add(f"{case}: CPU", OURS.name, "s", [c.cpu_s + c.messages * beyond_s for c in costs])
+            for what, unit, samples in (
+                ("messages", "messages", [float(costs[0].messages)]),
+                ("bytes", "MB", [costs[0].nbytes / 1e6]),
+                ("on the link", "s", [costs[0].nbytes / LINK_BYTES_PER_SECOND]),
+                ("CPU", "s", [c.cpu_s + c.messages * beyond_s for c in costs]),
+            ):
+                result.add(f"{case}: {what}", OURS.name, unit, samples, at=replicas)
         per_step = result.median(f"{EVERY_STEP}, {replicas:,} replicas: CPU", OURS.name) or 0.0
         case = f"{STEPS_PER_SECOND} steps a second, {replicas:,} replicas: cores that quorums would take"
-        result.add(case, "a quorum in every step", "cores", [per_step * STEPS_PER_SECOND])
-        result.add(case, OURS.name, "cores", [0.0], note="a quorum that stands: no message in a quiet step")
+        note = "a quorum that stands: no message in a quiet step"
+        result.add(case, "a quorum in every step", "cores", [per_step * STEPS_PER_SECOND], at=replicas)
+        result.add(case, OURS.name, "cores", [0.0], note, at=replicas)
     result.save()
     return result
 

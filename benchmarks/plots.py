@@ -61,7 +61,7 @@ def _is_on_curve(row: dict[str, Any]) -> bool:
 
 
 def _without_number(row: dict[str, Any]) -> str:
-    return str(row["case"]).replace(f"{row['at']:g} ", "n ", 1) if _is_on_curve(row) else str(row["case"])
+    return str(row["case"]).replace(f"{row['at']:,} ", "n ", 1) if _is_on_curve(row) else str(row["case"])
 
 
 def _draw_curves(axes: Axes, case: str, rows: Case) -> None:
