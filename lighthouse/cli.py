@@ -1,7 +1,8 @@
 """The daemon: `python -m lighthouse`, or `torchft-like-lighthouse`.
 
-The daemon takes torchft's flags, with underscores or dashes. It prints one line to standard output,
-`lighthouse listening on http://HOST:PORT`, once it can be reached; event records go to standard error.
+The daemon takes torchft's flags, with underscores or dashes. Once it can be reached it prints to standard
+output where its page is (`lighthouse page on http://HOST:PORT`), if it has one, and as the last line
+`lighthouse listening on http://HOST:PORT`; event records go to standard error.
 SIGTERM and Ctrl-C end it with status 0; a wrong argument is reported in one line and ends it with status 2.
 """
 
@@ -9,17 +10,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import importlib
 import logging
 import signal
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from typing import NoReturn
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, NoReturn
 
 from lighthouse import __version__
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.errors import ConfigError, CoordinationError
+from lighthouse.errors import BindError, ConfigError, CoordinationError
+
+if TYPE_CHECKING:
+    from lighthouse.page.server import PageServer
+    from lighthouse.server import Lighthouse
 
 DEFAULT_PORT = 29510
 FEWEST_REPLICAS = 16
@@ -38,6 +45,7 @@ _HELP = {
     "sick_pause_max_ms": "the longest time for which it is left out",
     "keepalive_time_ms": "a connection silent for so long is probed",
     "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
+    "progress_interval_ms": "how often members say how far they are, for the page; 0: never",
     "replicas_max": "more replicas are refused",
     "session_queue_max": "messages that may wait for one session's reader",
     "job_id": "the name of the job; replicas that were given another one are refused",
@@ -47,28 +55,73 @@ _HELP = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the daemon until a signal ends it, and return the exit status."""
     try:
-        bind, config, level = _parse(sys.argv[1:] if arguments is None else arguments)
-        logging.basicConfig(stream=sys.stderr, level=level, format="%(asctime)s %(levelname)s %(message)s")
-        config = _within_open_files(config)
-        asyncio.run(_serve(bind, config))
+        given = _parse(sys.argv[1:] if arguments is None else arguments)
+        form = "%(asctime)s %(levelname)s %(message)s"
+        logging.basicConfig(stream=sys.stderr, level=given.log_level, format=form)
+        given.config = _within_open_files(given.config)
+        asyncio.run(_serve(given))
     except CoordinationError as error:
         print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
         return 2
     return 0
 
 
-async def _serve(bind: Address, config: LighthouseConfig) -> None:
+@dataclass
+class _Given:
+    """What the command line says; without `page` there is none."""
+
+    bind: Address
+    config: LighthouseConfig
+    log_level: str
+    page: Address | None
+    must_have_page: bool
+    everybody_operates: bool
+
+
+async def _serve(given: _Given) -> None:
     from lighthouse.server import Lighthouse  # noqa: PLC0415 - it loads gRPC, which --help does without
 
+    if given.page is not None:
+        with contextlib.suppress(ImportError):  # `_start_page` says so
+            importlib.import_module("lighthouse.page.server")  # now, as soon there will be replicas that wait
     loop, signalled = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signalled.set)
-    lighthouse = await Lighthouse.start(config, bind)
+    lighthouse, page = await Lighthouse.start(given.config, given.bind), None
     try:
+        page = await _start_page(lighthouse, given)
         print(f"lighthouse listening on {lighthouse.address.url}", flush=True)  # noqa: T201
         await signalled.wait()
     finally:
-        await lighthouse.stop("signal")
+        await asyncio.gather(lighthouse.stop("signal"), *([page.stop()] if page else []))
+
+
+async def _start_page(lighthouse: Lighthouse, given: _Given) -> PageServer | None:
+    """Serve the page, if there is to be one. A lighthouse that was not told to have one does without where
+    there can be none.
+
+    Raises:
+        BindError, ConfigError: it was told to, and cannot listen there, or what serves it is not installed.
+    """
+    if given.page is None:
+        return None
+    failure: CoordinationError
+    try:
+        from lighthouse.page.server import PageServer  # noqa: PLC0415 - trainers do without
+
+        everybody = given.everybody_operates
+        page = await PageServer.start(lighthouse, given.page, everybody_operates=everybody)
+    except ImportError as error:
+        failure = ConfigError(f"the page needs {error.name}: pip install --upgrade torchft-like")
+    except BindError as error:
+        failure = error
+    else:
+        print(f"lighthouse page on {page.address.url}", flush=True)  # noqa: T201
+        return page
+    if given.must_have_page:
+        raise failure
+    logging.getLogger("lighthouse").warning("there is no page: %s (or pass --page=off)", failure)
+    return None
 
 
 def _within_open_files(config: LighthouseConfig) -> LighthouseConfig:
@@ -100,7 +153,7 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message:.1000} (--help lists the flags)")
 
 
-def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
+def _parse(arguments: Sequence[str]) -> _Given:
     parser = _Parser(
         prog="lighthouse",
         allow_abbrev=False,
@@ -124,6 +177,19 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
             help=f"{_HELP[setting.name]} (default: {'none' if setting.default == '' else '%(default)s'})",
         )
     parser.add_argument(
+        "--page",
+        metavar="HOST:PORT",
+        help="where the page, /status and /metrics are served over HTTP; off for nowhere (default: the port"
+        " after that of --bind, if it is free)",
+    )
+    parser.add_argument(
+        *_spellings("page_operators"),
+        default="local",
+        choices=["local", "everybody"],
+        help="who may kill a replica group there: who is on this host, or whoever reaches it"
+        " (default: %(default)s)",
+    )
+    parser.add_argument(
         *_spellings("log_level"),
         default="INFO",
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -133,7 +199,18 @@ def _parse(arguments: Sequence[str]) -> tuple[Address, LighthouseConfig, str]:
     numbers = [f.name for f in fields(LighthouseConfig) if not isinstance(f.default, str)]
     settings = {**vars(given), **{name: _number(name, getattr(given, name)) for name in numbers}}
     config = LighthouseConfig(**{f.name: settings[f.name] for f in fields(LighthouseConfig)})
-    return parse_address(given.bind, "--bind"), config, given.log_level
+    bind, is_page_asked = parse_address(given.bind, "--bind"), given.page not in (None, "off")
+    page = replace(bind, port=(bind.port + 1) % 2**16 if bind.port else 0)
+    if is_page_asked:
+        page = parse_address(given.page, "--page")
+    return _Given(
+        bind,
+        config,
+        given.log_level,
+        page=None if given.page == "off" else page,
+        must_have_page=is_page_asked,
+        everybody_operates=given.page_operators == "everybody",
+    )
 
 
 def _spellings(name: str) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.history import Report
 from lighthouse.core.identity import Identity
 from lighthouse.core.quorum import (
     HoldQuorum,
@@ -21,9 +22,11 @@ from lighthouse.core.quorum import (
     QuorumReleased,
 )
 from lighthouse.core.state_form import StateForm
+from lighthouse.events import printable
 from lighthouse.wire import torchft_pb2 as pb
 
 M = TypeVar("M")
+TEXT_MAX = 400  # characters of what a replica says of its progress
 
 
 def reader(kind: type[M]) -> Callable[[bytes], M | None]:
@@ -69,6 +72,12 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.own_failure,
         message.own_failures,
     )
+
+
+def report_from_wire(message: pb.Progress) -> Report:
+    """Read how far a replica group says that it is; operators read its texts, so they are cut."""
+    waits_for, heals_from = (printable(t[:TEXT_MAX]) for t in (message.waits_for, message.heals_from))
+    return Report(message.quorum_id, message.step, waits_for, message.waiting_permille, heals_from)
 
 
 def identity_from_wire(message: pb.Identity) -> Identity:
@@ -138,6 +147,7 @@ def registered(config: LighthouseConfig) -> bytes:
         min_replicas=config.min_replicas,
         join_timeout_ms=config.join_timeout_ms,
         standing_lease_ms=config.standing_lease_ms,
+        progress_interval_ms=config.progress_interval_ms,
     )
     return pb.SessionResponse(registered=job).SerializeToString()
 

@@ -20,6 +20,8 @@ from lighthouse.errors import ConfigError
 
 EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
 
+NAMES_MAX = 32  # names in a line of text
+
 _logger = logging.getLogger(__name__)
 
 Field = str | int | float | bool | None | list[str]
@@ -30,6 +32,7 @@ LEVELS: Mapping[str, int] = {
     "stands": logging.INFO,  # its members go on in the quorum without asking for another one
     "hold": logging.INFO,  # they were asked to hold, for a replica that wants a quorum or has left: member
     "register": logging.INFO,  # a replica group opened its session: member
+    "kill": logging.WARNING,  # an operator had a replica group killed: member, by
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
     "left_out": logging.WARNING,  # a quorum left replicas out, for links or reasons: members, links, reasons
@@ -72,7 +75,11 @@ class Event:
         who = f"{short_name(self.replica_id)}/{self.group_rank}" if self.replica_id else self.source
         where = f" step {self.step}" if self.step >= 0 else ""
         quorum = f" quorum {self.quorum_id}" if self.quorum_id > 0 else ""
-        return printable(f"[{who}{where}{quorum}] {_SENTENCES[self.kind](self.fields)}")
+        return f"[{printable(who)}{where}{quorum}] {self.sentence()}"
+
+    def sentence(self) -> str:
+        """Return what happened, as one printable line; who it happened to is not always in it."""
+        return printable(_SENTENCES[self.kind](self.fields))
 
 
 def short_name(replica_id: str) -> str:
@@ -96,7 +103,9 @@ Fields = Mapping[str, Field]
 
 
 def _names(value: Field) -> str:
-    return " ".join(map(short_name, value)) if isinstance(value, list) and value else "nobody"
+    names = value if isinstance(value, list) else []
+    more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
+    return " ".join(map(short_name, names[:NAMES_MAX])) + more or "nobody"
 
 
 def _quorum_sentence(fields: Fields) -> str:
@@ -144,6 +153,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "stands": lambda _: "the quorum stands: its members ask for no other until something happens",
     "hold": lambda f: f"the quorum stands no more, because of {short_name(str(f['member']))}",
     "register": lambda f: f"{short_name(str(f['member']))} registered",
+    "kill": lambda f: f"{short_name(str(f['member']))} is killed, which {f['by']} asked for",
     "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
     "refused": lambda f: (

@@ -17,7 +17,9 @@ def listen_tcp(bind: Address) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     try:
-        listener = socket.create_server((bind.host, bind.port), family=family)
+        # As gRPC does, every address of this host is taken to mean those of IPv4, too.
+        is_dual = bind.host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((bind.host, bind.port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         raise bind_error(bind, error) from error
     disown(Address(bind.host, listener.getsockname()[1]))

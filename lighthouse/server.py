@@ -20,9 +20,11 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
-from lighthouse import admission, codec
+from lighthouse import admission, codec, wire
 from lighthouse.address import Address, parse_address
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.explanation import Facts
+from lighthouse.core.history import History, Moment
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     Decision,
@@ -38,8 +40,8 @@ from lighthouse.core.quorum import (
     Refused,
 )
 from lighthouse.errors import AddressError
-from lighthouse.events import EventLog, printable
-from lighthouse.net import Keepalive, ServerLimits, make_aio_server, refuses
+from lighthouse.events import Event, EventLog, printable
+from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_server, refuses
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.wire import torchft_pb2 as pb
@@ -54,6 +56,7 @@ _REGISTER_S = 10.0  # seconds in which a session has to begin with its register
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
 _LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names at most
+_KILL_S = 5.0  # seconds in which a replica that is killed has to answer
 _REASON_MAX = 1000  # characters of a status
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
@@ -77,7 +80,11 @@ class Lighthouse:
     def __init__(self, config: LighthouseConfig) -> None:
         self.config = config
         self.events = EventLog("lighthouse", logging.getLogger("lighthouse"))
+        self.history = History()
+        self.events.subscribe(self._remember)
+        self.quorum = pb.Quorum()  # the last one
         self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
+        self.started = time.time()
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._clock = SilenceClock(self._loop)
@@ -115,6 +122,43 @@ class Lighthouse:
         if self._address is None:
             raise RuntimeError("the lighthouse is not running: make it with `await Lighthouse.start(...)`")
         return self._address
+
+    def facts(self) -> Facts:
+        """Return the state of the quorum."""
+        return self._core.facts(self._clock.now())
+
+    def sign_of(self, replica_id: str) -> str:
+        """Return the sign by which a replica is healthy; "" if it is not."""
+        return self._core.sign_of(replica_id)
+
+    def address_of(self, replica_id: str) -> str:
+        """Return where a replica says that its ManagerServer is; "" if it is not known."""
+        return self._addresses.get(replica_id, "")
+
+    @property
+    def is_starved(self) -> bool:
+        """Whether this process could not hear just now, so that it takes nobody for lost at once."""
+        return self._clock.is_starved()
+
+    async def kill(self, replica_id: str, by: str) -> None:
+        """Have a replica group end itself, as torchft's Kill does; `by` says who asked for that.
+
+        Raises:
+            AddressError: it has told no address at which it could be asked.
+            grpc.aio.AioRpcError: it does not answer there.
+        """
+        address = parse_address(self.address_of(replica_id), f"address of {replica_id!r:.100}")
+        self.events.emit("kill", member=replica_id, by=by)
+        channel = make_aio_channel(address)
+        try:
+            call = channel.unary_unary(
+                wire.KILL,
+                request_serializer=pb.KillRequest.SerializeToString,
+                response_deserializer=pb.KillResponse.FromString,
+            )
+            await call(pb.KillRequest(msg=f"{by} asked for it"), timeout=_KILL_S)
+        finally:
+            await channel.close(None)
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
@@ -163,6 +207,7 @@ class Lighthouse:
         if self._core.session_of(message.replica_id) is not None:
             raise _exists(f"replica {message.replica_id!r:.100} joins through its session")
         member = codec.member_from_wire(message)
+        self._stepped(message)
         answer: asyncio.Future[bytes | Refusal] = self._loop.create_future()
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
@@ -234,12 +279,16 @@ class Lighthouse:
             if complaint is not None:
                 session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint)
                 return complaint
-            if kind is not None:
+            if kind == "progress":
+                report = codec.report_from_wire(request.progress)
+                self.history.reported(session.replica_id, report, time.time(), self._loop.time())
+            elif kind is not None:
                 self._apply(self._heard(session.number, request))
 
     def _heard(self, number: int, request: pb.SessionRequest) -> list[Decision]:
         now = self._clock.now()
         if request.WhichOneof("request") == "join":
+            self._stepped(request.join)
             return self._core.join(number, codec.member_from_wire(request.join), now)
         if request.WhichOneof("request") == "holds":
             holds, quorum = request.holds, QuorumNumber(request.holds.quorum_id, request.holds.round)
@@ -257,8 +306,8 @@ class Lighthouse:
             return admission.about_member(request.join, self.config, self._believable())
         if kind == "broken_links":
             return admission.about_links(request.broken_links)
-        if kind == "holds":
-            return admission.about_step(request.holds.step)
+        if kind in ("holds", "progress"):
+            return admission.about_step(getattr(request, kind).step)
         if kind == "identity":
             return admission.about_identity(request.identity, self._believable())
         if kind is None and codec.unknown_fields(
@@ -340,7 +389,9 @@ class Lighthouse:
         self._arm()
 
     def _announce(self, formed: QuorumFormed) -> None:
-        quorum = codec.quorum_to_wire(formed.quorum, time.time())
+        self.quorum = quorum = codec.quorum_to_wire(formed.quorum, time.time())
+        steps = {member.replica_id: member.step for member in formed.quorum.participants}
+        self.history.formed(formed.quorum.quorum_id, steps, time.time(), self._loop.time())
         if formed.sessions:
             self._send_all(formed.sessions, codec.quorum_for_sessions(quorum))
         if formed.callers:
@@ -355,11 +406,17 @@ class Lighthouse:
                 joined=list(formed.joined),
                 left=list(formed.left),
             )
-            kept = {member.replica_id for member in formed.quorum.participants}
-            kept.update(session.replica_id for session in self._sessions.values())
-            self._addresses = {i: address for i, address in self._addresses.items() if i in kept}
+            self._addresses = {member.replica_id: member.address for member in quorum.participants}
+            self._addresses.update((s.replica_id, s.address) for s in self._sessions.values() if s.address)
         if formed.quorum.stands:
             self.events.emit("stands", quorum_id=formed.quorum.quorum_id)
+
+    def _remember(self, event: Event) -> None:
+        moment = Moment(event.time, event.kind, event.quorum_id, str(event.fields.get("member", "")))
+        self.history.happened(moment._replace(text=event.sentence()), self._loop.time())
+
+    def _stepped(self, member: pb.QuorumMember) -> None:
+        self.history.stepped(member.replica_id, member.step, time.time(), self._loop.time())
 
     async def _find(self, replica_ids: Sequence[str]) -> None:
         """Tell the core of the first of these replicas whose process is gone."""

@@ -33,6 +33,7 @@ _BOUNDS = {
     "sick_pause_max_ms": (0, _DAY_MS),
     "keepalive_time_ms": (10, _DAY_MS),
     "keepalive_timeout_ms": (10, _DAY_MS),
+    "progress_interval_ms": (0, _DAY_MS),
     "replicas_max": (1, 100_000),
     "session_queue_max": (1, 1_000_000),
 }
@@ -96,6 +97,12 @@ class LighthouseConfig:
 
     keepalive_timeout_ms: int = 500
     """How long a PING may go unanswered before its connection, and with it the session, is ended."""
+
+    progress_interval_ms: int = 1_000
+    """How often a member says how far it is, for operators: in a quorum that stands the lighthouse hears of
+    no step otherwise. All members together say it 500 times a second at most, however many there are. 0 is
+    never.
+    """
 
     replicas_max: int = 10_000
     """The most replicas that are admitted; more are refused."""

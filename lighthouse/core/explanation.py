@@ -23,7 +23,7 @@ class Facts:
     expected: Collection[str]
     left_out: Collection[str]
     links: Collection[Link]
-    sick: Collection[str]
+    sick: Mapping[str, str]
     standing: str
     state: QuorumState
     candidates: int
@@ -54,14 +54,15 @@ def describe(facts: Facts) -> str:
         f"expected back after a restart: {_names(expected)}" if expected else "",
         f"left out: {_names(facts.left_out)}" if facts.left_out else "",
         f"links that do not work: {_names(links, ', ')}" if links else "",
-        *facts.sick,
+        *(f"{replica_id} {reason}" for replica_id, reason in facts.sick.items()),
         *(f"refused {replica_id}, which is foreign: {why}" for replica_id, why in facts.refused.items()),
-        _why_no_quorum(facts),
+        why_no_quorum(facts),
     ]
     return "\n".join(line for line in lines if line)
 
 
-def _why_no_quorum(facts: Facts) -> str:
+def why_no_quorum(facts: Facts) -> str:
+    """Return why there is no quorum of those who have joined yet."""
     state, joined, healthy = facts.state, len(facts.joined), len(facts.healthy)
     details = {
         QuorumState.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"

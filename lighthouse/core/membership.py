@@ -63,6 +63,16 @@ class HealthyReplicas:
             or replica_id in self._expected
         )
 
+    def sign_of(self, replica_id: str) -> str:
+        """Return the sign by which a replica is healthy; "" if it is not."""
+        signs = {
+            "session": self._sessions,
+            "call": self._calling,
+            "heartbeat": self._seen,
+            "expected": self._expected,
+        }
+        return next((sign for sign, shown in signs.items() if replica_id in shown), "")
+
     def ids(self) -> list[str]:
         """Return the ids of the healthy replicas, sorted."""
         return sorted([*self._sessions, *self._calling, *self._seen, *self._expected])

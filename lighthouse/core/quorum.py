@@ -392,6 +392,10 @@ class QuorumCore:
         session = self._healthy.session_of(replica_id)
         return None if session is None else session.number
 
+    def sign_of(self, replica_id: str) -> str:
+        """Return the sign by which a replica is healthy (`membership.py`); "" if it is not."""
+        return self._healthy.sign_of(replica_id)
+
     def _idle(self, now: float) -> list[str]:
         """Return the healthy replicas that count for a majority no more, as they do not join."""
         awaited = self._awaited(now)
@@ -399,7 +403,11 @@ class QuorumCore:
 
     def describe(self, now: float) -> str:
         """Describe the last quorum, the joined and the awaited replicas, and why there is no quorum yet."""
-        facts = Facts(
+        return describe(self.facts(now))
+
+    def facts(self, now: float) -> Facts:
+        """Return the state that `describe` puts into words."""
+        return Facts(
             last_id=self._number.quorum_id,
             last=self._last,
             departed=self._departed,
@@ -408,7 +416,7 @@ class QuorumCore:
             expected=self._healthy.expected_ids(),
             left_out=[i for i, join in self._joined.items() if join.left_out],
             links=self._links.among(set(self._healthy.ids())),
-            sick=[f"{i} {reason}" for i, reason in self._sick(now, self._joined).items()],
+            sick=self._sick(now, self._joined),
             standing=self._standing.describe(now) if self._standing is not None else "",
             state=self._state(now),
             candidates=self._candidates(),
@@ -421,7 +429,6 @@ class QuorumCore:
             lease_s=self._heard_at + self._lease - now,
             expiry_s=self._healthy.next_expiry() - now,
         )
-        return describe(facts)
 
     # -- the rules
 

@@ -82,20 +82,36 @@ class LighthouseHeartbeatResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class SessionRequest(_message.Message):
-    __slots__ = ("register", "join", "leave", "broken_links", "holds", "identity")
+    __slots__ = ("register", "join", "leave", "broken_links", "holds", "identity", "progress")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     BROKEN_LINKS_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_FIELD_NUMBER: _ClassVar[int]
     register: Register
     join: QuorumMember
     leave: Leave
     broken_links: BrokenLinks
     holds: Holds
     identity: Identity
-    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    progress: Progress
+    def __init__(self, register: _Optional[_Union[Register, _Mapping]] = ..., join: _Optional[_Union[QuorumMember, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., broken_links: _Optional[_Union[BrokenLinks, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ...) -> None: ...
+
+class Progress(_message.Message):
+    __slots__ = ("quorum_id", "step", "waits_for", "waiting_permille", "heals_from")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FOR_FIELD_NUMBER: _ClassVar[int]
+    WAITING_PERMILLE_FIELD_NUMBER: _ClassVar[int]
+    HEALS_FROM_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    step: int
+    waits_for: str
+    waiting_permille: int
+    heals_from: str
+    def __init__(self, quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., waits_for: _Optional[str] = ..., waiting_permille: _Optional[int] = ..., heals_from: _Optional[str] = ...) -> None: ...
 
 class Identity(_message.Message):
     __slots__ = ("job_id", "first_quorum_id", "forms")
@@ -214,14 +230,16 @@ class LeftOut(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., unreachable_replica_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JobConfig(_message.Message):
-    __slots__ = ("min_replicas", "join_timeout_ms", "standing_lease_ms")
+    __slots__ = ("min_replicas", "join_timeout_ms", "standing_lease_ms", "progress_interval_ms")
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     STANDING_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
+    PROGRESS_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
     min_replicas: int
     join_timeout_ms: int
     standing_lease_ms: int
-    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ...) -> None: ...
+    progress_interval_ms: int
+    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ..., progress_interval_ms: _Optional[int] = ...) -> None: ...
 
 class MemberLost(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "reason", "is_alive", "must_answer")

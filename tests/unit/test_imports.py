@@ -38,7 +38,7 @@ def test_a_command_explains_itself_without_torch_or_grpc(command: list[str], opt
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert (done.returncode, bool(done.stdout)) == (0, True), done.stderr
     assert "argparse" in loaded or "torchft_like" in loaded, "what was loaded is known"
-    assert loaded & {"torch", "numpy", "grpc", "psutil", "zmq"} == set()
+    assert loaded & {"torch", "numpy", "grpc", "psutil", "zmq", "uvicorn", "prometheus_client"} == set()
 
 
 @pytest.mark.parametrize("load", [TORCH_LAST, TORCH_FIRST, FOUND_FIRST, IN_A_THREAD])
@@ -57,6 +57,13 @@ def test_a_manager_does_not_load_dtensors() -> None:
     """They take half a second, and a script that has some has loaded them."""
     done = run("-c", "import sys, torchft_like.manager; print('torch.distributed.tensor' in sys.modules)")
     assert done.stdout.split() == ["False"], done.stderr
+
+
+def test_a_trainer_loads_nothing_of_the_lighthouses_page() -> None:
+    program = "import sys, torchft_like.manager, torchft_like.coordination; print(*sys.modules)"
+    loaded = set(run("-c", program).stdout.split())
+    assert "lighthouse.server" in loaded
+    assert loaded & {"uvicorn", "prometheus_client", "h11", "click", "lighthouse.page"} == set()
 
 
 EACH_ALONE = """

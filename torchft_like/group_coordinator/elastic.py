@@ -519,6 +519,10 @@ class Member:
             return None
         return Wait("meeting", change.membership.epoch)
 
+    def step_and_source(self) -> tuple[int, str]:
+        """Return that it has no steps and takes over no state."""
+        return 0, ""
+
     def group_lost(self, *_: object) -> None:
         """Do nothing: it has no other ranks and no steps to vote on, and asks for every quorum."""
 

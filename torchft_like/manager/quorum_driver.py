@@ -305,6 +305,14 @@ class QuorumDriver:
         issued = list(attempt.pending_collectives.values())
         return Wait("allreduce", issued[0], attempt.is_unasked) if issued else None
 
+    def step_and_source(self) -> tuple[int, str]:
+        """Return how many steps are committed, and the replica whose state is being taken over."""
+        attempt = self.attempt
+        result = None if attempt is None or attempt.error is not None else attempt.result
+        if result is None or not self._protocol.healing or result.recover_src_replica_rank is None:
+            return self._protocol.step, ""
+        return self._protocol.step, result.replica_ids[result.recover_src_replica_rank]
+
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble, self._left_out = reason, None  # the lighthouse tells it again if it is still so
         self._be_patient()

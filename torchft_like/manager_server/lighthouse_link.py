@@ -22,6 +22,7 @@ import grpc.aio
 
 from lighthouse import wire
 from lighthouse.address import Address
+from lighthouse.core.history import Report
 from lighthouse.net import default_keepalive, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
@@ -82,6 +83,7 @@ class LighthouseLink:
         self._leaving = False
         self.last_error = "no answer"
         self.join_timeout_s = math.inf  # of the lighthouse, once it has told
+        self.progress_interval_s = 0.0  # how often it wants to hear of steps; 0 is never
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
@@ -124,6 +126,11 @@ class LighthouseLink:
         """Say which step was not begun, and is not before the listener hears more."""
         if self._say is not None:
             self._say(pb.SessionRequest(holds=holds))
+
+    def report_progress(self, report: Report) -> None:
+        """Say how far this replica group is."""
+        if self._say is not None:
+            self._say(pb.SessionRequest(progress=pb.Progress(**report._asdict())))
 
     async def leave(self, reason: str, step: int) -> None:
         """Send a leave before this step, so that the lighthouse alarms no replica that has not begun it, and
@@ -225,6 +232,7 @@ class LighthouseLink:
             while response is not None:
                 if response.WhichOneof("response") == "registered":
                     self.join_timeout_s = response.registered.join_timeout_ms / 1000
+                    self.progress_interval_s = response.registered.progress_interval_ms / 1000
                     self._lease_s = _own_lease_s(response.registered.standing_lease_ms / 1000)
                     self._mark_connected(call.send)
                 else:

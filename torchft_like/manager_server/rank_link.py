@@ -89,6 +89,11 @@ class LocalListener(RankListener, Protocol):
     def waits_for(self) -> Wait | None:
         """Return which operation of other replica groups the rank waits for in its step."""
 
+    def step_and_source(self) -> tuple[int, str]:
+        """Return how many steps the rank has committed, and the replica whose state it is taking over, ""
+        for none.
+        """
+
 
 class RankLink(Protocol):
     """A rank's messages to its ManagerServer. Any thread but the coordination loop's may call these."""

@@ -20,10 +20,12 @@ from typing import Any
 from lighthouse import codec
 from lighthouse.address import Address, parse_address
 from lighthouse.admission import TEXT_MAX
+from lighthouse.core.history import Report
 from lighthouse.events import printable, short_name
 from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.peer_links import Probe
+from torchft_like.core.progress import ProgressLog
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
@@ -384,13 +386,24 @@ class ManagerServer:
         """Check regularly whether the rank in this process waits for other replica groups longer than it used
         to.
         """
-        watch = StallWatch()
+        watch, log = StallWatch(), ProgressLog()
         while True:
             try:
                 self._look(watch, listener)
+                self._tell_progress(log, listener)
             except Exception:  # an error of the rank, perhaps of a user's process group
                 logger.exception("what a rank waits for could not be seen to")
             await asyncio.sleep(LOOK_EVERY_S)
+
+    def _tell_progress(self, log: ProgressLog, listener: LocalListener) -> None:
+        """Tell the lighthouse how far the rank is, if it wants to hear that and has not heard it."""
+        if not (interval_s := self._link.progress_interval_s):
+            return
+        wait, (step, source) = listener.waits_for(), listener.step_and_source()
+        seen = Report(self._group.last_quorum_id, step, wait.kind if wait else "", heals_from=source)
+        members = len(self._group.last_quorum_replica_ids)
+        if (news := log.look(seen, members, interval_s, self._loop.loop.time())) is not None:
+            self._link.report_progress(news)
 
     def _look(self, watch: StallWatch, listener: LocalListener) -> None:
         group = self._group

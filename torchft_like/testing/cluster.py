@@ -30,7 +30,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torchft_like.testing.forks import Fork
 from torchft_like.testing.invariants import Commit, History, Process, progress, violations
 from torchft_like.testing.journal import JOURNAL_ENV, JournalReader, Record
-from torchft_like.testing.lighthouse import FIRST_OF_ALL, LISTENING
+from torchft_like.testing.lighthouse import FIRST_OF_ALL, LISTENING, NO_PAGE
 from torchft_like.testing.log import Log, commit_of
 from torchft_like.testing.processes import RunningProcess, kill_all
 
@@ -276,7 +276,7 @@ class Cluster:
         first = () if self._daemons else FIRST_OF_ALL
         self.lighthouse = Daemon(
             f"{LIGHTHOUSE}.{len(self._daemons)}",
-            ["lighthouse", "--bind", bind, *first, *self._options],
+            ["lighthouse", "--bind", bind, *NO_PAGE, *first, *self._options],
             self.folder,
             {"TORCHFT_EVENT_FILE": str(self.folder / f"{LIGHTHOUSE}.events")},
             namespace=self.host_of(LIGHTHOUSE)[1],

@@ -12,6 +12,7 @@ from torchft_like.testing.processes import END_S_MAX, ForkedProcess, RunningProc
 LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)\n"
 START_S_MAX: Final = 60.0
 # No member of a quorum can be about to come back to an address at which there was no lighthouse before.
+NO_PAGE: Final = ("--page=off",)  # it takes a moment to load; a flag that follows asks for one
 FIRST_OF_ALL: Final = ("--start_grace_ms=0",)
 
 
@@ -35,7 +36,8 @@ class LighthouseProcess:
         event_file: Path | None = None,
         is_cold: bool = False,
     ) -> None:
-        command = ["lighthouse", "--bind", bind, *(FIRST_OF_ALL if bind.endswith(":0") else ()), *flags]
+        first = FIRST_OF_ALL if bind.endswith(":0") else ()
+        command = ["lighthouse", "--bind", bind, *NO_PAGE, *first, *flags]
         variables = {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
         self.process = (
             RunningProcess([sys.executable, "-m", *command], variables=variables)

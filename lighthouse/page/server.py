@@ -1,0 +1,111 @@
+"""The HTTP server of the page, uvicorn, in the lighthouse's own event loop and at a port of its own.
+
+gRPC for Python hands no connection out that speaks HTTP/1.1, so one port for both would need a proxy in front
+of every session, whose PINGs then say nothing of the replica behind it. docs/lighthouse-page.md has more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from lighthouse.address import Address
+from lighthouse.listening import listen_tcp
+from lighthouse.page.app import Page
+
+if TYPE_CHECKING:
+    from lighthouse.server import Lighthouse
+
+CONNECTIONS_MAX = 128
+SILENT_S = 10.0  # seconds in which a connection has to bring a whole request, again and again
+_KEEP_ALIVE_S = 10
+_STOP_GRACE_S = 1
+
+
+class PageServer:
+    """The page of a lighthouse, until `stop`."""
+
+    def __init__(self, server: uvicorn.Server, address: Address, task: asyncio.Task[None]) -> None:
+        self.address = address
+        self._server = server
+        self._task = task
+
+    @classmethod
+    async def start(
+        cls, lighthouse: Lighthouse, bind: Address, *, everybody_operates: bool = False
+    ) -> PageServer:
+        """Serve at `bind`; port 0 takes a free one.
+
+        Raises:
+            BindError: the address is in use or not of this host.
+        """
+        listener = listen_tcp(bind)
+        config = uvicorn.Config(
+            Page(lighthouse, everybody_operates=everybody_operates),
+            http=_BoundedProtocol,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=_KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_STOP_GRACE_S,
+        )
+        server = _Server(config)
+        task = asyncio.get_running_loop().create_task(server.serve([listener]))
+        return cls(server, Address(bind.host, listener.getsockname()[1]), task)
+
+    async def stop(self) -> None:
+        """Close the port, and every connection once its request is answered."""
+        self._server.should_exit = True
+        await asyncio.wait([self._task])
+
+
+class _Server(uvicorn.Server):
+    """A server that leaves signals to the program."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _BoundedProtocol(H11Protocol):
+    """A connection that is closed if it brings no request for too long; the longest silent one, if there are
+    too many.
+
+    uvicorn itself lets a client open as many as it likes and say nothing in them; each takes one of the
+    descriptors that the lighthouse needs for replicas.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._answered: object = None
+        self._heard_at = self.loop.time()
+        self._watch = self.loop.call_later(SILENT_S, self._close_if_silent)
+        if len(self.connections) > CONNECTIONS_MAX:
+            longest: Any = min(self.connections, key=attrgetter("_heard_at"))
+            longest.transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard_at = self.loop.time()
+        super().data_received(data)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch.cancel()
+        super().connection_lost(exc)
+
+    def _close_if_silent(self) -> None:
+        last: Any = self.cycle  # of request and response; none before the first request
+        if last is self._answered:
+            self.transport.abort()
+            return
+        self._answered = last
+        self._watch = self.loop.call_later(SILENT_S, self._close_if_silent)

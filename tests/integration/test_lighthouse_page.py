@@ -1,0 +1,223 @@
+"""The page of a real lighthouse over HTTP: status, metrics, who may kill, and what hostile clients can do."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import http.client
+import json
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lighthouse.page import app
+from lighthouse.page.server import CONNECTIONS_MAX
+from lighthouse.wire import torchft_pb2 as pb
+from tests.conftest import ROOT
+from tests.integration.lighthouse_clients import LIMIT_S, registered
+from torchft_like.testing.lighthouse import LighthouseProcess
+
+pytestmark = pytest.mark.integration
+
+ADDRESS = "http://h:1"
+HOSTILE = "<script>alert(1)</script>'\"&amp;/../status?\\"
+
+
+class Site:
+    """A lighthouse with a page, and requests to it."""
+
+    def __init__(self, daemon: LighthouseProcess) -> None:
+        self.daemon = daemon
+        self.address = re.findall(r"lighthouse page on http://(\S+)", daemon.process.output)[0]
+
+    def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
+        connection = http.client.HTTPConnection(self.address, timeout=LIMIT_S)
+        with contextlib.closing(connection):
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            connection.request(method, path, headers=named)
+            answer = connection.getresponse()
+            return answer, answer.read()
+
+    def status(self) -> dict[str, Any]:
+        document: dict[str, Any] = json.loads(self.ask("/status")[1])
+        return document
+
+    def wait_for(self, condition: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
+        """Ask again until the status is as it should be; a document is a second old at most."""
+        deadline = time.monotonic() + LIMIT_S
+        while not condition(status := self.status()):
+            assert time.monotonic() < deadline, json.dumps(status, indent=1)
+            time.sleep(0.05)
+        return status
+
+    def samples(self) -> dict[str, float]:
+        text = self.ask("/metrics")[1].decode()
+        families = text_string_to_metric_families(text)
+        return {f"{s.name}{s.labels or ''}": s.value for family in families for s in family.samples}
+
+
+@pytest.fixture
+def site() -> Iterator[Site]:
+    with LighthouseProcess("--min_replicas=2", "--page=127.0.0.1:0") as daemon:
+        yield Site(daemon)
+
+
+def rows(status: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    return {row["id"]: row for row in status["replicas"]}
+
+
+def test_it_shows_members_their_steps_a_loss_and_the_recovery(site: Site) -> None:
+    assert site.status()["job"]["why_no_quorum"] == "nobody has joined"
+    with registered(site.daemon.address, "a", "b", "c") as (a, b, c):
+        a.join(step=4, address=ADDRESS)
+        alone = site.wait_for(lambda s: rows(s).get("a", {}).get("state") == "joined")
+        assert alone["job"]["why_no_quorum"] == "fewer than min_replicas (1 of 2)"
+        for client, step in ((b, 4), (c, 1)):
+            client.join(step=step, address=ADDRESS)
+        for client in (a, b, c):
+            client.quorum()
+        a.send(progress=pb.Progress(step=12, waits_for="allreduce", waiting_permille=610))
+        b.send(progress=pb.Progress(step=12, waiting_permille=20))
+        c.send(progress=pb.Progress(step=1, heals_from="b"))
+        status = site.wait_for(
+            lambda s: [row["step"] for row in s["replicas"]] == [12, 12, 1] and rows(s)["c"]["heal"]["source"]
+        )
+        one, other, third = status["replicas"]
+        assert [one[k] for k in ("step", "waits_for", "waiting_permille")] == [12, "allreduce", 610]
+        assert (other["state"], other["address"], other["sign"]) == ("member", ADDRESS, "session")
+        assert (status["job"]["straggler"], third["heal"]["source"]) == ("b", "b")
+        job = status["job"]
+        assert (job["state"], job["members"], job["step"]) == ("formed", 3, 12)
+
+        c.send(leave=pb.Leave(reason="done", step=13))
+        b.__exit__(None, None, None)
+        broken = site.wait_for(lambda s: s["job"]["gone"] == 2)
+        assert broken["job"]["state"] == "broken"
+        assert "lost b: its connection ended" in rows(broken)["b"]["trouble"]
+        with registered(site.daemon.address, "d") as (d,):
+            d.join(step=0, address=ADDRESS)
+            a.join(step=12, address=ADDRESS)
+            assert a.member_lost().replica_id == "b"
+            a.quorum()
+            a.send(progress=pb.Progress(step=13))
+            recovered = site.wait_for(lambda s: s["recoveries"][0]["step_s"])
+        assert recovered["recoveries"][0]["lost"] == ["b"]
+        kinds = {moment["kind"] for moment in recovered["timeline"]}
+        assert kinds >= {"register", "quorum", "leave", "loss"}
+        assert site.samples()["torchft_lighthouse_losses_total"] >= 1
+
+
+def test_one_document_serves_all_and_is_sent_once_to_each(site: Site) -> None:
+    answer, body = site.ask("/status")
+    again, nothing = site.ask("/status", If_None_Match=answer.headers["ETag"])
+    assert (again.status, nothing, again.headers["ETag"]) == (304, b"", answer.headers["ETag"])
+    packed, compressed = site.ask("/status", Accept_Encoding="gzip", If_None_Match='"other"')
+    assert (packed.status, gzip.decompress(compressed)) == (200, body)
+    assert site.ask("/status", "HEAD")[1] == b""
+
+
+def test_health_and_errors(site: Site) -> None:
+    assert site.ask("/healthz")[1] == b"ok\n"
+    assert (site.ask("/nothing")[0].status, site.ask("/status", "POST")[0].status) == (404, 405)
+    assert site.ask("/replica/a/kill")[0].status == 405
+
+
+def test_the_page_is_small_whole_and_runs_nothing_else(site: Site) -> None:
+    answer, body = site.ask("/")
+    assert len(body) < 150_000
+    assert not re.search(rb"(?:src|href)=.?https?://", body)
+    policy = answer.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+
+
+def test_no_metric_grows_with_the_replicas_or_has_their_names(site: Site) -> None:
+    few = site.samples()
+    with registered(site.daemon.address, HOSTILE, "b", "c") as clients:
+        for client in clients:
+            client.join(step=3, address=ADDRESS)
+        site.wait_for(lambda s: s["job"]["members"] == 3)
+        many = site.samples()
+    assert many.keys() == few.keys()
+    assert (many["torchft_lighthouse_quorum_members"], many["torchft_lighthouse_step"]) == (3, 3)
+
+
+def test_a_hostile_name_is_data(site: Site) -> None:
+    with registered(site.daemon.address, HOSTILE):
+        status = site.wait_for(lambda s: s["replicas"])
+        answer, _ = site.ask("/status")
+    assert [row["id"] for row in status["replicas"]] == [HOSTILE]
+    assert answer.headers["Content-Type"] == "application/json"
+    assert answer.headers["X-Content-Type-Options"] == "nosniff"
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({}, 400),
+        ({"X_Torchft_Kill": "yes", "Host": "evil.example"}, 403),
+        ({"X_Torchft_Kill": "yes", "X_Forwarded_For": "192.0.2.7"}, 403),
+        ({"X_Torchft_Kill": "yes"}, 404),
+    ],
+    ids=["a form", "a rebound name", "through a proxy", "nobody of that name"],
+)
+def test_who_may_kill(site: Site, headers: dict[str, str], status: int) -> None:
+    answer, _ = site.ask(f"/replica/{quote(HOSTILE, safe='')}/kill", "POST", **headers)
+    assert answer.status == status
+    assert not [m for m in site.status()["timeline"] if m["kind"] == "kill"]
+
+
+@pytest.mark.parametrize(
+    ("client", "everybody", "role"),
+    [
+        ("127.0.0.1", False, app.Role.OPERATE),
+        ("::ffff:127.0.0.1", False, app.Role.OPERATE),
+        ("192.0.2.7", False, app.Role.OBSERVE),
+        ("192.0.2.7", True, app.Role.OPERATE),
+    ],
+)
+def test_who_is_elsewhere_observes(client: str, everybody: bool, role: app.Role) -> None:
+    scope: app.Scope = {"client": (client, 1), "headers": [(b"host", b"localhost:29511")]}
+    assert app.role_of(scope, everybody) is role
+
+
+def test_silent_connections_shut_nobody_out_and_cost_no_session(site: Site) -> None:
+    host, _, port = site.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection((host, int(port))))
+            for _ in range(CONNECTIONS_MAX + 20)
+        ]
+        assert site.ask("/healthz")[1] == b"ok\n"
+        silent[0].settimeout(LIMIT_S)
+        assert silent[0].recv(1) == b"", "the oldest made room"
+    with registered(site.daemon.address, "a"):
+        site.wait_for(lambda s: len(s["replicas"]) == 1)
+
+
+def test_the_daemon_ends_while_somebody_looks(site: Site) -> None:
+    connection = http.client.HTTPConnection(site.address, timeout=LIMIT_S)
+    connection.request("GET", "/healthz")
+    connection.getresponse().read()
+    assert site.daemon.stop() == 0
+    connection.close()
+
+
+def test_a_taken_port_costs_the_page_or_if_it_was_asked_for_the_start() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with LighthouseProcess("--page=127.0.0.1:0", bind=f"127.0.0.1:{port - 1}") as daemon:
+            assert daemon.address.endswith(f":{port - 1}")
+        bind = [f"--bind=127.0.0.1:{port - 1}"]
+        command = [sys.executable, "-m", "lighthouse", *bind, f"--page=127.0.0.1:{port}"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert "Address already in use" in done.stderr
