@@ -12,7 +12,8 @@ or let torchrun start them, and start them again when they fail:
         torchrun --standalone --nproc_per_node=1 --max-restarts=3 examples/train_ddp.py --replica-id 0
 
 Kill one, stop one, start it again: the others go on, and the one that comes back fetches their
-state. What makes it so is the Manager and two wrappers; the loop is an ordinary training loop.
+state. With --checkpoint-dir kill all of them, and the lighthouse, too: started again, they go on from the
+newest checkpoint. What makes it so is the Manager and two wrappers; the loop is an ordinary training loop.
 With TORCHFT_EVENT_FILE set, the Manager appends what happens to that file, one JSON record a line.
 """
 
@@ -21,7 +22,6 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import random
 import sys
 import sysconfig
 import time
@@ -29,12 +29,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from step_loader import StepLoader
+from checkpoints import Checkpoints
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from torchft_like import (
+    DistributedDataParallel,
+    GlobalBatches,
+    GlobalBatchLoader,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+)
 from torchft_like.digest import state_digest
 from torchft_like.errors import ConnectError, CoordinationError, ForeignMemberError
 from torchft_like.shutdown_signals import stop_on_signals
@@ -48,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
 
-    data = StandardLibraryText(args)
+    data = StandardLibraryText()
     model = TinyGPT(width=args.width, context=CONTEXT)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
@@ -69,16 +76,21 @@ def main() -> None:
     with manager, stop_on_signals(manager) as stop:
         ddp_model = DistributedDataParallel(manager, model)
         optimizer = Optimizer(manager, adamw)
-        batches = StepLoader(data, manager.current_step, args.workers)
+        checkpoints = Checkpoints(args.checkpoint_dir, args.checkpoint_every, manager, model, adamw)
+        checkpoints.resume()
+        of_all = GlobalBatches(len(data), args.batch_size * args.num_replicas, seed=args.seed)
+        batches = GlobalBatchLoader(manager, data, of_all, num_workers=args.workers)
         progress = Progress(args, manager)
 
         while not stop.requested and not is_done(manager, args):
-            inputs, targets = batches.batch()
             optimizer.zero_grad()
+            inputs, targets = next(batches)
             loss = next_byte_loss(ddp_model(inputs), targets)
-            loss.backward()  # type: ignore[no-untyped-call]
+            (loss * batches.weight).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            checkpoints.save_if_due()
             progress.report(loss.item())
+        checkpoints.finish()
 
         result = {"replica": args.replica_id, "step": manager.current_step()}
     print(json.dumps({**result, "digest": state_digest(save_state())}), flush=True)
@@ -91,26 +103,20 @@ def is_done(manager: Manager, args: argparse.Namespace) -> bool:
 
 
 class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The text, cut into windows; each replica reads every n-th of them, in an order of its own.
+    """The text, cut into windows."""
 
-    A batch depends on the seed, the replica and the step alone: a step that is tried again, or a
-    replica that was started again, sees the same bytes.
-    """
-
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self) -> None:
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         text = bytearray(b"".join(file.read_bytes() for file in files))
         self.bytes = torch.frombuffer(text, dtype=torch.uint8)
-        self.shard = range(args.replica_id, (len(text) - 1) // CONTEXT, args.num_replicas)
-        self.batch_size = args.batch_size
-        self.key = f"{args.seed}/{args.replica_id}"
 
-    def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, `[batch_size, CONTEXT]` int64 each; targets are one byte ahead."""
-        chosen = random.Random(f"{self.key}/{step}").sample(self.shard, self.batch_size)
-        windows = [self.bytes[i * CONTEXT : (i + 1) * CONTEXT + 1] for i in chosen]
-        tokens = torch.stack(windows).long()
-        return tokens[:, :-1], tokens[:, 1:]
+    def __len__(self) -> int:
+        return (len(self.bytes) - 1) // CONTEXT
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets, `[CONTEXT]` int64 each; targets are one byte ahead."""
+        tokens = self.bytes[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
+        return tokens[:-1], tokens[1:]
 
 
 class Progress:
@@ -149,16 +155,25 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
-    parser.add_argument("--num-replicas", type=int, default=3, help="replica groups that share the data")
+    parser.add_argument(
+        "--num-replicas", type=int, default=3, help="replica groups that are meant to be there"
+    )
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
     parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
     parser.add_argument("--finish-together", action="store_true", help="go on until all replicas are there")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
+    parser.add_argument(
+        "--batch-size",
+        type=int,
+        default=8,
+        help="windows of 128 bytes in a step, times --num-replicas; whoever is there shares them",
+    )
     parser.add_argument("--width", type=int, default=96, help="of the model; the same for all replicas")
     parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
     parser.add_argument("--workers", type=int, default=2, help="processes that load the batches ahead")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
+    parser.add_argument("--checkpoint-dir", type=Path, help="save here, and resume from here")
+    parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between two checkpoints")
     parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at the least")
     parser.add_argument("--log-every", type=int, default=10, help="steps between two progress lines")
     parser.add_argument("--metrics-file", type=Path, help="append a JSON line per step to this file")

@@ -38,12 +38,10 @@ from typing import Any, NoReturn
 import psutil
 import torch
 import torch.distributed as dist
+from checkpoints import Checkpoints
 from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
-from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
@@ -87,7 +85,7 @@ def train(args: argparse.Namespace) -> None:
 
         state = ShardedState(model, adamw)
         manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
-        checkpoints = Checkpoints(args.checkpoint_dir, manager, model, adamw)
+        checkpoints = Checkpoints(args.checkpoint_dir, args.checkpoint_every, manager, model, adamw)
         if checkpoints.resume():
             report("resumed", args, manager, state)
 
@@ -102,13 +100,13 @@ def train(args: argparse.Namespace) -> None:
             mean = loss.detach().clone()
             dist.all_reduce(mean, dist.ReduceOp.AVG, group=everybody)
             optimizer.step()
-            if manager.current_step() % args.checkpoint_every == 0:
-                checkpoints.save()
+            checkpoints.save_if_due()
             if rank == 0:
                 step, participants = manager.current_step(), manager.num_participants()
                 print(f"step {step}  loss {mean.item():.3f}  participants {participants}", flush=True)
             time.sleep(args.pause)
         checkpoints.save()
+        checkpoints.finish()
         report("finished", args, manager, state)
     dist.destroy_process_group()
 
@@ -127,48 +125,6 @@ def report(what: str, args: argparse.Namespace, manager: Manager, state: Sharded
         digest = state_digest({"shards": digests})
         result = {what: args.replica_id, "step": manager.current_step(), "digest": digest}
         print(json.dumps(result), flush=True)
-
-
-class Checkpoints:
-    """Checkpoints on a disk that all groups reach; one group writes each, every rank its shards."""
-
-    def __init__(
-        self, folder: Path | None, manager: Manager, model: nn.Module, adamw: torch.optim.Optimizer
-    ) -> None:
-        self.folder, self.manager, self.model, self.adamw = folder, manager, model, adamw
-        self.saved_step = 0
-
-    def save(self) -> None:
-        """Save between two steps, unless it is done. The first of the groups that participate saves."""
-        step = self.manager.current_step()
-        if self.folder is None or step == self.saved_step or self.manager.participating_rank() != 0:
-            return
-        save(self.state(), checkpoint_id=self.folder / f"step-{step}")
-        self.saved_step = step
-
-    def resume(self) -> bool:
-        """Load the newest checkpoint that was written to the end; return whether there is one."""
-        chosen = [self.newest()]
-        dist.broadcast_object_list(chosen)  # another group may finish one just now: all ranks load the same
-        if chosen[0] is None:
-            return False
-        state = self.state()
-        load(state, checkpoint_id=chosen[0])
-        set_state_dict(
-            self.model, self.adamw, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
-        self.manager.load_state_dict(state["manager"])
-        self.saved_step = self.manager.current_step()
-        return True
-
-    def newest(self) -> Path | None:
-        written = self.folder.glob("step-*/.metadata") if self.folder is not None else ()
-        folders = (path.parent for path in written)
-        return max(folders, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
-
-    def state(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.adamw)
-        return {"model": model, "optimizer": optimizer, "manager": self.manager.state_dict()}
 
 
 class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
