@@ -37,15 +37,14 @@ _INTERNAL_FILES = re.compile(r"(.*_test|.*_bench|(.*/)?(_|test_|examples/|multip
 
 # Why a name is not there, or takes other parameters: the first pattern that matches counts.
 REASONS: Mapping[str, str] = {
-    "torchft.collectives*": "quantized collectives, as `should_quantize`, are not written",
-    "torchft.quantization*": "quantized collectives, as `should_quantize`, are not written",
+    "torchft.quantization.*": "rows have another form here, and are read and written one tensor at a time",
     "torchft.parameter_server*": "not written",
     "torchft.torchcomms*": "there is no group over torchcomms",
     "torchft.torchx*": "a launcher's component; torchrun and Slurm need none",
     "torchft.http": "its one class is private",
     "torchft.multiprocessing": "its one class is private",
     "torchft.work": "its one class is private",
-    "torchft.manager.IS_TRITON_AVAILABLE": "nothing here uses triton",
+    "torchft.manager.IS_TRITON_AVAILABLE": "triton is looked for where a GPU quantizes",
     "torchft.manager.*_KEY": "a ManagerServer is found under a key that tells restarts apart",
     "torchft.manager.extract_trailing_digits": "a helper of torchft's own, for names of traces",
     "torchft.otel.TeeLogExporter*": "each exporter has a processor of its own",
@@ -60,7 +59,6 @@ REASONS: Mapping[str, str] = {
 BEHAVIOUR: Mapping[str, str] = {
     "torchft.ProcessGroup*XCCL": "making one raises NotSupportedError",
     "torchft.process_group.ProcessGroup*XCCL*": "making one raises NotSupportedError",
-    "torchft.manager.Manager.allreduce": "`should_quantize=True` raises NotSupportedError",
     "*.HTTPTransport.address": "what it serves there has another form",
     "*.HTTPTransport.allow_checkpoint": "CheckpointError where nothing is offered",
     "*.PGTransport": "`state_dict` is not called: state arrives in new memory",

@@ -41,7 +41,7 @@ class SyncManager(Protocol):
     @property
     def _use_async_quorum(self) -> bool: ...
     def start_quorum(self) -> None: ...
-    def allreduce(self, tensor: Tensor, should_quantize: bool = ...) -> Work: ...
+    def allreduce(self, tensor: Tensor, should_quantize: bool | str = ...) -> Work: ...
     def should_commit(self) -> bool: ...
     def current_step(self) -> int: ...
     def disown_state(self) -> None: ...
@@ -148,7 +148,8 @@ class DiLoCo(_InnerSteps):
         use_bucketization: whether pseudogradients are averaged in few large collectives, and not one by one
             (TORCHFT_USE_BUCKETIZATION=True: in any case).
         bucket_cap_mb: the most MiB of such a collective; None for 1 GiB. A greater parameter has its own.
-        should_quantize: whether the pseudogradients are quantized for the allreduce.
+        should_quantize: whether the pseudogradients are quantized for the allreduce, "int8", or True for
+            "fp8".
         fragment_sync_delay: tau, the inner steps between the begin of an allreduce and the wait for it.
         fragment_update_alpha: alpha, in [0, 1]: 0 takes the global parameters, 1 keeps the local ones.
 
@@ -167,7 +168,7 @@ class DiLoCo(_InnerSteps):
         pin_memory: bool = True,
         use_bucketization: bool = False,
         bucket_cap_mb: int | None = None,
-        should_quantize: bool = False,
+        should_quantize: bool | str = False,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
     ) -> None:
@@ -213,7 +214,12 @@ class _Fragment:
     """
 
     def __init__(
-        self, module: nn.Module, outer: Optimizer, alpha: float, bucket_bytes: int, should_quantize: bool
+        self,
+        module: nn.Module,
+        outer: Optimizer,
+        alpha: float,
+        bucket_bytes: int,
+        should_quantize: bool | str,
     ) -> None:
         self._parameters = dict(module.named_parameters())
         if not self._parameters:

@@ -1,6 +1,6 @@
 """A rank that trains with DiLoCo, and records each sync that it has carried out.
 
-python -m tests.integration.local_sgd_job NAME FRAGMENTS DELAY ALPHA [FAULT ...]
+python -m tests.integration.local_sgd_job NAME FRAGMENTS DELAY ALPHA FORMAT [FAULT ...]
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def tensors_in(state: Any) -> list[Tensor]:
 
 def main() -> None:
     prepare_process()
-    name, fragments, delay, alpha, *faults = sys.argv[1:]
+    name, fragments, delay, alpha, quantize_to, *faults = sys.argv[1:]
     journal = Journal.of_this_process()
     visit = Faults(faults, journal).visit
     torch.manual_seed(seed_of(name, "parameters"))
@@ -63,6 +63,7 @@ def main() -> None:
         inner,
         outers,
         sync_every=SYNC_EVERY,
+        should_quantize=quantize_to,
         fragment_sync_delay=int(delay),
         fragment_update_alpha=float(alpha),
     )

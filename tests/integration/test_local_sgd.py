@@ -15,17 +15,22 @@ ROUNDS = 4
 
 
 @pytest.mark.parametrize(
-    ("place", "fragments", "delay", "alpha"),
-    [("step", 1, 0, 0.0), ("step", 2, 1, 0.5), ("backward", 2, 2, 0.0), ("backward", 2, 2, 0.5)],
+    ("place", "fragments", "delay", "alpha", "quantize_to"),
+    [
+        ("step", 1, 0, 0.0, ""),
+        ("step", 2, 1, 0.5, "fp8"),
+        ("backward", 2, 2, 0.0, ""),
+        ("backward", 2, 2, 0.5, "int8"),
+    ],
 )
 def test_global_parameters_are_the_same_after_each_sync_through_deaths_and_heals(
-    tmp_path: Path, place: str, fragments: int, delay: int, alpha: float
+    tmp_path: Path, place: str, fragments: int, delay: int, alpha: float, quantize_to: str
 ) -> None:
     with Cluster(tmp_path) as cluster:
         fault = cluster.plan("kill", place)
 
         def start(name: str) -> Group:
-            arguments = [name, str(fragments), str(delay), str(alpha), fault]
+            arguments = [name, str(fragments), str(delay), str(alpha), quantize_to, fault]
             group = cluster.launch(name, ["tests.integration.local_sgd_job", *arguments])
             group.ranks[0].may_end = True  # each may be the one that the fault strikes
             return group

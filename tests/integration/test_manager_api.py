@@ -69,12 +69,80 @@ def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: L
             manager.allreduce(total, reduce_op=torch.distributed.ReduceOp.SUM).wait()
             with pytest.raises(ValueError, match="int64"):
                 manager.allreduce(total)
-            with pytest.raises(NotSupportedError):
-                manager.allreduce(mean, should_quantize=True)
             assert manager.should_commit()
             return mean.tolist(), total.tolist()
 
     assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
+
+
+@pytest.mark.parametrize("quantize", [True, "fp8", "int8"])
+def test_quantized_averages_are_the_same_bits_and_other_collectives_come_after_them(
+    lighthouse: LighthouseServer, quantize: bool | str
+) -> None:
+    def reduce(name: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        generator = torch.Generator().manual_seed(ord(name))
+        own = [torch.randn(size, generator=generator) for size in (1000, 7, 0, 70_000)]
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            means, plain = [tensor.clone() for tensor in own], own[0].clone()
+            total = own[1].clone()
+            works = [manager.allreduce(mean, should_quantize=quantize) for mean in means]
+            works.append(manager.allreduce(plain))
+            works.append(manager.allreduce(total, should_quantize=quantize, reduce_op=ReduceOp.SUM))
+            with pytest.raises(NotSupportedError, match="SUM and AVG"):
+                manager.allreduce(plain, should_quantize=quantize, reduce_op=ReduceOp.MAX)
+            with pytest.raises(ValueError, match="int64"):
+                manager.allreduce(torch.ones(1, dtype=torch.int64), quantize, ReduceOp.SUM)
+            with pytest.raises(ValueError, match="int2"):
+                manager.allreduce(plain, should_quantize="int2")
+            if name == "a":
+                for work in reversed(works):
+                    work.wait()
+            assert manager.should_commit()
+            return own, [*means, plain, total]
+
+    (own_a, got_a), (own_b, got_b) = on_both(reduce)
+    assert all(map(torch.equal, got_a, got_b))
+    exact = [(a + b) / 2 for a, b in zip(own_a, own_b, strict=True)]
+    torch.testing.assert_close(got_a[4], exact[0])
+    for got, wanted in zip([*got_a[:4], got_a[5] / 2], [*exact, exact[1]], strict=True):
+        torch.testing.assert_close(got, wanted, atol=0.5, rtol=0)
+        assert torch.equal(got, wanted) == (not got.numel()), "it was quantized"
+
+
+@pytest.mark.no_zombie
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_quantized_average_without_its_peer_ends_with_its_step(
+    lighthouse: LighthouseServer, waits: bool
+) -> None:
+    """The peer gives its step up, and asks for another quorum, before it has sent anything."""
+    has_sent = threading.Event()
+
+    def train(name: str) -> list[Any]:
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            manager.wait_quorum()
+            first = manager.quorum_id
+            if name == "a":
+                lost = torch.full((300,), 5.0)
+                work = manager.allreduce(lost, should_quantize="int8")
+                has_sent.set()
+                if waits:
+                    work.wait()
+                    assert not manager.should_commit()
+            else:
+                assert has_sent.wait(LIMIT_S)
+            while True:
+                manager.start_quorum()
+                mean = torch.full((300,), {"a": 1.0, "b": 3.0}[name])
+                manager.allreduce(mean, should_quantize="int8").wait()
+                if manager.should_commit():
+                    return [manager.quorum_id > first, mean]
+
+    (is_newer, mean), (is_newer_too, other) = on_both(train)
+    assert [is_newer, is_newer_too] == [True, True]
+    assert torch.equal(mean, other)
+    torch.testing.assert_close(mean, torch.full((300,), 2.0))
 
 
 def test_a_replica_that_heals_has_no_part_in_any_reduction(lighthouse: LighthouseServer) -> None:
@@ -88,8 +156,10 @@ def test_a_replica_that_heals_has_no_part_in_any_reduction(lighthouse: Lighthous
             results = [torch.tensor([value], dtype=dtypes.get(op, torch.float32)) for op in operations]
             for tensor, operation in zip(results, operations, strict=True):
                 manager.allreduce(tensor, reduce_op=operation)
+            results.append(torch.tensor([float(value)]))
+            manager.allreduce(results[-1], should_quantize="int8", reduce_op=ReduceOp.SUM)
             assert manager.should_commit()
-            return manager.is_participating(), [float(tensor) for tensor in results]
+            return manager.is_participating(), [round(float(tensor), 3) for tensor in results]
 
     results = dict(on_both(reduce))
     assert results.keys() == {True, False}

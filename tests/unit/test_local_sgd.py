@@ -43,7 +43,7 @@ class Peer:
     def start_quorum(self) -> None:
         self.begun += 1
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False) -> Any:
+    def allreduce(self, tensor: Tensor, should_quantize: bool | str = False) -> Any:
         self.reduced.append(tensor.numel())
         tensor.add_(offset(self.syncs)).div_(2)
         return Done()

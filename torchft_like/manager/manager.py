@@ -29,6 +29,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.collectives import check_quantizable
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.core.step import Join, Share, StepProtocol, StepRules, WorldSizeMode
@@ -36,7 +37,6 @@ from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     ForeignStateError,
     MaxRetriesError,
-    NotSupportedError,
     ProcessGroupAbortedError,
     ShutdownError,
 )
@@ -55,6 +55,7 @@ from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
+from torchft_like.quantization import FP8, format_named
 from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
@@ -287,7 +288,7 @@ class Manager:
     def allreduce(
         self,
         tensor: torch.Tensor,
-        should_quantize: bool = False,
+        should_quantize: bool | str = False,
         reduce_op: ReduceOp.RedOpType | ReduceOp = ReduceOp.AVG,
     ) -> Work:
         """Reduce a tensor over the participants, in place; peers' errors are never raised.
@@ -296,13 +297,21 @@ class Manager:
         minimum, maximum or product. After an error the work still succeeds, the content of the tensor is
         undefined, and the step will not be committed.
 
+        Args:
+            should_quantize: whether a byte is sent for each number (`collectives`): "fp8", "int8", or True
+              for "fp8". All replicas get the same bits. The quorum worker does it, and the caller goes on
+              meanwhile, until it issues another collective.
+
         Raises:
-            ValueError: an average of a tensor that is neither floating point nor complex.
-            NotSupportedError: `should_quantize` is true.
+            ValueError: an average of a tensor that is neither floating point nor complex, or a quantized sum
+              of such a tensor.
+            NotSupportedError: another operation than SUM or AVG is to be quantized.
         """
+        quantize_to = None
         if should_quantize:
-            raise NotSupportedError("allreduce cannot quantize yet; pass should_quantize=False")
-        return self._reducer.start([tensor], options_for(reduce_op), Reduction)
+            quantize_to = FP8 if should_quantize is True else format_named(str(should_quantize))
+            check_quantizable([tensor], reduce_op)
+        return self._reducer.start([tensor], options_for(reduce_op), Reduction, quantize_to=quantize_to)
 
     def group_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any) -> Work:
         """Do as `allreduce`, for a ManagedProcessGroup, whose works are those of a process group.
@@ -311,6 +320,10 @@ class Manager:
             how: the keyword arguments of `Reducer.start`.
         """
         return self._reducer.start(tensors, options, GroupReduction, **how)
+
+    def wait_for_turn(self) -> None:
+        """Wait until another collective may be issued on the group: ranks issue them in one order."""
+        self._driver.wait_for_turn()
 
     def report_error(self, e: Exception) -> None:
         """Declare the current step spoilt: it will not be committed, and peers are released."""

@@ -10,6 +10,10 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.distributed import Work
 
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like.core.assignment import QuorumResult
@@ -33,6 +37,7 @@ from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.registration import abort_groups_of_torch
+from torchft_like.process_group.work import DeferredOperation, FinishedOperation, operation_of
 
 logger = logging.getLogger(__name__)
 _drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
@@ -66,6 +71,7 @@ class QuorumDriver:
         self._exchange = exchange
         self._emit = emit
         self._worker = QuorumWorker()
+        self._deferred: Callable[[], DeferredOperation | None] = lambda: None  # the last one, while it lives
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False
@@ -128,6 +134,32 @@ class QuorumDriver:
                 if attempt.is_standing:
                     attempt.open_configured()
         attempt.wait_configured(self.why_no_quorum)
+
+    def defer(self, begin: Callable[[], Work], devices: Iterable[torch.device]) -> DeferredOperation:
+        """Let the quorum worker begin an operation of several collectives, in the order of these calls.
+
+        The worker configures the process group after it, so the operation meets no other members; a quorum
+        for which there is something to configure ends what it waits for.
+        """
+        operation = DeferredOperation(devices)
+        self._deferred = weakref.ref(operation)  # which keeps tensors; the worker keeps it until it has begun
+
+        def run() -> None:
+            try:
+                begun = operation_of(begin())
+            except Exception as error:  # noqa: BLE001 - a backend may raise anything: only the step is lost
+                begun = FinishedOperation([], error)
+            operation.follow(begun)
+
+        self._worker.submit(run)
+        return operation
+
+    def wait_for_turn(self) -> None:
+        """Wait until the worker has issued the collectives of all that was deferred: ranks do so in one
+        order.
+        """
+        if (deferred := self._deferred()) is not None:
+            deferred.wait_begun()
 
     def ask_instead(self, attempt: Attempt) -> None:
         """Ask for a quorum in an attempt that goes on in the present one, but has no collective with all
@@ -207,6 +239,9 @@ class QuorumDriver:
             attempt.fail(error)
             return
         if plan.configure:
+            deferred = self._deferred()
+            if deferred is not None and not deferred.has_begun:  # the worker may wait in it for ever
+                self._group.pg.abort("there is another quorum")
             self._worker.submit(lambda: self._prepare(attempt, result), attempt.fail)
         else:
             attempt.open_configured()

@@ -8,10 +8,12 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
+from torchft_like.collectives import reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import DivergenceError, FaultToleranceError
@@ -28,7 +30,8 @@ from torchft_like.manager.managed_work import (
 )
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
-from torchft_like.process_group.work import OperationWork
+from torchft_like.process_group.work import Operation, OperationWork
+from torchft_like.quantization import Format
 from torchft_like.writing import writing_to
 
 DIGEST_BYTES = 7  # a number that has a negative one
@@ -50,6 +53,7 @@ class Reducer:
         kind: type[Reduction],
         collective: Collective = ALLREDUCE,
         of_all_members: bool = False,
+        quantize_to: Format | None = None,
     ) -> OperationWork:
         """Begin an allreduce, in place; an error spoils the step, and is reported nowhere else.
 
@@ -59,6 +63,7 @@ class Reducer:
             collective: the operation: `allreduce` or `allreduce_coalesced`.
             of_all_members: whether the tensors of a replica that heals, or is a spare, count like the
               others'.
+            quantize_to: the format in which numbers are sent; None for their own.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -80,23 +85,48 @@ class Reducer:
         if any(map(torch.Tensor.numel, tensors)):  # Gloo completes one of nothing without the others
             protocol.bind()
         divide_by = protocol.num_participants if averages else None
+        quantizes = quantize_to is not None and _is_shared(attempt)
         if divide_by is not None:
-            if group.pg.divides and _divides_alike(divide_by, attempt, tensors):
+            if not quantizes and group.pg.divides and _divides_alike(divide_by, attempt, tensors):
                 divide_by = None
             else:
                 options = SUM if options is AVERAGE else summing(options)
-        reduction = kind(tensors, divide_by, report, attempt.pending_collectives)
+        # Quantized numbers are divided by their owner, before it quantizes them again.
+        reduction = kind(tensors, None if quantizes else divide_by, report, attempt.pending_collectives)
         work = OperationWork(reduction)
         try:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
-            reduction.follow(group.pg.issue(collective, tensors, options))
+            reduction.follow(
+                self._quantize(tensors, options, divide_by, quantize_to)
+                if quantize_to is not None and quantizes
+                else self.issue(collective, tensors, options)
+            )
             if is_first and attempt.fingerprint is not None:
                 self._begin_to_compare(attempt, attempt.fingerprint, report, tensors[0].device)
         except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
             report(error)
         return work
+
+    def issue(self, collective: Collective, *args: Any) -> Operation:
+        """Begin a collective on the group, in the order of all ranks."""
+        self._driver.wait_for_turn()
+        return self._group.pg.issue(collective, *args)
+
+    def _quantize(
+        self,
+        tensors: list[torch.Tensor],
+        options: AllreduceOptions,
+        divide_by: int | None,
+        quantize_to: Format,
+    ) -> Operation:
+        """Begin an allreduce of several collectives; the quorum worker waits for all but the last ones."""
+        pg, stream = self._group.pg, stream_beside(tensors)
+        return self._driver.defer(
+            lambda: reduce_quantized(tensors, options, pg, stream, divide_by, quantize_to),
+            {tensor.device for tensor in tensors if not tensor.is_cpu},
+        )
 
     def _begin_to_compare(
         self, attempt: Attempt, fingerprint: PendingFingerprint, report: Report, device: torch.device
@@ -107,7 +137,7 @@ class Reducer:
             number = int.from_bytes(digest)
             attempt.comparison = least = torch.tensor([number, -number], device=device)
             reduction = Reduction([least], None, report, attempt.pending_collectives)
-            reduction.follow(self._group.pg.issue(ALLREDUCE, [least], options_for(ReduceOp.MIN)))
+            reduction.follow(self.issue(ALLREDUCE, [least], options_for(ReduceOp.MIN)))
 
     def compare(self, attempt: Attempt) -> None:
         """Fail the step if the members' states differ, once its collectives are over."""
@@ -126,6 +156,11 @@ class Reducer:
         # While a state is read or loaded the other replicas take no part: the sum is this replica's own
         # tensor.
         return not attempt.is_exchanging and not self._group.refuse()
+
+
+def _is_shared(attempt: Attempt) -> bool:
+    """Return whether there is another member, to whom tensors are sent."""
+    return attempt.result is not None and attempt.result.replica_world_size > 1
 
 
 def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> bool:

@@ -296,6 +296,9 @@ class GroupManager(StepManager, Protocol):
     def healing_ranks(self) -> Collection[int]:
         """Return the members, by their rank in the group, whose state is not the others' in this step."""
 
+    def wait_for_turn(self) -> None:
+        """Wait until the caller may issue another collective on the manager's group."""
+
     def is_exchanging_state(self) -> bool:
         """Return whether the caller reads or loads its state, in which no other member takes part."""
 
@@ -378,6 +381,7 @@ class ManagedProcessGroup(SwallowingGroup):
             return skipped(collective.bind(args, kwargs), self)
         if self._is_lost(collective, args, kwargs):
             return skipped(collective.bind(args, kwargs), self)
+        self._manager.wait_for_turn()
         return self._swallow(collective, args, kwargs)
 
     def _report_of(self, configuration: Configuration, error: Exception) -> None:

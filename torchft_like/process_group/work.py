@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.devices import after
-from torchft_like.futures import empty_future
+from torchft_like.futures import copy_outcome, empty_future
 
 FOREVER = math.inf
 
@@ -170,6 +170,75 @@ class FollowingOperation(Operation):
 
     def source_rank(self) -> int:
         return self.inner.source_rank()
+
+
+class DeferredOperation(FollowingOperation):
+    """An operation that another thread begins later; from then on it behaves as the one that was begun.
+
+    Args:
+        devices: the devices on which the result may be.
+    """
+
+    def __init__(self, devices: Iterable[torch.device] = ()) -> None:
+        self.inner: Operation = NOTHING
+        self._devices: list[int | str | torch.device] = list(devices)
+        self._lock = threading.Lock()
+        self._begun = threading.Event()
+        self._futures: list[Future[Any]] = []
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the operation was begun, or cannot be."""
+        return self._begun.is_set()
+
+    def follow(self, operation: Operation | None) -> None:
+        """Behave as `operation` from now on, because it has begun; None if it is over."""
+        with self._lock:
+            self.inner = operation or self.inner
+            futures, self._futures = self._futures, []
+            self._begun.set()
+        for future in futures:
+            self._follow_with(future)
+
+    def wait_begun(self, deadline: float = FOREVER) -> None:
+        """Block until the operation was begun, or cannot be.
+
+        Raises:
+            TimeoutError: it has not begun at the deadline.
+        """
+        if not self._begun.wait(deadline - time.monotonic() if deadline < FOREVER else None):
+            raise TimeoutError("timed out: the operation has not begun")
+
+    def wait(self, deadline: float = FOREVER) -> None:
+        self.wait_begun(deadline)
+        self.inner.wait(deadline)
+
+    def is_over(self) -> bool:
+        return self.has_begun and self.inner.is_over()
+
+    def is_success(self) -> bool:
+        return self.has_begun and self.inner.is_success()
+
+    def future(self) -> Future[Any]:
+        future: Future[Any] = Future(devices=self._devices)
+        with self._lock:
+            if not self.has_begun:
+                self._futures.append(future)
+                return future
+        self._follow_with(future)
+        return future
+
+    def synchronize(self) -> None:
+        self.wait_begun()
+        self.inner.synchronize()
+
+    def block_current_stream(self) -> None:
+        """Block the thread until the operation has begun, and then only the stream."""
+        self.wait_begun()
+        self.inner.block_current_stream()
+
+    def _follow_with(self, future: Future[Any]) -> None:
+        self.inner.future().add_done_callback(lambda done: copy_outcome(done, future))
 
 
 class ExplainedOperation(Operation):

@@ -171,6 +171,9 @@ class Rank:
     def wait_configured(self, attempt: Attempt) -> None:
         attempt.wait_configured(lambda: "there is one")
 
+    def wait_for_turn(self) -> None:
+        """Nothing is deferred."""
+
 
 def spare() -> Rank:
     """Return a rank that takes part in the collectives of a step, and adds nothing."""

@@ -118,6 +118,9 @@ class FakeManager:
         self._meet_trouble()
         return self._participants
 
+    def wait_for_turn(self) -> None:
+        """Nothing is deferred."""
+
     def is_exchanging_state(self) -> bool:
         return self.is_alone
 

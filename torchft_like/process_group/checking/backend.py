@@ -46,7 +46,6 @@ from torchft_like.errors import (
     PeerLostError,
     ProcessGroupError,
 )
-from torchft_like.futures import copy_outcome
 from torchft_like.process_group.checking.link import CALL, OVERDUE, PASSED, WHY, End, Link, Request, join
 from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal
@@ -54,11 +53,9 @@ from torchft_like.process_group.generation import Backend, Create, Generation
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import (
     FOREVER,
-    NOTHING,
+    DeferredOperation,
     ExplainedOperation,
     FinishedOperation,
-    FollowingOperation,
-    Operation,
     OperationWork,
 )
 
@@ -324,8 +321,8 @@ class CheckedBackend:
             self._link.send(request)
 
 
-class CheckedOperation(FollowingOperation, ExplainedOperation):
-    """An operation that starts only after its ruling; from then on it behaves as the backend's.
+class CheckedOperation(DeferredOperation, ExplainedOperation):
+    """An operation that begins only after its ruling.
 
     Args:
         call: the call to start, of which this keeps its caller's current streams only.
@@ -338,76 +335,34 @@ class CheckedOperation(FollowingOperation, ExplainedOperation):
     def __init__(
         self, call: Call, statement: Statement, timeout_s: float, overdue: Callable[[], None] | None
     ) -> None:
-        self.inner: Operation = NOTHING
         self.deadline_s = math.inf if overdue else time.monotonic() + timeout_s
         self.streams = _streams_of(call)
-        self._devices: list[int | str | torch.device] = [stream.device for stream in self.streams]
+        super().__init__(stream.device for stream in self.streams)
         self.statement = statement
         self._timeout_s = timeout_s
         self._overdue = overdue
-        self._lock = threading.Lock()
-        self._ruled = threading.Event()
-        self._futures: list[Future[Any]] = []
 
     def __str__(self) -> str:
         return self.statement.text()
-
-    def follow(self, operation: Operation | None) -> None:
-        """Behave as `operation` from now on, because the call has started; None if it is over."""
-        with self._lock:
-            self.inner = operation or self.inner
-            futures, self._futures = self._futures, []
-            self._ruled.set()
-        for future in futures:
-            self._follow_with(future)
 
     def refuse(self, error: Exception) -> None:
         """Fail with this error: the operation will not start."""
         self.follow(_Refused(error, self))
 
-    def wait(self, deadline: float = FOREVER) -> None:
-        self._await_ruling(deadline)
-        self.inner.wait(deadline)
-
-    def is_over(self) -> bool:
-        return self._ruled.is_set() and self.inner.is_over()
-
-    def is_success(self) -> bool:
-        return self._ruled.is_set() and self.inner.is_success()
-
-    def future(self) -> Future[Any]:
-        future: Future[Any] = Future(devices=self._devices)
-        with self._lock:
-            is_ruled = self._ruled.is_set()
-            if not is_ruled:
-                self._futures.append(future)
-        if is_ruled:
-            self._follow_with(future)
-        return future
-
-    def synchronize(self) -> None:
-        self._await_ruling(FOREVER)
-        self.inner.synchronize()
-
-    def block_current_stream(self) -> None:
-        """Block the thread until the operation has started, and then only the stream."""
-        self._await_ruling(FOREVER)
-        self.inner.block_current_stream()
-
-    def _await_ruling(self, deadline: float) -> None:
+    def wait_begun(self, deadline: float = FOREVER) -> None:
         started = time.monotonic()
-        if self._overdue is not None:
-            if self._ruled.wait(deadline - started if deadline < FOREVER else self._timeout_s):
-                return
-            self._overdue()
-            deadline = time.monotonic() + SILENCE_S_MAX
-        if not self._ruled.wait(deadline - time.monotonic() if deadline < FOREVER else None):
+        try:
+            if self._overdue is not None:
+                with contextlib.suppress(TimeoutError):
+                    super().wait_begun(deadline if deadline < FOREVER else started + self._timeout_s)
+                    return
+                self._overdue()
+                deadline = time.monotonic() + SILENCE_S_MAX
+            super().wait_begun(deadline)
+        except TimeoutError:
             seconds = time.monotonic() - started
             error = ProcessGroupError(f"{self}: timed out, some ranks have not come within {seconds:.3g} s")
-            raise self.explain(error) or error
-
-    def _follow_with(self, future: Future[Any]) -> None:
-        self.inner.future().add_done_callback(lambda done: copy_outcome(done, future))
+            raise self.explain(error) or error from None
 
 
 class _Refused(FinishedOperation):

@@ -1,0 +1,256 @@
+"""Quantized collectives over real Gloo: the error, the bytes that are sent, and equal bits on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed import AllreduceOptions, ReduceOp, ReduceScatterOptions
+
+from tests.stores import serve_store
+from tests.unit.process_group.conftest import Party
+from torchft_like import collectives
+from torchft_like.collectives import (
+    allocate_reduce_scatter_output,
+    allreduce_quantized,
+    get_padded_sizes,
+    reduce_scatter_quantized,
+)
+from torchft_like.errors import CollectiveMismatchError
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupWrapper
+from torchft_like.process_group.collectives import Collective
+from torchft_like.quantization import FORMATS, FP8, INT8, ROW, ROW_BYTES, rows_for
+
+RANKS = 3
+OPERATIONS = [ReduceOp.SUM, ReduceOp.AVG]
+
+
+@pytest.fixture(scope="module")
+def party() -> Iterator[Party]:
+    party = Party(serve_store())
+    yield party
+    party.end()
+
+
+@pytest.fixture(scope="module")
+def groups(party: Party) -> Mapping[int, list[ProcessGroup]]:
+    return {ranks: party.meet(ranks) for ranks in (1, 2, RANKS)}
+
+
+def of_rank(rank: int, seed: int, shapes: Sequence[Sequence[int]], dtype: torch.dtype) -> list[Tensor]:
+    """The tensors of a rank; every other one has gaps in memory."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    tensors = []
+    for number, shape in enumerate(shapes):
+        tensor = torch.randn(*shape, generator=generator).mul_(4.0 ** (number % 5)).to(dtype)
+        tensors.append(tensor.T.contiguous().T if number % 2 and tensor.dim() == 2 else tensor)
+    return tensors
+
+
+def bound(tensors: Sequence[Tensor], quantize_to: str, *, is_scattered: bool = False) -> float:
+    """The greatest error of a sum of these, by the greatest magnitudes of all their rows."""
+    part = 1 / 254 if quantize_to == "int8" else 1 / 17
+    sent = sum(tensor.double().abs().amax().item() for tensor in tensors)
+    total = torch.stack([tensor.double() for tensor in tensors]).sum(0).abs().amax().item()
+    of_sum = 0.0 if is_scattered else part * (total + part * sent)
+    return (part * sent + of_sum) * (1 + 2**-15) + torch.finfo(tensors[0].dtype).eps * 2 * total
+
+
+@pytest.mark.parametrize("quantize_to", FORMATS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@settings(max_examples=12)
+@given(
+    ranks=st.sampled_from([1, 2, RANKS]),
+    seed=st.integers(0, 1000),
+    shapes=st.lists(st.sampled_from([(0,), (1,), (257,), (5, 7), (300, 3), (2, 3, 41)]), max_size=4),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]),
+)
+@pytest.mark.agreement
+def test_an_allreduce_is_within_its_bound_and_the_same_on_all_ranks(
+    party: Party,
+    groups: Mapping[int, list[ProcessGroup]],
+    quantize_to: str,
+    operation: Any,
+    ranks: int,
+    seed: int,
+    shapes: list[tuple[int, ...]],
+    dtype: torch.dtype,
+) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> list[Tensor]:
+        tensors = of_rank(rank, seed, shapes, dtype)
+        work = allreduce_quantized(tensors, operation, group, quantize_to=quantize_to)
+        result = work.get_future().wait() if seed % 2 else work.result() if work.wait() else []
+        assert all(one is other for one, other in zip(result, tensors, strict=True))
+        return tensors
+
+    results = party.together(groups[ranks], reduce)
+    given_ = [of_rank(rank, seed, shapes, dtype) for rank in range(ranks)]
+    for number, of_all in enumerate(zip(*given_, strict=True)):
+        assert all(torch.equal(result[number], results[0][number]) for result in results)
+        if of_all[0].numel():
+            divisor = ranks if operation == ReduceOp.AVG else 1
+            exact = torch.stack([tensor.double() for tensor in of_all]).sum(0) / divisor
+            error = (results[0][number].double() - exact).abs().amax().item()
+            assert error <= bound(of_all, quantize_to) / divisor
+
+
+def test_what_is_not_finite_on_one_rank_makes_its_row_nan_on_all(
+    party: Party, groups: Mapping[int, list[ProcessGroup]]
+) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> list[bool]:
+        tensor = torch.ones(3 * ROW)
+        if rank == 1:
+            tensor[ROW] = torch.inf
+        allreduce_quantized([tensor], ReduceOp.SUM, group).wait()
+        return [part.isnan().all().item() for part in tensor.split(ROW)]  # type: ignore[no-untyped-call]
+
+    assert party.together(groups[RANKS], reduce) == [[False, True, False]] * RANKS
+
+
+class Counted(ProcessGroupWrapper):
+    """A group that counts the bytes which its rank gives it to send to the others."""
+
+    sent = 0
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        call = collective.bind(args, kwargs)
+        copies = {"alltoall_base": 1 / self.size(), "_allgather_base": 1}[collective.name]
+        self.sent += round(call.inputs.nbytes * copies) * (self.size() - 1)
+        return super()._run(collective, args, kwargs)
+
+
+@pytest.mark.parametrize("quantize_to", FORMATS)
+@pytest.mark.parametrize("count", [0, 1, 100_001])
+def test_a_byte_and_a_part_of_a_scale_is_sent_for_each_number(
+    party: Party, groups: Mapping[int, list[ProcessGroup]], quantize_to: str, count: int
+) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> int:
+        counted = Counted(pg=group)
+        allreduce_quantized([torch.ones(count)], ReduceOp.SUM, counted, quantize_to=quantize_to).wait()
+        return counted.sent
+
+    owned = math.ceil(rows_for(count) / RANKS)
+    assert party.together(groups[RANKS], reduce) == [2 * (RANKS - 1) * owned * ROW_BYTES] * RANKS
+    if count > 1000:  # the bytes of an allreduce that sends each part once to its owner, and once from there
+        assert 2 * (RANKS - 1) * owned * ROW_BYTES < 2 * (RANKS - 1) / RANKS * 4 * count / 3.9
+
+
+@pytest.mark.parametrize("quantize_to", FORMATS)
+def test_chunks_change_no_bit(
+    party: Party,
+    groups: Mapping[int, list[ProcessGroup]],
+    quantize_to: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shapes = [(5 * ROW + 9,), (0,), (40, 30), (ROW,), (1,)]
+
+    def reduce(rank: int, group: ProcessGroup) -> list[Tensor]:
+        tensors = of_rank(rank, 1, shapes, torch.float32)
+        allreduce_quantized(tensors, ReduceOp.AVG, group, quantize_to=quantize_to).wait()
+        return tensors
+
+    whole = party.together(groups[RANKS], reduce)
+    for rows in (1, 2, 4):
+        monkeypatch.setattr(collectives, "CHUNK_ROWS", rows)
+        assert all(map(torch.equal, party.together(groups[RANKS], reduce)[0], whole[0]))
+
+
+@pytest.mark.parametrize("quantize_to", FORMATS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@pytest.mark.parametrize("ranks", [1, 2, RANKS])
+def test_each_rank_gets_its_part_of_a_reduce_scatter(
+    party: Party, groups: Mapping[int, list[ProcessGroup]], quantize_to: str, operation: Any, ranks: int
+) -> None:
+    shapes = [(7,), (4, 300), (1, 2, 3)]
+    inputs = [of_rank(rank, 2, shapes, torch.float32) for rank in range(ranks)]
+
+    def reduce(rank: int, group: ProcessGroup) -> Tensor:
+        output, sizes = allocate_reduce_scatter_output(inputs[rank], ranks)
+        assert sizes == get_padded_sizes(inputs[rank], ranks)
+        options = ReduceScatterOptions()
+        options.reduceOp = operation
+        reduce_scatter_quantized(output, inputs[rank], options, group, quantize_to=quantize_to).wait()
+        return output
+
+    divisor = ranks if operation == ReduceOp.AVG else 1
+    sizes = get_padded_sizes(inputs[0], ranks)
+    limit = sum(bound(of, quantize_to, is_scattered=True) for of in zip(*inputs, strict=True)) / divisor
+    for rank, output in enumerate(party.together(groups[ranks], reduce)):
+        wanted = []
+        for of_all, size in zip(zip(*inputs, strict=True), sizes, strict=True):
+            padded = torch.zeros(size)
+            padded.view(-1)[: of_all[0].numel()] = torch.stack(of_all).sum(0).reshape(-1) / divisor
+            wanted.append(padded.chunk(ranks)[rank].reshape(-1))
+        torch.testing.assert_close(output, torch.cat(wanted), atol=limit, rtol=0)
+
+
+def test_padded_sizes_are_multiples_of_the_ranks() -> None:
+    tensors = [torch.empty(3), torch.empty(4, 5), torch.empty(0, 2)]
+    assert get_padded_sizes(tensors, 2) == [(4, 1), (4, 5), (0, 2)]
+
+
+def test_ranks_that_quantize_to_different_formats_are_told(party: Party) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> str:
+        with pytest.raises(CollectiveMismatchError) as raised:
+            allreduce_quantized([torch.ones(4)], ReduceOp.SUM, group, quantize_to=list(FORMATS)[rank])
+        return raised.value.aspect
+
+    made = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=True))
+    assert party.together(made, reduce) == ["dtype"] * 2
+
+
+def options_of(operation: Any) -> AllreduceOptions:
+    options = AllreduceOptions()
+    options.reduceOp = operation
+    return options
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda pg: allreduce_quantized([torch.ones(1)], ReduceOp.MAX, pg),
+            NotImplementedError,
+            "SUM and AVG",
+        ),
+        (
+            lambda pg: allreduce_quantized([torch.ones(1)], options_of(ReduceOp.MIN), pg),
+            NotImplementedError,
+            "SUM and AVG",
+        ),
+        (
+            lambda pg: allreduce_quantized([torch.ones(1, dtype=torch.int32)], ReduceOp.SUM, pg),
+            ValueError,
+            "int32",
+        ),
+        (lambda pg: allreduce_quantized([torch.eye(2).to_sparse()], ReduceOp.SUM, pg), ValueError, "sparse"),
+        (
+            lambda pg: allreduce_quantized([torch.ones(1)], ReduceOp.SUM, pg, quantize_to="int2"),
+            ValueError,
+            "no format",
+        ),
+        (
+            lambda pg: reduce_scatter_quantized(torch.ones(3), [torch.ones(4)], ReduceOp.SUM, pg),
+            ValueError,
+            "has 3 elements",
+        ),
+    ],
+)
+def test_what_cannot_be_quantized_is_refused(
+    groups: Mapping[int, list[ProcessGroup]],
+    call: Callable[[ProcessGroup], object],
+    error: type[Exception],
+    message: str,
+) -> None:
+    with pytest.raises(error, match=message):
+        call(groups[1][0])
+
+
+def test_fp8_is_the_default_as_in_torchft() -> None:
+    assert [FP8.name, INT8.name] == list(FORMATS)

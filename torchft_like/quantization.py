@@ -1,0 +1,213 @@
+"""Rows of numbers as bytes: a scale, and one byte for each number.
+
+A *row* is `ROW` consecutive numbers of a tensor, the last of which may be missing. Its scale is that of its
+greatest magnitude, so a row of small numbers beside one of great numbers loses nothing. On the wire a row has
+`ROW_BYTES` bytes, the scale in float32 first, and 0 for each number that is missing.
+
+Numbers are divided by the scale and rounded to the nearest code, and a code multiplied by the scale is the
+number again. That multiplication is rounded once, so whoever has the same bytes gets the same bits, on a CPU
+as on a GPU.
+
+ERROR of a number x in a row whose greatest magnitude is m, at most, but for the rounding of float32:
+
+    int8    m / 254
+    fp8     |x| / 17, or m / 458752 where that is more
+
+An infinity or a NaN makes its whole row NaN. Numbers are quantized as float32: one beyond its range is an
+infinity.
+
+On a GPU triton's kernels do it, which read each number once, if they do there what torch does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+ROW = 256
+SCALE_BYTES = 4
+ROW_BYTES = SCALE_BYTES + ROW
+SCALE_MIN = 2.0**-126  # the least that float32 has with all of its digits
+# A code of fp8, moved to the places of exponent and mantissa in float16, is smaller by this factor.
+_FP8_IN_FLOAT16 = 256.0
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Format:
+    """A format of codes.
+
+    Attributes:
+        name: the name that callers give.
+        dtype: the dtype of codes.
+        wire: the dtype as which bytes are sent; ranks that disagree about the format disagree about it.
+        largest: the code to which the greatest magnitude of a row is scaled.
+    """
+
+    name: str
+    dtype: torch.dtype
+    wire: torch.dtype
+    largest: float
+
+
+INT8 = Format("int8", torch.int8, torch.int8, 127.0)
+FP8 = Format("fp8", torch.float8_e4m3fn, torch.uint8, 448.0)  # e4m3, without infinities
+FORMATS = {each.name: each for each in (FP8, INT8)}
+
+
+def format_named(name: str) -> Format:
+    """Return the format of a name.
+
+    Raises:
+        ValueError: there is none; the text lists the names.
+    """
+    if name not in FORMATS:
+        raise ValueError(f"there is no format {name!r:.40} to quantize to; there are {', '.join(FORMATS)}")
+    return FORMATS[name]
+
+
+def rows_for(numbers: int) -> int:
+    """Return how many rows so many numbers have."""
+    return -(-numbers // ROW)
+
+
+def quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
+    """Write numbers to rows.
+
+    Args:
+        numbers: a contiguous floating point tensor with one dimension.
+        rows: a contiguous tensor of bytes [rows_for(numbers), ROW_BYTES].
+        to: the format of the rows.
+    """
+    kernels = _kernels_for(numbers.device, to)
+    (_quantize if kernels is None else kernels.quantize)(numbers, rows, to)
+
+
+def dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
+    """Write the numbers of rows, in the dtype of `numbers`; the arguments are those of `quantize`."""
+    kernels = _kernels_for(numbers.device, of)
+    (_dequantize if kernels is None else kernels.dequantize)(rows, numbers, of)
+
+
+def add_up(parts: Tensor, divide_by: int | None, of: Format) -> Tensor:
+    """Return the sums of the numbers in the rows of several ranks, in float32, divided if there is a divisor.
+
+    Args:
+        parts: bytes [ranks, rows, ROW_BYTES].
+    """
+    total = torch.zeros(parts.shape[1], ROW, dtype=torch.float32, device=parts.device)
+    kernels = _kernels_for(total.device, of)
+    (_add_up if kernels is None else kernels.add_up)(parts, total, of)
+    return total if divide_by is None else total.div_(divide_by)
+
+
+# ---------------------------------------------------------------------------- by torch, on any device
+
+
+def _quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
+    whole = numbers.numel() // ROW
+    _quantize_whole(numbers[: whole * ROW].view(whole, ROW), rows[:whole], to)
+    if whole < len(rows):
+        last = torch.zeros(1, ROW, dtype=numbers.dtype, device=numbers.device)
+        last[0, : numbers.numel() - whole * ROW] = numbers[whole * ROW :]
+        _quantize_whole(last, rows[whole:], to)
+
+
+def _dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
+    whole = numbers.numel() // ROW
+    _dequantize_whole(rows[:whole], numbers[: whole * ROW].view(whole, ROW), of)
+    if whole < len(rows):
+        last = torch.empty(1, ROW, dtype=numbers.dtype, device=numbers.device)
+        _dequantize_whole(rows[whole:], last, of)
+        numbers[whole * ROW :] = last[0, : numbers.numel() - whole * ROW]
+
+
+def _add_up(parts: Tensor, total: Tensor, of: Format) -> None:
+    for part in parts:
+        codes, scales = _decoded(part, of)
+        total.addcmul_(codes, scales)
+
+
+def _quantize_whole(matrix: Tensor, rows: Tensor, to: Format) -> None:
+    matrix = matrix.float()
+    largest = torch.maximum(matrix.amax(1, keepdim=True), -matrix.amin(1, keepdim=True))
+    scales = (largest / to.largest).clamp_(min=SCALE_MIN).masked_fill_(~largest.isfinite(), torch.nan)
+    _scales_of(rows).copy_(scales)
+    quotients = matrix / scales
+    if to is INT8:
+        quotients.round_()  # to the even one of two, as the conversion to fp8 does
+    rows[:, SCALE_BYTES:].view(to.dtype).copy_(quotients)
+
+
+def _dequantize_whole(rows: Tensor, matrix: Tensor, of: Format) -> None:
+    codes, scales = _decoded(rows, of)
+    matrix.copy_(codes.mul_(scales))
+
+
+def _decoded(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
+    """Return codes in float32, and the scales with which to multiply them."""
+    codes, scales = rows[:, SCALE_BYTES:].view(torch.int8), _scales_of(rows)
+    if of is INT8:
+        return codes.float(), scales
+    # torch converts each code by itself, which takes six times as long. The codes of NaN are in rows only
+    # whose scale is NaN. The factor is a power of two, and changes no digit.
+    moved = codes.to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # the sign comes with a copy of itself
+    return moved.view(torch.float16).float(), scales * _FP8_IN_FLOAT16
+
+
+def _scales_of(rows: Tensor) -> Tensor:
+    return rows[:, :SCALE_BYTES].view(torch.float32)
+
+
+# ---------------------------------------------------------------------------- by triton, if it is right
+
+
+@functools.cache
+def _kernels_for(device: torch.device, of: Format) -> ModuleType | None:
+    """Return triton's kernels, if they do what torch does on the device; None for torch itself."""
+    if device.type != "cuda":
+        return None
+    try:
+        kernels = importlib.import_module("torchft_like.quantization_kernels")
+        if agree(kernels, device, of):
+            return kernels
+        _logger.warning("triton does not quantize to %s on %s as torch does, which is used", of.name, device)
+    except ImportError:
+        pass
+    except Exception as error:  # noqa: BLE001 - a compiler may lack nearly anything
+        _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
+    return None
+
+
+def agree(
+    kernels: ModuleType, device: torch.device, of: Format, dtypes: Sequence[torch.dtype] = _DTYPES
+) -> bool:
+    """Return whether kernels write the bytes that torch writes, and read the same numbers in these dtypes."""
+    numbers = torch.linspace(-3, 3, 3 * ROW + 5, dtype=torch.float64).exp().mul(1e3).to(device, torch.float32)
+    numbers[::2] *= -1
+    numbers[ROW + 7], numbers[2 * ROW + 9] = torch.nan, torch.inf
+    rows = [torch.empty(4, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    kernels.quantize(numbers, rows[0], of)
+    _quantize(numbers, rows[1], of)
+    if not torch.equal(rows[0][::3], rows[1][::3]):  # of those between, only the scale has a meaning
+        return False
+    for dtype in dtypes:
+        read = [numbers.to(dtype) for _ in range(2)]
+        kernels.dequantize(rows[0], read[0], of)
+        _dequantize(rows[1], read[1], of)
+        if not torch.equal(read[0].nan_to_num(0.5), read[1].nan_to_num(0.5)):
+            return False
+    parts = torch.stack([rows[1], rows[1].flip(0)])
+    totals = [torch.zeros(4, ROW, device=device) for _ in range(2)]
+    kernels.add_up(parts, totals[0], of)
+    _add_up(parts, totals[1], of)
+    return torch.allclose(totals[0], totals[1], equal_nan=True)
