@@ -13,6 +13,10 @@ quantized again; for an average divided by the number of ranks. Let m_k be the g
 on rank k, and m that of the sum. Then with int8 a sum is wrong by at most (m_1 + ... + m_K + m) / 254, and a
 rank's part of a reduce-scatter by (m_1 + ... + m_K) / 254.
 
+With *error feedback* a rank adds to the next tensor what quantizing has left of this one, and of the sums of
+its rows (Seide et al., 2014; Tang et al., 2019, arXiv:1905.05957). Then the errors of many calls do not add
+up: the sum of all results is that of all tensors, less what is left of the last one.
+
 A large call is cut into chunks: while one is sent the next is quantized, and the one before added up.
 """
 
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +51,7 @@ def allreduce_quantized(
     sync_stream: torch.Stream | None = None,
     *,
     quantize_to: str = quantization.FP8.name,
+    error_feedback: ErrorFeedback | None = None,
 ) -> Work:
     """Reduce tensors over the ranks of a group, in place, with all ranks quantizing what they send.
 
@@ -59,6 +64,7 @@ def allreduce_quantized(
         process_group: any process group that has `alltoall_base` and `_allgather_base`.
         sync_stream: the stream on which an accelerator quantizes; None for a new one.
         quantize_to: "fp8" or "int8".
+        error_feedback: what earlier calls have left of these tensors, which is added to them.
 
     Raises:
         NotImplementedError: the operation is another one.
@@ -68,7 +74,16 @@ def allreduce_quantized(
     check_quantizable(tensors, options.reduceOp)
     divide_by = process_group.size() if operation == _AVERAGE else None
     stream = stream_beside(tensors, sync_stream)
-    return reduce_quantized(tensors, options, process_group, stream, divide_by, format_named(quantize_to))
+    to = format_named(quantize_to)
+    work = reduce_quantized(tensors, options, process_group, stream, divide_by, to, error_feedback)
+    if error_feedback is None:
+        return work
+
+    def accept() -> list[Tensor]:
+        error_feedback.accept()
+        return tensors
+
+    return joint_work([work], accept, waits=True)
 
 
 def reduce_quantized(
@@ -78,12 +93,13 @@ def reduce_quantized(
     stream: torch.Stream | None,
     divide_by: int | None,
     to: Format,
+    feedback: ErrorFeedback | None = None,
 ) -> Work:
     """Do as `allreduce_quantized`, for a caller who knows by what to divide a sum, and on which stream."""
-    # Other numbers than those of the caller are written back.
-    flat = [tensor.detach().resolve_neg().contiguous().view(-1) for tensor in tensors]
-    chunks = [_Chunk(parts, group, options, to) for parts in _cut(flat)]
     with _on(stream), writing_to(*tensors):
+        # What is a copy, as of a tensor with gaps, is copied back.
+        flat = [tensor.detach().resolve_neg().contiguous().view(-1) for tensor in tensors]
+        chunks = [_Chunk(parts, group, options, to) for parts in _cut(flat, feedback)]
         for number, chunk in enumerate(chunks):
             chunk.send()
             if number > 0:
@@ -100,32 +116,73 @@ def reduce_quantized(
                 chunk.take()
             for tensor, numbers in zip(tensors, flat, strict=True):
                 if tensor.numel() and tensor.data_ptr() != numbers.data_ptr():
+                    _used_on_current_stream(numbers)
                     tensor.copy_(numbers.view(tensor.shape))
         return list(tensors)
 
     return joint_work([chunk.work for chunk in chunks], take, waits=True)
 
 
+class ErrorFeedback:
+    """The error feedback of one tensor, or list of tensors, that is reduced again and again.
+
+    What is left of a call counts from `accept` on. A call that failed, or whose step was not committed, has
+    left nothing.
+    """
+
+    def __init__(self) -> None:
+        self._left: list[Tensor] = []
+        self._next: list[Tensor] = []
+
+    def begin(self, flat: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return what is left of the last call for these tensors, and where to write what this one leaves."""
+        if not self._left:
+            self._left = [torch.zeros_like(numbers, dtype=torch.float32) for numbers in flat]
+        if [left.shape for left in self._left] != [numbers.shape for numbers in flat]:
+            raise ValueError("these are not the tensors of the last call: each needs a feedback of its own")
+        self._next = [torch.empty_like(left) for left in self._left]
+        return self._left, self._next
+
+    def accept(self) -> None:
+        """Let what the last call has left count."""
+        if self._next:
+            self._left, self._next = self._next, []
+
+
+class _Part(NamedTuple):
+    """A part of a tensor in one chunk, and of what is left of the tensor."""
+
+    numbers: Tensor
+    left: Tensor | None = None
+    next: Tensor | None = None
+
+
 class _Chunk:
     """Rows that are reduced together: sent to their owners, added up there, gathered and read."""
 
     def __init__(
-        self, parts: list[Tensor], group: dist.ProcessGroup, options: AllreduceOptions, to: Format
+        self, parts: list[_Part], group: dist.ProcessGroup, options: AllreduceOptions, to: Format
     ) -> None:
         self._parts = parts
         self._group = group
         self._options = options
         self._format = to
-        self._rows = [rows_for(part.numel()) for part in parts]
+        self._rows = [rows_for(part.numbers.numel()) for part in parts]
         self._owned = -(-sum(self._rows) // group.size())  # rows of each rank; the last ones are not used
         self.work: Work
 
     def send(self) -> None:
         """Quantize the numbers, and begin to send each owner its rows."""
-        self._all = _empty_rows(self._group.size() * self._owned, self._parts[0])
+        self._all = _empty_rows(self._group.size() * self._owned, self._parts[0].numbers)
         *each, rest = self._split()
-        for part, rows in zip(self._parts, each, strict=True):
-            quantization.quantize(part, rows, self._format)
+        for (numbers, left, next_), rows in zip(self._parts, each, strict=True):
+            if left is None or next_ is None:
+                quantization.quantize(numbers, rows, self._format)
+            else:
+                wanted = numbers + left
+                quantization.quantize(wanted, rows, self._format)
+                quantization.dequantize(rows, next_, self._format)
+                _set_lost(next_, wanted - next_)
         rest.zero_()
         self._received = torch.empty_like(self._all)
         self.work = _exchange(self._group, self._received, self._all, self._options, self._format)
@@ -136,17 +193,33 @@ class _Chunk:
         parts = self._received.view(self._group.size(), self._owned, ROW_BYTES)
         del self._received
         own = _empty_rows(self._owned, self._all)
-        quantization.quantize(quantization.add_up(parts, divide_by, self._format).view(-1), own, self._format)
+        total = quantization.add_up(parts, divide_by, self._format).view(-1)
+        quantization.quantize(total, own, self._format)
+        if any(part.next is not None for part in self._parts):
+            self._leave(total, own, divide_by or 1)
         options = AllgatherOptions()
         options.timeout = self._options.timeout
         wire = self._format.wire
         self.work = _issue(self._group, _GATHER, self._all.view(wire), own.view(wire), options)
 
+    def _leave(self, total: Tensor, own: Tensor, factor: int) -> None:
+        """Leave what is lost of the sums for the next call, in which this rank adds it to its own numbers."""
+        lost = torch.empty_like(total)
+        quantization.dequantize(own, lost, self._format)
+        _set_lost(lost, (total - lost) * factor)
+        first = -self._group.rank() * self._owned * ROW
+        for part, rows in zip(self._parts, self._rows, strict=True):
+            begin, end = max(first, 0), min(first + rows * ROW, len(lost))
+            if part.next is not None and begin < end:
+                mine = part.next[begin - first : end - first]
+                mine += lost[begin:][: len(mine)]
+            first += rows * ROW
+
     def take(self) -> None:
         """Write the results to the tensors, once the work is over."""
         _used_on_current_stream(self._all)
         for part, rows in zip(self._parts, self._split(), strict=False):
-            quantization.dequantize(rows, part, self._format)
+            quantization.dequantize(rows, part.numbers, self._format)
         del self._all
 
     def _split(self) -> Sequence[Tensor]:
@@ -229,19 +302,27 @@ def _part_of(inputs: Sequence[Tensor], rank: int, ranks: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _cut(flat: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+def _cut(flat: Sequence[Tensor], feedback: ErrorFeedback | None) -> Iterator[list[_Part]]:
     """Yield parts of the tensors that have at most `CHUNK_ROWS` rows together."""
-    chunk: list[Tensor] = []
+    chunk: list[_Part] = []
     rows = 0
-    for numbers in flat:
-        for part in torch.split(numbers, CHUNK_ROWS * ROW) if numbers.numel() else ():
-            if rows + rows_for(part.numel()) > CHUNK_ROWS:
+    each = [flat] if feedback is None else [flat, *feedback.begin(flat)]
+    for tensors in zip(*each, strict=True):
+        pieces = zip(*(torch.split(tensor, CHUNK_ROWS * ROW) for tensor in tensors), strict=True)
+        for part in (_Part(*piece) for piece in pieces) if tensors[0].numel() else ():
+            more = rows_for(part.numbers.numel())
+            if rows + more > CHUNK_ROWS:
                 yield chunk
                 chunk, rows = [], 0
             chunk.append(part)
-            rows += rows_for(part.numel())
+            rows += more
     if chunk:
         yield chunk
+
+
+def _set_lost(place: Tensor, lost: Tensor) -> None:
+    """Write what was lost, which is nothing of what is not finite: it would be lost for ever."""
+    place.copy_(lost).nan_to_num_(0.0, 0.0, 0.0)
 
 
 def _exchange(
@@ -266,10 +347,10 @@ def _empty_rows(count: int, like: Tensor) -> Tensor:
     return torch.empty(count, ROW_BYTES, dtype=torch.uint8, device=like.device)
 
 
-def _used_on_current_stream(rows: Tensor) -> None:
+def _used_on_current_stream(tensor: Tensor) -> None:
     """Keep memory, which was allocated on another stream, until the current stream has read it."""
-    if rows.is_cuda:
-        rows.record_stream(torch.cuda.current_stream(rows.device))
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
 def stream_beside(tensors: Sequence[Tensor], stream: torch.Stream | None = None) -> torch.Stream | None:

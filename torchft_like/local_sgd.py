@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from torchft_like.checkpointing.shards import is_dtensor, like_shard_of
+from torchft_like.collectives import ErrorFeedback
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction
 
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
@@ -41,7 +42,9 @@ class SyncManager(Protocol):
     @property
     def _use_async_quorum(self) -> bool: ...
     def start_quorum(self) -> None: ...
-    def allreduce(self, tensor: Tensor, should_quantize: bool | str = ...) -> Work: ...
+    def allreduce(
+        self, tensor: Tensor, should_quantize: bool | str = ..., *, error_feedback: ErrorFeedback | None = ...
+    ) -> Work: ...
     def should_commit(self) -> bool: ...
     def current_step(self) -> int: ...
     def disown_state(self) -> None: ...
@@ -152,6 +155,7 @@ class DiLoCo(_InnerSteps):
             "fp8".
         fragment_sync_delay: tau, the inner steps between the begin of an allreduce and the wait for it.
         fragment_update_alpha: alpha, in [0, 1]: 0 takes the global parameters, 1 keeps the local ones.
+        error_feedback: whether what quantizing leaves of a pseudogradient is added to the next one.
 
     Raises:
         ValueError: the quorum is asynchronous, or a number does not fit the others; the text says which.
@@ -171,6 +175,7 @@ class DiLoCo(_InnerSteps):
         should_quantize: bool | str = False,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
+        error_feedback: bool = False,
     ) -> None:
         count = len(model_fragments)
         outers = outer_optimizer if isinstance(outer_optimizer, list) else [outer_optimizer] * count
@@ -184,7 +189,7 @@ class DiLoCo(_InnerSteps):
             use_bucketization = True
         bucket_mb = (bucket_cap_mb or BUCKET_CAP_MB) if use_bucketization else 0
         self._fragments = [
-            _Fragment(module, outer, fragment_update_alpha, bucket_mb << 20, should_quantize)
+            _Fragment(module, outer, fragment_update_alpha, bucket_mb << 20, should_quantize, error_feedback)
             for module, outer in zip(model_fragments, outers, strict=True)
         ]
         for number, fragment in enumerate(self._fragments):
@@ -220,6 +225,7 @@ class _Fragment:
         alpha: float,
         bucket_bytes: int,
         should_quantize: bool | str,
+        error_feedback: bool,
     ) -> None:
         self._parameters = dict(module.named_parameters())
         if not self._parameters:
@@ -228,6 +234,7 @@ class _Fragment:
         self._alpha = alpha
         self._bucket_bytes = bucket_bytes
         self._should_quantize = should_quantize
+        self._feedbacks = [ErrorFeedback() for _ in self._bucket_names()] if error_feedback else []
         self._pseudogradients: dict[str, Tensor] = {}
         self._works: list[Work] = []
         self.original_parameters: dict[str, Tensor] = {}
@@ -245,8 +252,11 @@ class _Fragment:
         """Compute the pseudogradients, and begin to average them."""
         with torch.no_grad():
             buckets = [self._fill(names) for names in self._bucket_names()]
-        quantize = self._should_quantize
-        self._works = [manager.allreduce(bucket, should_quantize=quantize) for bucket in buckets]
+        quantize, options = self._should_quantize, [{"error_feedback": each} for each in self._feedbacks]
+        self._works = [
+            manager.allreduce(bucket, should_quantize=quantize, **own)
+            for bucket, own in zip(buckets, options or [{}] * len(buckets), strict=True)
+        ]
 
     def receive(self, manager: SyncManager) -> None:
         """Wait for the average, and take over the new global parameters if the sync is committed."""

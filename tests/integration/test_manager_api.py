@@ -27,6 +27,7 @@ from torchft_like import (
     ShutdownError,
 )
 from torchft_like.checkpointing import HTTPTransport
+from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.digest import state_digest
 from torchft_like.manager import connection
@@ -108,6 +109,29 @@ def test_quantized_averages_are_the_same_bits_and_other_collectives_come_after_t
     for got, wanted in zip([*got_a[:4], got_a[5] / 2], [*exact, exact[1]], strict=True):
         torch.testing.assert_close(got, wanted, atol=0.5, rtol=0)
         assert torch.equal(got, wanted) == (not got.numel()), "it was quantized"
+
+
+def test_what_quantizing_leaves_counts_in_the_next_step_if_this_one_is_committed(
+    lighthouse: LighthouseServer,
+) -> None:
+    def train(name: str) -> list[torch.Tensor]:
+        feedback, results = ErrorFeedback(), list[torch.Tensor]()
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            for step in range(3):
+                manager.start_quorum()
+                mean = torch.linspace(0.0, 1.0, 300)
+                manager.allreduce(mean, "int8", error_feedback=feedback).wait()
+                if step == 0:
+                    manager.report_error(RuntimeError("this step is lost"))
+                assert manager.should_commit() == (step > 0)
+                results.append(mean)
+            return results
+
+    for lost, first, second in on_both(train):
+        assert torch.equal(lost, first)
+        assert not torch.equal(first, second)
+        exact = torch.linspace(0.0, 1.0, 300)
+        assert ((first + second) / 2 - exact).abs().mean() < 0.7 * (first - exact).abs().mean()
 
 
 @pytest.mark.no_zombie

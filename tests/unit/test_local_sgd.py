@@ -43,7 +43,9 @@ class Peer:
     def start_quorum(self) -> None:
         self.begun += 1
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool | str = False) -> Any:
+    def allreduce(
+        self, tensor: Tensor, should_quantize: bool | str = False, *, error_feedback: Any = None
+    ) -> Any:
         self.reduced.append(tensor.numel())
         tensor.add_(offset(self.syncs)).div_(2)
         return Done()

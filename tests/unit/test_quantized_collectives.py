@@ -17,6 +17,7 @@ from tests.stores import serve_store
 from tests.unit.process_group.conftest import Party
 from torchft_like import collectives
 from torchft_like.collectives import (
+    ErrorFeedback,
     allocate_reduce_scatter_output,
     allreduce_quantized,
     get_padded_sizes,
@@ -159,6 +160,63 @@ def test_chunks_change_no_bit(
     for rows in (1, 2, 4):
         monkeypatch.setattr(collectives, "CHUNK_ROWS", rows)
         assert all(map(torch.equal, party.together(groups[RANKS], reduce)[0], whole[0]))
+
+
+@pytest.mark.parametrize("quantize_to", FORMATS)
+@pytest.mark.parametrize("operation", OPERATIONS, ids=str)
+@pytest.mark.parametrize("chunk_rows", [2, 1000])
+def test_with_error_feedback_all_results_add_up_to_all_tensors(
+    party: Party,
+    groups: Mapping[int, list[ProcessGroup]],
+    quantize_to: str,
+    operation: Any,
+    chunk_rows: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """But for what is left of the last call; an infinity in one of them is forgotten."""
+    shapes, calls = [(5 * ROW + 9,), (0,), (40, 30), (1,)], 6
+    monkeypatch.setattr(collectives, "CHUNK_ROWS", chunk_rows)
+
+    def reduce(rank: int, group: ProcessGroup) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        feedback = ErrorFeedback()
+        given, results = [torch.zeros(*shape) for shape in shapes], [torch.zeros(*shape) for shape in shapes]
+        for call in range(calls):
+            tensors = of_rank(rank, call, shapes, torch.float32)
+            if call == 0:
+                tensors[3][0] = torch.inf
+            added = [tensor.clone() for tensor in tensors]
+            allreduce_quantized(
+                tensors, operation, group, quantize_to=quantize_to, error_feedback=feedback
+            ).wait()
+            if call > 0:
+                for totals, more in ((given, added), (results, tensors)):
+                    for total, one in zip(totals, more, strict=True):
+                        total.add_(one)
+            else:
+                assert tensors[3].isnan().all()
+                left_at_first = [left.clone() for left in feedback._left]
+        left = [left - first for left, first in zip(feedback._left, left_at_first, strict=True)]
+        return given, [each.view(shape) for each, shape in zip(left, shapes, strict=True)], results
+
+    of_ranks = party.together(groups[RANKS], reduce)
+    for number in range(len(shapes)):
+        given, left, results = (torch.stack([of[kind][number] for of in of_ranks]) for kind in range(3))
+        factor = RANKS if operation == ReduceOp.AVG else 1
+        torch.testing.assert_close(results[0] * factor + left.sum(0), given.sum(0), atol=3e-3, rtol=1e-5)
+        if given.numel() > RANKS:  # without it the two would differ by more
+            assert left.sum(0).abs().amax() > 0.01
+
+
+def test_what_a_call_has_left_does_not_count_before_it_is_accepted() -> None:
+    feedback, flat = ErrorFeedback(), [torch.ones(3)]
+    feedback.begin(flat)[1][0].fill_(5.0)
+    assert not feedback.begin(flat)[0][0].any(), "the first call failed"
+    feedback.begin(flat)[1][0].fill_(7.0)
+    feedback.accept()
+    feedback.accept()
+    assert torch.equal(feedback.begin(flat)[0][0], torch.full((3,), 7.0))
+    with pytest.raises(ValueError, match="a feedback of its own"):
+        feedback.begin([torch.ones(4)])
 
 
 @pytest.mark.parametrize("quantize_to", FORMATS)

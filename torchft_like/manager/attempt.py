@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from torchft_like import devices
+from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import Verdict
 from torchft_like.core.step import Plan
@@ -40,6 +41,7 @@ class Attempt:
         self.is_unasked = False  # its quorum is that of an earlier attempt
         self.ask: Callable[[], None] = _ask_nothing  # asks for a quorum
         self.pending_collectives: Pending = {}
+        self.error_feedbacks: list[ErrorFeedback] = []  # of what was quantized in it
         self.fingerprint: PendingFingerprint | None = None  # of the state with which the step began
         self.comparison: torch.Tensor | None = None  # of the members' fingerprints, once it was issued
         self.report: Report | None = None  # called with errors of the collectives

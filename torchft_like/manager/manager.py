@@ -29,7 +29,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 from lighthouse.events import EventLog
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.collectives import check_quantizable
+from torchft_like.collectives import ErrorFeedback, check_quantizable
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.core.step import Join, Share, StepProtocol, StepRules, WorldSizeMode
@@ -290,6 +290,7 @@ class Manager:
         tensor: torch.Tensor,
         should_quantize: bool | str = False,
         reduce_op: ReduceOp.RedOpType | ReduceOp = ReduceOp.AVG,
+        error_feedback: ErrorFeedback | None = None,
     ) -> Work:
         """Reduce a tensor over the participants, in place; peers' errors are never raised.
 
@@ -301,6 +302,8 @@ class Manager:
             should_quantize: whether a byte is sent for each number (`collectives`): "fp8", "int8", or True
               for "fp8". All replicas get the same bits. The quorum worker does it, and the caller goes on
               meanwhile, until it issues another collective.
+            error_feedback: what quantizing has left of this tensor in earlier steps, which is added to it.
+              What it leaves in this step counts if that is committed.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex, or a quantized sum
@@ -311,7 +314,13 @@ class Manager:
         if should_quantize:
             quantize_to = FP8 if should_quantize is True else format_named(str(should_quantize))
             check_quantizable([tensor], reduce_op)
-        return self._reducer.start([tensor], options_for(reduce_op), Reduction, quantize_to=quantize_to)
+        return self._reducer.start(
+            [tensor],
+            options_for(reduce_op),
+            Reduction,
+            quantize_to=quantize_to,
+            error_feedback=error_feedback,
+        )
 
     def group_allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions, **how: Any) -> Work:
         """Do as `allreduce`, for a ManagedProcessGroup, whose works are those of a process group.
@@ -415,6 +424,8 @@ class Manager:
             committed = self._ballot.decide(attempt, step, vote, timeout)
             with self._group.lock:
                 self._protocol.decide(committed)
+        for feedback in attempt.error_feedbacks if committed else ():
+            feedback.accept()
         self._emit("commit", committed=committed, participants=self._protocol.num_participants)
         if self._protocol.out_of_retries:
             raise MaxRetriesError(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed import AllreduceOptions, ReduceOp
 
-from torchft_like.collectives import reduce_quantized, stream_beside
+from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import DivergenceError, FaultToleranceError
@@ -54,6 +54,7 @@ class Reducer:
         collective: Collective = ALLREDUCE,
         of_all_members: bool = False,
         quantize_to: Format | None = None,
+        error_feedback: ErrorFeedback | None = None,
     ) -> OperationWork:
         """Begin an allreduce, in place; an error spoils the step, and is reported nowhere else.
 
@@ -64,6 +65,7 @@ class Reducer:
             of_all_members: whether the tensors of a replica that heals, or is a spare, count like the
               others'.
             quantize_to: the format in which numbers are sent; None for their own.
+            error_feedback: what quantizing has left of these tensors in earlier steps that were committed.
 
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
@@ -97,8 +99,9 @@ class Reducer:
         try:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
+                error_feedback = None
             reduction.follow(
-                self._quantize(tensors, options, divide_by, quantize_to)
+                self._quantize(tensors, options, divide_by, quantize_to, error_feedback)
                 if quantize_to is not None and quantizes
                 else self.issue(collective, tensors, options)
             )
@@ -120,11 +123,14 @@ class Reducer:
         options: AllreduceOptions,
         divide_by: int | None,
         quantize_to: Format,
+        feedback: ErrorFeedback | None,
     ) -> Operation:
         """Begin an allreduce of several collectives; the quorum worker waits for all but the last ones."""
+        if feedback is not None and (attempt := self._driver.attempt) is not None:
+            attempt.error_feedbacks.append(feedback)
         pg, stream = self._group.pg, stream_beside(tensors)
         return self._driver.defer(
-            lambda: reduce_quantized(tensors, options, pg, stream, divide_by, quantize_to),
+            lambda: reduce_quantized(tensors, options, pg, stream, divide_by, quantize_to, feedback),
             {tensor.device for tensor in tensors if not tensor.is_cpu},
         )
 
