@@ -11,10 +11,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchft_like.quantization import INT8, ROW, ROW_BYTES, SCALE_BYTES, SCALE_MIN, Format
+from torchft_like.quantization import FP8, INT8, ROW, ROW_BYTES, SCALE_BYTES, SCALE_MIN, Format
 
 HEIGHT = 8  # rows of a program
-_WORDS = ROW_BYTES // SCALE_BYTES  # in a row, as which scales are read and written
+# Kernels read constants of this type only.
+_HEIGHT, _ROW, _ROW_BYTES, _SCALE_BYTES = map(tl.constexpr, (HEIGHT, ROW, ROW_BYTES, SCALE_BYTES))
+_WORDS = tl.constexpr(ROW_BYTES // SCALE_BYTES)  # in a row, as which scales are read and written
+_SCALE_MIN, _INT8_LARGEST, _FP8_LARGEST = map(tl.constexpr, (SCALE_MIN, INT8.largest, FP8.largest))
 
 
 def quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
@@ -23,7 +26,7 @@ def quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
         with torch.accelerator.device_index(numbers.device.index):
             _quantize[(triton.cdiv(count, HEIGHT),)](
                 *(numbers, rows.view(torch.int8), rows.view(torch.float32), numbers.numel(), count),
-                *(to.largest, SCALE_MIN, to is INT8, ROW, ROW_BYTES, _WORDS, HEIGHT),
+                to is INT8,
             )
 
 
@@ -33,7 +36,7 @@ def dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
         with torch.accelerator.device_index(numbers.device.index):
             _dequantize[(triton.cdiv(count, HEIGHT),)](
                 *(numbers, rows.view(torch.int8), rows.view(torch.float32), numbers.numel(), count),
-                *(of is INT8, ROW, ROW_BYTES, _WORDS, HEIGHT),
+                of is INT8,
             )
 
 
@@ -44,7 +47,7 @@ def add_up(parts: Tensor, total: Tensor, of: Format) -> None:
         with torch.accelerator.device_index(parts.device.index):
             _add_up[(triton.cdiv(count, HEIGHT),)](
                 *(total, parts.view(torch.int8), parts.view(torch.float32), ranks, count),
-                *(of is INT8, ROW, ROW_BYTES, _WORDS, HEIGHT),
+                of is INT8,
             )
 
 
@@ -79,58 +82,49 @@ def _decoded(code, is_integer: tl.constexpr):  # type: ignore[no-untyped-def] # 
     return number
 
 
+@triton.jit
+def _places(count):  # type: ignore[no-untyped-def] # a kernel's
+    # The rows of this program, which of them there are, and the places of their numbers.
+    rows = tl.program_id(0).to(tl.int64) * _HEIGHT + tl.arange(0, _HEIGHT)
+    return rows, rows < count, rows[:, None] * _ROW + tl.arange(0, _ROW)[None, :]
+
+
+@triton.jit
+def _code_places(rows):  # type: ignore[no-untyped-def] # a kernel's
+    return rows[:, None] * _ROW_BYTES + _SCALE_BYTES + tl.arange(0, _ROW)[None, :]
+
+
 @triton.jit(do_not_specialize=["numbers", "count"])  # type: ignore[untyped-decorator]
-def _quantize(  # type: ignore[no-untyped-def] # a kernel
-    source, codes, scales, numbers, count,
-    largest: tl.constexpr, scale_min: tl.constexpr, is_integer: tl.constexpr,
-    row: tl.constexpr, row_bytes: tl.constexpr, words: tl.constexpr, height: tl.constexpr,
-):  # fmt: skip
-    first = tl.program_id(0).to(tl.int64) * height
-    lines = first + tl.arange(0, height)
-    columns = tl.arange(0, row)
-    places = lines[:, None] * row + columns[None, :]
+def _quantize(source, codes, scales, numbers, count, is_integer: tl.constexpr):  # type: ignore[no-untyped-def] # a kernel
+    rows, is_row, places = _places(count)
     number = tl.load(source + places, mask=places < numbers, other=0.0).to(tl.float32)
     magnitude = tl.abs(number)
     # A maximum may leave NaN out.
     is_bad = tl.max(tl.where(magnitude < float("inf"), 0, 1), axis=1)
-    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), largest), scale_min)
+    largest: tl.constexpr = _INT8_LARGEST if is_integer else _FP8_LARGEST
+    scale = tl.maximum(tl.div_rn(tl.max(magnitude, axis=1), largest), _SCALE_MIN)
     scale = tl.where(is_bad > 0, float("nan"), scale)
-    quotient = tl.div_rn(number, tl.broadcast_to(scale[:, None], [height, row]))
-    is_row = lines < count
-    tl.store(scales + lines * words, scale, mask=is_row)
-    code = codes + lines[:, None] * row_bytes + 4 + columns[None, :]
-    tl.store(code, _encoded(quotient, is_integer), mask=is_row[:, None])
+    quotient = tl.div_rn(number, tl.broadcast_to(scale[:, None], [_HEIGHT, _ROW]))
+    tl.store(scales + rows * _WORDS, scale, mask=is_row)
+    tl.store(codes + _code_places(rows), _encoded(quotient, is_integer), mask=is_row[:, None])
 
 
 @triton.jit(do_not_specialize=["numbers", "count"])  # type: ignore[untyped-decorator]
-def _dequantize(  # type: ignore[no-untyped-def] # a kernel
-    target, codes, scales, numbers, count,
-    is_integer: tl.constexpr, row: tl.constexpr, row_bytes: tl.constexpr, words: tl.constexpr,
-    height: tl.constexpr,
-):  # fmt: skip
-    lines = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
-    columns = tl.arange(0, row)
-    is_row = lines < count
-    scale = tl.load(scales + lines * words, mask=is_row, other=0.0)
-    code = tl.load(codes + lines[:, None] * row_bytes + 4 + columns[None, :], mask=is_row[:, None], other=0)
-    places = lines[:, None] * row + columns[None, :]
+def _dequantize(target, codes, scales, numbers, count, is_integer: tl.constexpr):  # type: ignore[no-untyped-def] # a kernel
+    rows, is_row, places = _places(count)
+    scale = tl.load(scales + rows * _WORDS, mask=is_row, other=0.0)
+    code = tl.load(codes + _code_places(rows), mask=is_row[:, None], other=0)
     number = _decoded(code, is_integer) * scale[:, None]
     tl.store(target + places, number.to(target.dtype.element_ty), mask=places < numbers)
 
 
 @triton.jit(do_not_specialize=["ranks", "count"])  # type: ignore[untyped-decorator]
-def _add_up(  # type: ignore[no-untyped-def] # a kernel
-    total, codes, scales, ranks, count,
-    is_integer: tl.constexpr, row: tl.constexpr, row_bytes: tl.constexpr, words: tl.constexpr,
-    height: tl.constexpr,
-):  # fmt: skip
-    lines = tl.program_id(0).to(tl.int64) * height + tl.arange(0, height)
-    columns = tl.arange(0, row)
-    is_row = lines < count
-    sums = tl.zeros([height, row], dtype=tl.float32)
+def _add_up(total, codes, scales, ranks, count, is_integer: tl.constexpr):  # type: ignore[no-untyped-def] # a kernel
+    rows, is_row, places = _places(count)
+    sums = tl.zeros([_HEIGHT, _ROW], dtype=tl.float32)
     for rank in range(ranks):
-        at = rank * count + lines
-        scale = tl.load(scales + at * words, mask=is_row, other=0.0)
-        code = tl.load(codes + at[:, None] * row_bytes + 4 + columns[None, :], mask=is_row[:, None], other=0)
+        sent = rank * count + rows
+        scale = tl.load(scales + sent * _WORDS, mask=is_row, other=0.0)
+        code = tl.load(codes + _code_places(sent), mask=is_row[:, None], other=0)
         sums += _decoded(code, is_integer) * scale[:, None]
-    tl.store(total + lines[:, None] * row + columns[None, :], sums, mask=is_row[:, None])
+    tl.store(total + places, sums, mask=is_row[:, None])
