@@ -40,7 +40,7 @@ LEVELS: Mapping[str, int] = {
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
-    "heal": logging.INFO,  # state was fetched: source, bytes, seconds
+    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, addresses
     "heal_sent": logging.INFO,  # state is offered to healing members: members
     "commit": logging.DEBUG,  # the vote on a step: committed, participants
     "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
@@ -108,6 +108,10 @@ def _names(value: Field) -> str:
     return " ".join(map(short_name, names[:NAMES_MAX])) + more or "nobody"
 
 
+def _each(addresses: Field) -> str:
+    return f" from {', '.join(addresses)}" if isinstance(addresses, list) and addresses else ""
+
+
 def _quorum_sentence(fields: Fields) -> str:
     parts = [f"in: {_names(fields['members'])}"]
     parts += [f"{key}: {_names(fields[key])}" for key in ("joined", "left", "healing") if fields.get(key)]
@@ -163,7 +167,10 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "error": lambda f: f"error: {f['reason']}",
     "left_out": _left_out_sentence,
     "divergence": _divergence_sentence,
-    "heal": lambda f: f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s",
+    "heal": lambda f: (
+        f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s, "
+        f"{f['gb_per_s']:.2f} GB/s{_each(f['addresses'])}"
+    ),
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
     "commit": _commit_sentence,
     "disconnected": lambda f: f"lighthouse {f['address']} is away: {f['reason']}",

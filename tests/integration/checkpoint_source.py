@@ -9,7 +9,7 @@ from datetime import timedelta
 import torch
 
 from torchft_like.checkpointing import HTTPTransport
-from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.checkpointing.state_stream import PIECE_BYTES, Snapshot
 
 LIMIT = timedelta(seconds=60)
 
@@ -38,13 +38,13 @@ class Source:
         return self._hangs.wait(LIMIT.total_seconds())
 
     def _hang_after(self, pieces: int) -> None:
-        whole, hangs = EncodedState.part, self._hangs
+        whole, hangs = Snapshot.pieces, self._hangs
 
-        def part(self: EncodedState, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-            for number, piece in enumerate(whole(self, index, count)):
+        def some(self: Snapshot, start: int, stop: int) -> Iterator[memoryview]:
+            for number, piece in enumerate(whole(self, start, stop), start // PIECE_BYTES):
                 if number == pieces:
                     hangs.set()
                     threading.Event().wait()
                 yield piece
 
-        EncodedState.part = part  # type: ignore[method-assign]
+        Snapshot.pieces = some  # type: ignore[method-assign]

@@ -27,7 +27,7 @@ STATE_BYTES = MEGABYTES * 1_000_000
 @pytest.fixture
 def receiver() -> Iterator[HTTPTransport[dict[str, Any]]]:
     transport: HTTPTransport[dict[str, Any]] = HTTPTransport(
-        LIMIT, stall_timeout=timedelta(seconds=30), hostname=LOOPBACK
+        LIMIT, num_chunks=1, stall_timeout=timedelta(seconds=30), hostname=LOOPBACK
     )
     yield transport
     transport.shutdown()

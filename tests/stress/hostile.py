@@ -35,8 +35,8 @@ def malformed() -> Iterator[bytes]:
     yield from (dice.randbytes(size) for size in (1, 9, 24, 100, 5000, 100_000))
     yield b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
     yield b"POST /torchft.LighthouseService/Quorum HTTP/1.1\r\nContent-Length: 99999999999\r\n\r\n"
-    yield b"GET /checkpoint/7?part=0&parts=1&wait_ms=0 HTTP/9.9\r\n\r\n"
-    yield b"GET /checkpoint/7?part=0&parts=1&wait_ms=0 HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n"
+    yield b"GET /checkpoint/7/header?wait_ms=0 HTTP/9.9\r\n\r\n"
+    yield b"GET /checkpoint/7/header?wait_ms=0 HTTP/1.1\r\n" + b"A: b\r\n" * 1000 + b"\r\n"
     yield b"GET " + b"/" * 100_000 + b" HTTP/1.1\r\n\r\n"
     yield bytes.fromhex("16030100a5010000a10303") + dice.randbytes(160)  # the hello of TLS
     yield b"PRI * HTTP/2.0\r\n\r\nXX\r\n\r\n"
@@ -97,7 +97,7 @@ class Trickle:
     def __init__(self, address: Address, count: int) -> None:
         texts = [
             PREFACE + SETTINGS,
-            b"GET /checkpoint/7?part=0&parts=1&wait_ms=0 HTTP/1.1\r\nX: " + b"a" * 9999,
+            b"GET /checkpoint/7/header?wait_ms=0 HTTP/1.1\r\nX: " + b"a" * 9999,
         ]
         self._clients = [(connected(address), texts[number % 2]) for number in range(count)]
         self._said = 0

@@ -88,8 +88,8 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
     def heal() -> object:
         source = io.BytesIO(forged(structure))
         incoming = IncomingState(read_header(source, EXPECTED.limits), EXPECTED.limits)
-        incoming.read_part(source)
-        return incoming.state()
+        incoming.outline()
+        return incoming.read_all(source)
 
     parse_or_refuse(heal, refusals=CheckpointFormatError)
 

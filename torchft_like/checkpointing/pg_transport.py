@@ -19,9 +19,10 @@ import torch
 from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
-from torchft_like.checkpointing.state_stream import EncodedState, Expectation, IncomingState, read_header
+from torchft_like.checkpointing.state_stream import Expectation, IncomingState, Snapshot, read_header
 from torchft_like.checkpointing.transport import CheckpointTransport
-from torchft_like.errors import CheckpointError, CheckpointTimeoutError
+from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
+from torchft_like.plain_data import Buffer
 
 T = TypeVar("T")
 MESSAGE_BYTES = 4 * 1024 * 1024
@@ -76,9 +77,9 @@ class PGTransport(CheckpointTransport[T]):
             CheckpointFormatError: the state holds a value of a type that cannot be sent.
             CheckpointError: the group could not transfer it, or not in time.
         """
-        encoded = EncodedState(state_dict)
+        snapshot = Snapshot(state_dict).fill()
         self._is_announced = True
-        self._send(dst_ranks, timeout.total_seconds(), (step, encoded.part_nbytes()), encoded.part())
+        self._send(dst_ranks, timeout.total_seconds(), (step, snapshot.stream_nbytes), snapshot.stream())
         self._is_announced = False
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
@@ -113,12 +114,14 @@ class PGTransport(CheckpointTransport[T]):
         source = _Arriving(line, src_rank, length, self._device)
         limits = self._expected.limits
         incoming = IncomingState(read_header(source, limits), limits)
-        incoming.check_length(length - incoming.header_nbytes)
-        incoming.read_part(source)
-        return cast(T, incoming.state())
+        if length != incoming.stream_nbytes:
+            raise CheckpointFormatError(
+                f"{length} bytes come; by its own account {incoming.stream_nbytes} do"
+            )
+        return cast(T, incoming.read_all(source))
 
     def _send(
-        self, ranks: list[int], timeout_s: float, head: tuple[int, int], body: Iterable[bytes | memoryview]
+        self, ranks: list[int], timeout_s: float, head: tuple[int, int], body: Iterable[Buffer]
     ) -> None:
         line = _Line(self._pg, min(self._timeout_s, timeout_s), f"replicas {ranks}")
         for message in chain([torch.tensor(head, dtype=torch.int64)], _messages(body)):
@@ -163,7 +166,7 @@ class _Arriving:
         return count
 
 
-def _messages(pieces: Iterable[bytes | memoryview]) -> Iterator[torch.Tensor]:
+def _messages(pieces: Iterable[Buffer]) -> Iterator[torch.Tensor]:
     """Yield the same bytes in tensors of MESSAGE_BYTES; the last may be shorter."""
     gathered = bytearray()
     for piece in pieces:

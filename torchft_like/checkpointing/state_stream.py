@@ -1,39 +1,58 @@
-"""State as a stream of bytes with checksums.
+"""State as bytes with checksums.
 
-    prefix     magic "TFTSTATE", version u32, length of the structure u32, CRC-32 of the structure u32
-    structure  what `plain_data` writes of the state: how it is built, and which leaves it has
-    chunks     4 MiB of the payload each (the last is shorter), followed by its CRC-32 u32
+    header   prefix: magic "TFTSTATE", version u32, length of the structure u32, CRC-32 of the structure u32;
+             structure: what `plain_data` writes of the state: how it is built, and which leaves it has
+    payload  all leaves one after another, each padded with zeros to 64 bytes
+    sums     the CRC-32 u32 of each chunk of 4 MiB of the payload (the last is shorter)
 
-Numbers are little-endian. The payload is all leaves one after another, each padded with zeros to 64 bytes, so
-that the sender keeps its snapshot as the very bytes that it serves. The receiver reads each tensor into
-memory of its own, so that a tensor that it keeps does not keep the others alive.
+Numbers are little-endian. The sender keeps its snapshot as the very bytes that it serves. The receiver reads
+each tensor into a tensor of its own state if there is one like it at that place, or else into memory of its
+own, so that a tensor that it keeps does not keep the others alive. Both take the checksum of a piece while
+that is in the processor's cache.
 
-A stream may be cut into parts, each prefix and structure and a contiguous run of the chunks, to be fetched
-over several connections. CRC-32 finds every burst of up to 32 wrong bits and all but one in four billion of
-other damage; it is no defence against a peer that lies. Limits are: a receiver makes memory for bytes that
-have come, and takes no more of them than its own state lets it expect.
+Any ranges of whole chunks may be fetched, in any order, from any source whose payload is laid out alike: the
+sums, which are those of one source, tell whether the bytes are that one's. CRC-32 finds every burst of up to
+32 wrong bits and all but one in four billion of other damage; it is no defence against a peer that lies.
+Limits are: a receiver makes memory for bytes that have come, and takes no more of them than its own state
+lets it expect.
 
 All replicas of a job must run the same version; a stream of another one is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import accumulate
-from typing import Protocol
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
-from torchft_like.checkpointing.shards import STATE_SCHEMA
-from torchft_like.errors import CheckpointFormatError, ForeignStateError, PlainDataError
-from torchft_like.plain_data import Leaf, Limits, Structure, TensorLeaves, bytes_of, nbytes_of, write
+from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
+from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
+from torchft_like.plain_data import (
+    Buffer,
+    Leaf,
+    Limits,
+    Shard,
+    Structure,
+    TensorLeaves,
+    TensorSpec,
+    bytes_of,
+    nbytes_of,
+    write,
+)
+from torchft_like.writing import is_dense
 
 CHUNK_BYTES = 4 * 1024 * 1024
+PIECE_BYTES = 1024 * 1024  # of a chunk, moved and summed at a time
 
 # A receiver takes this many times the size of its own state, which may lack that of optimizers, plus
 # GROWTH_FROM.
@@ -41,10 +60,14 @@ GROWTH_MAX = 16
 GROWTH_FROM = Limits(structure_bytes=2**20, leaves=2**14, leaf_bytes=2**28)
 
 _MAGIC = b"TFTSTATE"
-_VERSION = 2
+_VERSION = 3
 _PREFIX = struct.Struct("<8sIII")
+HEADER_BYTES = _PREFIX.size  # before the structure
+CORRUPT = "of it are corrupt: their checksum does not match"
 _CRC = struct.Struct("<I")
 _ALIGNMENT = 64
+_SUMS_BYTES = 256  # sent at a time
+_HUGE_BYTES = 2 * 1024 * 1024  # of a page, where the system gives large ones
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
@@ -89,45 +112,101 @@ class Expectation:
 
 
 class Source(Protocol):
-    """A source of bytes: any binary file object, or an HTTP response."""
+    """A source of bytes: any binary file object, or a connection."""
 
     def readinto(self, buffer: memoryview, /) -> int | None:
         """Read up to `len(buffer)` bytes into the buffer; return their number, 0 at the end."""
 
 
-class EncodedState:
-    """A snapshot of a state, in the layout in which it is sent.
+class Snapshot:
+    """A copy of a state, in the layout in which it is sent.
 
-    The constructor copies every tensor to the CPU once; it keeps nothing of the original. Any thread may read
-    it.
+    The constructor describes the state; `fill` copies it, to the CPU, on the thread that may change the state
+    afterwards. Any thread may read meanwhile, and waits for what is yet to be copied.
 
     Raises:
         CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
 
     def __init__(self, state: object) -> None:
-        structure, leaves = flatten_state(state)
-        self._header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
-        payload = _copy_payload(leaves)
-        self._payload = payload.numpy().data
+        structure, self._leaves = flatten_state(state)
+        self.header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
+        self._offsets = _offsets(map(nbytes_of, self._leaves))
+        self.nbytes = self._offsets[-1]
+        self._payload = _memory(self.nbytes)
+        self._window = self._payload.numpy().data
+        self._progress = threading.Condition()
+        self._filled = 0
+        self._is_given_up = False
 
-    def part(self, index: int = 0, count: int = 1) -> Iterator[bytes | memoryview]:
-        """Yield part `index` of `count`, in pieces of at most 4 MiB."""
-        for start in range(0, len(self._header), CHUNK_BYTES):
-            yield memoryview(self._header)[start : start + CHUNK_BYTES]
-        for start, stop in _chunks(len(self._payload), index, count):
-            chunk = self._payload[start:stop]
-            yield chunk
-            yield _CRC.pack(crc32(chunk))
+    def fill(self) -> Snapshot:
+        """Copy the state, of which nothing is kept afterwards; return this snapshot."""
+        leaves, self._leaves = self._leaves, []
+        try:
+            for leaf, offset, end in zip(leaves, self._offsets, self._offsets[1:], strict=False):
+                self._copy(leaf, offset, end)
+                with self._progress:
+                    self._filled = end
+                    self._progress.notify_all()
+        finally:
+            with self._progress:
+                self._is_given_up = self._filled < self.nbytes
+                self._progress.notify_all()
+        return self
 
-    def part_nbytes(self, index: int = 0, count: int = 1) -> int:
-        """Return the length of that part in bytes."""
-        return len(self._header) + _chunks_nbytes(len(self._payload), index, count)
+    def _copy(self, leaf: Leaf, offset: int, end: int) -> None:
+        size = nbytes_of(leaf)
+        if size and isinstance(leaf, torch.Tensor):
+            self._payload[offset : offset + size].view(leaf.dtype).view(leaf.shape).copy_(leaf)
+        elif size:
+            self._window[offset : offset + size] = bytes_of(leaf)
+        self._window[offset + size : end] = bytes(end - offset - size)
+
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes [start, stop) of the payload, in pieces of at most 1 MiB.
+
+        Raises:
+            CheckpointError: the state could not be copied.
+        """
+        for at in range(start, stop, PIECE_BYTES):
+            end = min(at + PIECE_BYTES, stop)
+            self._wait_filled(end)
+            yield self._window[at:end]
+
+    def _wait_filled(self, end: int) -> None:
+        with self._progress:
+            self._progress.wait_for(lambda: self._filled >= end or self._is_given_up)
+            if self._is_given_up:
+                raise CheckpointError("the state could not be copied")
+
+    def sums(self) -> Iterator[bytes]:
+        """Yield the checksums of all chunks, some at a time."""
+        some = bytearray()
+        for start, stop in _chunks(0, self.nbytes):
+            crc = 0
+            for piece in self.pieces(start, stop):
+                crc = crc32(piece, crc)
+            some += _CRC.pack(crc)
+            if len(some) == _SUMS_BYTES:
+                yield bytes(some)
+                some.clear()
+        yield bytes(some)
+
+    def stream(self) -> Iterator[Buffer]:
+        """Yield header, payload and sums."""
+        yield self.header
+        yield from self.pieces(0, self.nbytes)
+        yield from self.sums()
+
+    @property
+    def stream_nbytes(self) -> int:
+        """The length of the stream in bytes."""
+        return len(self.header) + self.nbytes + sums_nbytes(self.nbytes)
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
     """Read and check the structure of a state, in pieces: memory is made for bytes that have come."""
-    magic, version, length, crc = _PREFIX.unpack(_read(source, _PREFIX.size))
+    magic, version, length, crc = _PREFIX.unpack(read_exactly(source, HEADER_BYTES))
     if magic != _MAGIC:
         raise CheckpointFormatError(f"this is no state stream: it begins with {magic!r}")
     if version != _VERSION:
@@ -142,14 +221,14 @@ def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
         )
     header = bytearray()
     while len(header) < length:
-        header += _read(source, min(length - len(header), CHUNK_BYTES))
+        header += read_exactly(source, min(length - len(header), PIECE_BYTES))
     if crc32(header) != crc:
         raise CheckpointFormatError("the header is corrupt: its checksum does not match")
     return bytes(header)
 
 
 class IncomingState:
-    """A state that is being received, in one part or in several, each of which may have its own thread.
+    """A state that is being received, by any number of threads.
 
     Memory is made for a leaf when its first byte is about to be read.
 
@@ -162,84 +241,116 @@ class IncomingState:
     """
 
     def __init__(self, header: bytes, limits: Limits = STATE_SCHEMA.limits) -> None:
-        self.header = header
-        try:
-            # The bytes of tensors are checked below, with a more helpful error.
-            unbound = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
-            self._structure = Structure(header, STATE_SCHEMA, unbound)
-        except PlainDataError as error:
-            raise _malformed(error) from error
-        self._sizes = [spec.nbytes for spec in self._structure.specs]
-        self._offsets = list(accumulate(map(_padded, self._sizes), initial=0))
-        self._leaves: list[torch.Tensor | None] = [None] * len(self._sizes)
+        self._header = header
+        # The bytes of tensors are checked below, with a more helpful error.
+        self._limits = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
+        self.specs = self._structure_of(header).specs
+        self._offsets = _offsets(spec.nbytes for spec in self.specs)
+        self.nbytes = self._offsets[-1]
+        self._leaves: list[torch.Tensor | None] = [None] * len(self.specs)
         self._making = threading.Lock()
-        if (nbytes := sum(self._sizes)) > limits.leaf_bytes:
+        self._sums = np.zeros(_chunk_count(self.nbytes), dtype="<u4")
+        if (nbytes := sum(spec.nbytes for spec in self.specs)) > limits.leaf_bytes:
             raise ForeignStateError(
                 f"the state has {nbytes} bytes of tensors, and {limits.leaf_bytes} are the most that this "
                 "rank takes beside its own: if a state may grow so, give the transport state_bytes_max"
             )
 
     @property
-    def header_nbytes(self) -> int:
-        """The length in bytes of prefix and structure, with which every part begins."""
-        return _PREFIX.size + len(self.header)
+    def stream_nbytes(self) -> int:
+        """The length of the stream in bytes: of header, payload and sums."""
+        return HEADER_BYTES + len(self._header) + self.nbytes + sums_nbytes(self.nbytes)
 
-    @property
-    def payload_nbytes(self) -> int:
-        """The length in bytes of all leaves with their padding."""
-        return self._offsets[-1]
-
-    def check_length(self, length: int, index: int = 0, count: int = 1) -> None:
-        """Check, before anything is allocated, that the length that the source announces fits the header.
-
-        Args:
-            length: how many bytes of the part follow the header.
-            index, count: the number of the part, and the number of parts.
-        """
-        expected = _chunks_nbytes(self.payload_nbytes, index, count)
-        if length != expected:
-            raise CheckpointFormatError(f"{length} bytes follow the header; by its own account {expected} do")
-
-    def read_part(self, source: Source, index: int = 0, count: int = 1) -> None:
-        """Read the chunks of a part into place; `source` is positioned after the header.
+    def outline(self) -> Any:
+        """Return the state as it will be, with tensors without memory, on the device "meta".
 
         Raises:
-            CheckpointFormatError: the part ends early, a checksum is wrong, or there is no memory for it.
+            CheckpointFormatError: the header does not describe the leaves of which it speaks.
         """
-        for start, stop in _chunks(self.payload_nbytes, index, count):
-            self._read_chunk(source, start, stop)
+        return self._value(_Outlines())
+
+    def land_in(self, own: object) -> bool:
+        """Let the bytes of a tensor land in the tensor at the same place of `own`, where they lie alike.
+
+        That is a contiguous one on the CPU, of the same dtype and shape, that shares its memory with no
+        other one of them. Return whether there is any.
+        """
+        outlines = _Outlines()
+        found = sorted(_alike(self._value(outlines), own, outlines.places))
+        reach = 0
+        for number, (at, index, tensor) in enumerate(found):
+            end = at + tensor.nbytes
+            if reach <= at and end <= (found[number + 1][0] if number + 1 < len(found) else end):
+                self._leaves[index] = tensor
+            reach = max(reach, end)
+        return any(leaf is not None for leaf in self._leaves)
+
+    def read(self, source: Source, start: int, stop: int) -> None:
+        """Read bytes [start, stop) of the payload into place; both are ends of chunks.
+
+        Raises:
+            CheckpointFormatError: the bytes end early, or there is no memory for them.
+        """
+        for begin, end in _chunks(start, stop):
+            crc = 0
+            for window in self._windows(begin, end):
+                _fill(source, window)
+                crc = crc32(window, crc)
+            self._sums[begin // CHUNK_BYTES] = crc
+
+    def matches(self, sums: bytes, start: int, stop: int) -> bool:
+        """Return whether all chunks in bytes [start, stop), which have been read, have those checksums."""
+        chunks = slice(start // CHUNK_BYTES, _chunk_count(stop))
+        return bool((self._sums[chunks] == np.frombuffer(sums, dtype="<u4")[chunks]).all())
+
+    def read_all(self, source: Source) -> object:
+        """Read payload and sums in a row; return the state.
+
+        Raises:
+            CheckpointFormatError: as `read` and `state`, or a checksum is wrong.
+        """
+        self.read(source, 0, self.nbytes)
+        sums = read_exactly(source, sums_nbytes(self.nbytes))
+        for start, stop in _chunks(0, self.nbytes):
+            if not self.matches(sums, start, stop):
+                raise CheckpointFormatError(f"bytes {start} to {stop} {CORRUPT}")
+        return self.state()
+
+    def check_layout(self, header: bytes) -> None:
+        """Check that the payload of another source's state is laid out as this one's.
+
+        Raises:
+            CheckpointFormatError: it has other leaves.
+        """
+        if header != self._header and self._structure_of(header).specs != self.specs:
+            raise CheckpointFormatError("its state has other tensors than that of the first source")
 
     def state(self) -> object:
-        """Return the state, once every part has been read.
+        """Return the state, once all of it has been read."""
+        return self._value(TensorLeaves(map(self._leaf, range(len(self.specs)))))
 
-        Raises:
-            CheckpointFormatError: the header does not describe the leaves that were sent.
-        """
+    def _structure_of(self, header: bytes) -> Structure:
         try:
-            return self._structure.value(TensorLeaves(map(self._leaf, range(len(self._sizes)))))
+            return Structure(header, STATE_SCHEMA, self._limits)
         except PlainDataError as error:
             raise _malformed(error) from error
 
-    def _read_chunk(self, source: Source, start: int, stop: int) -> None:
-        crc = 0
-        for window in self._windows(start, stop):
-            _fill(source, window)
-            crc = crc32(window, crc)
-        if _CRC.pack(crc) != _read(source, _CRC.size):
-            raise CheckpointFormatError(
-                f"bytes {start} to {stop} of {self.payload_nbytes} are corrupt: their checksum does not match"
-            )
+    def _value(self, leaves: Any) -> object:
+        try:
+            return self._structure_of(self._header).value(leaves)
+        except PlainDataError as error:
+            raise _malformed(error) from error
 
     def _windows(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the memory to which bytes [start, stop) of the payload belong, piece by piece."""
+        """Yield the memory to which bytes [start, stop) of the payload belong, in pieces of at most 1 MiB."""
         padding = memoryview(bytearray(_ALIGNMENT))
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
-            begin, size = self._offsets[index], self._sizes[index]
-            if start < begin + size:
-                end = min(begin + size, stop)
-                leaf = self._leaf(index).reshape(-1).view(torch.uint8)
-                yield leaf.numpy().data[start - begin : end - begin]
+            begin, size = self._offsets[index], self.specs[index].nbytes
+            if start < (end := min(begin + size, stop)):
+                window = self._leaf(index).reshape(-1).view(torch.uint8).numpy().data
+                for at in range(start, end, PIECE_BYTES):
+                    yield window[at - begin : min(at + PIECE_BYTES, end) - begin]
                 start = end
             if start < (end := min(self._offsets[index + 1], stop)):
                 yield padding[: end - start]
@@ -249,56 +360,109 @@ class IncomingState:
     def _leaf(self, index: int) -> torch.Tensor:
         with self._making:
             if (tensor := self._leaves[index]) is None:
-                spec = self._structure.specs[index]
+                spec = self.specs[index]
                 try:
-                    tensor = self._leaves[index] = torch.empty(spec.shape, dtype=spec.dtype)
-                except (RuntimeError, MemoryError) as error:
+                    tensor = _make(spec)
+                except (RuntimeError, MemoryError, OSError) as error:
                     raise CheckpointFormatError(f"no memory for {spec.nbytes} bytes of the state") from error
+                self._leaves[index] = tensor
             return tensor
+
+
+class _Outlines:
+    """Leaves without memory, to look at a state before it comes.
+
+    Attributes:
+        places: the numbers of the leaves that are tensors, by the identity of the tensor.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        self._made: list[torch.Tensor | None] = []
+
+    def tensor(self, spec: TensorSpec) -> torch.Tensor:
+        tensor = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
+        self.places[id(tensor)] = len(self._made)
+        self._made.append(tensor)  # so that no other one gets its identity
+        return tensor
+
+    def memory(self, nbytes: int) -> Buffer:
+        self._made.append(None)
+        return memoryview(mmap.mmap(-1, max(nbytes, 1)))[:nbytes]  # it takes memory when it is written to
+
+    def data(self, _: int) -> bytes:
+        self._made.append(None)
+        return b""
+
+
+def _alike(outline: Any, own: Any, places: dict[int, int]) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """Yield the tensors of `own` in which one of the outline's may land: address, number and tensor."""
+    if isinstance(outline, Shard):
+        if is_dtensor(own) and layout_of(own) == outline.layout:
+            with torch.no_grad():
+                yield from _alike(outline.local, own.to_local(), places)
+    elif isinstance(outline, torch.Tensor):
+        index = places.get(id(outline))  # another tensor on the memory of one has none
+        if index is not None and type(own) in (torch.Tensor, torch.nn.Parameter) and _fits(outline, own):
+            yield own.data_ptr(), index, own.detach()
+    elif isinstance(outline, dict) and isinstance(own, dict):
+        for key in outline.keys() & own.keys():
+            yield from _alike(outline[key], own[key], places)
+    elif isinstance(outline, list | tuple) and isinstance(own, list | tuple) and len(outline) == len(own):
+        for one, other in zip(outline, own, strict=True):
+            yield from _alike(one, other, places)
+
+
+def _fits(outline: torch.Tensor, own: torch.Tensor) -> bool:
+    if own.device.type != "cpu" or not is_dense(own) or own.is_conj() or own.is_neg() or not own.numel():
+        return False
+    return own.dtype is outline.dtype and own.shape == outline.shape and own.is_contiguous()
+
+
+def _make(spec: TensorSpec) -> torch.Tensor:
+    if spec.nbytes < _HUGE_BYTES:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    strides = torch.empty(spec.shape, device="meta").stride()
+    storage = _memory(spec.nbytes).untyped_storage()
+    return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, strides)
+
+
+def _memory(nbytes: int) -> torch.Tensor:
+    """Return memory, in large pages where the system has them: to get many small ones takes a while."""
+    if nbytes < _HUGE_BYTES:
+        return torch.empty(nbytes, dtype=torch.uint8)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # of a kernel without them
+            pages.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _malformed(error: PlainDataError) -> CheckpointFormatError:
     return CheckpointFormatError(f"the description of the state is malformed: {error}")
 
 
-def _copy_payload(leaves: Sequence[Leaf]) -> torch.Tensor:
-    offsets = list(accumulate(map(_padded, map(nbytes_of, leaves)), initial=0))
-    payload = torch.empty(offsets[-1], dtype=torch.uint8)
-    window = payload.numpy().data
-    for leaf, offset in zip(leaves, offsets, strict=False):
-        size = nbytes_of(leaf)
-        if size and isinstance(leaf, torch.Tensor):
-            payload[offset : offset + size].view(leaf.dtype).view(leaf.shape).copy_(leaf)
-        elif size:
-            window[offset : offset + size] = bytes_of(leaf)
-        window[offset + size : offset + _padded(size)] = bytes(_padded(size) - size)
-    return payload
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Return where each leaf begins in the payload, and where the payload ends."""
+    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
 
 
-def _chunk_range(payload_nbytes: int, index: int, count: int) -> range:
-    """Return the numbers of the chunks that belong to a part."""
-    total = -(-payload_nbytes // CHUNK_BYTES)
-    return range(total * index // count, total * (index + 1) // count)
+def sums_nbytes(nbytes: int) -> int:
+    """Return the length of the checksums of so many bytes."""
+    return _chunk_count(nbytes) * _CRC.size
 
 
-def _chunks(payload_nbytes: int, index: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield the start and the end of each chunk of a part in the payload."""
-    for chunk in _chunk_range(payload_nbytes, index, count):
-        yield chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, payload_nbytes)
+def _chunk_count(nbytes: int) -> int:
+    return -(-nbytes // CHUNK_BYTES)
 
 
-def _chunks_nbytes(payload_nbytes: int, index: int, count: int) -> int:
-    """Compute the bytes of a part's chunks without a loop, because a header may claim any length."""
-    chunks = _chunk_range(payload_nbytes, index, count)
-    stop = min(chunks.stop * CHUNK_BYTES, payload_nbytes)
-    return max(0, stop - chunks.start * CHUNK_BYTES) + (chunks.stop - chunks.start) * _CRC.size
+def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    for at in range(start, stop, CHUNK_BYTES):
+        yield at, min(at + CHUNK_BYTES, stop)
 
 
-def _padded(size: int) -> int:
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
-def _read(source: Source, length: int) -> bytes:
+def read_exactly(source: Source, length: int) -> bytes:
+    """Read so many bytes, which are few; a CheckpointFormatError says that there are fewer."""
     data = bytearray(length)
     _fill(source, memoryview(data))
     return bytes(data)

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 T = TypeVar("T")
+
+
+class Source(NamedTuple):
+    """A replica that has the state.
+
+    Attributes:
+        rank: its replica rank.
+        metadata: the value that `metadata()` returned there.
+    """
+
+    rank: int
+    metadata: str
+
+
+@dataclass
+class Destination(Generic[T]):
+    """What a receiver has of its own when a state comes, and what it expects.
+
+    Attributes:
+        own: the state in whose tensors the peer's may arrive; None if all arrive in new memory.
+        check: raises an error for a state that is not to be loaded; tensors of the state that it gets may be
+          without memory, on the device "meta".
+        is_written: whether the tensors of `own` may have been changed.
+        received: the bytes that came from each source, if the transport tells.
+    """
+
+    own: T | None = None
+    check: Callable[[T], object] = lambda _: None
+    is_written: bool = False
+    received: dict[str, int] = field(default_factory=dict)
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -45,6 +77,22 @@ class CheckpointTransport(ABC, Generic[T]):
             CheckpointError: the peer is gone, silent or too late, the received bytes are corrupt, or the
               receive was aborted; the text names the peer.
         """
+
+    def recv_checkpoint_from(
+        self, sources: Sequence[Source], step: int, timeout: timedelta, destination: Destination[T]
+    ) -> T:
+        """Return the state of `step` of the first source; transports that can do it fetch from the others,
+        too, and into the tensors of the destination. The Manager calls this.
+
+        Raises:
+            CheckpointError: as `recv_checkpoint`; `destination.is_written` tells whether its own state is
+              torn.
+            Exception: an error of the destination's functions.
+        """
+        first = sources[0]
+        state = self.recv_checkpoint(src_rank=first.rank, metadata=first.metadata, step=step, timeout=timeout)
+        destination.check(state)
+        return state
 
     def check_state(self, state_dict: T) -> None:
         """Raise CheckpointFormatError, with the path and the type, for a state that can never be sent."""

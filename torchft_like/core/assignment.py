@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol
 
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
+NO_STATE = -1  # in the place of the quorum in which its state was committed, of a rank that has none
+
 
 class QuorumMemberLike(Protocol):
     """A member of a quorum; the wire message has this interface."""

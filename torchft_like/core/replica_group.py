@@ -14,8 +14,9 @@ Invariants:
 * While a rank is suspected, which answers again or is lost, the group is away from the lighthouse and commits
   nothing.
 * In its sessions one process speaks for a rank, the first one, for as long as the group lives.
-* The state of a group is that of all its ranks. Where some have healed and others have not, it has
-  none: it joins as one that has yet to begin, and is lost if no other group can give it a state.
+* The state of a group is that of all its ranks. Where some have healed and others have not, or one has a
+  part of a peer's, it has none: it joins as one that has yet to begin, and is lost if no other group can
+  give it a state.
 * The lighthouse knows which groups this one cannot reach before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
 * A step that stalls is given up by a group that finds a member unreachable. It gives up at once, unless that
@@ -37,7 +38,7 @@ from typing import Any, NamedTuple
 
 from lighthouse.core.identity import Identity
 from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded
-from torchft_like.core.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
+from torchft_like.core.assignment import NO_STATE, QuorumMemberLike, QuorumResult, assign, none_if_empty
 from torchft_like.core.peer_links import PeerLinks, Probe
 from torchft_like.core.state_comparison import combine
 
@@ -294,7 +295,7 @@ class ReplicaGroup:
         self._held = None
         joins = [join for _, join in sorted(self._joins.items())]
         versions = {(j.step, j.commit_quorum_id) for j in joins}
-        self._is_torn = len(versions) > 1
+        self._is_torn = len(versions) > 1 or any(j.commit_quorum_id == NO_STATE for j in joins)
         step, commit_quorum_id = (0, 0) if self._is_torn else versions.pop()
         worst = max(joins, key=lambda j: (bool(j.own_failure), j.own_failures))
         whose = f"rank {worst.group_rank}: " if worst.own_failure and self.world_size > 1 else ""
@@ -478,8 +479,8 @@ class ReplicaGroup:
         if self._is_torn and not all(answer.result.heal for answer in answers):
             return [
                 *self._lose(
-                    f"the ranks of replica group {self.replica_id} hold states of different steps, and no "
-                    "replica group has a state that they could take over"
+                    f"the ranks of replica group {self.replica_id} hold states of different steps, or a part "
+                    "of a peer's, and no replica group has a state that they could take over"
                 )
             ]
         return [*answers]

@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.assignment import NO_STATE, QuorumResult
 
 
 class WorldSizeMode(Enum):
@@ -270,7 +270,14 @@ class StepProtocol:
         """Declare the state not to be that of the step, so that a replica that has it is ahead of this
         rank.
         """
-        self.commit_quorum_id = 0
+        self.commit_quorum_id = min(self.commit_quorum_id, 0)
+        self._stands = False
+
+    def lose_state(self) -> None:
+        """Declare that there is no state, as a part of it is a peer's: this rank takes over a peer's, or is
+        lost.
+        """
+        self.commit_quorum_id = NO_STATE
         self._stands = False
 
     def counters(self) -> dict[str, int]:

@@ -10,6 +10,9 @@ A healing rank waits, in `should_commit`, until its source comes to the end of t
 its state. The source never waits: it takes a snapshot, or refuses, and goes on. It cannot wait for the
 healing rank in a collective: that takes part in all of the step's before it asks for the state. A rank that
 never met its source in `configure` asks for nothing, as the source may wait there for it.
+
+A peer's state arrives in the tensors of the rank's own, where those are alike, once its form was found to be
+the rank's. If it does not arrive whole, the rank has no state.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
-from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, ForeignStateError, MemberLostError
@@ -50,6 +54,16 @@ class PeerState:
 
     user: State
     counters: State
+
+    @classmethod
+    def of(cls, state: State) -> PeerState:
+        """Take a received state apart."""
+        user, counters = state.get("user"), state.get("torchft")
+        if not isinstance(user, Mapping) or not isinstance(counters, Mapping):
+            raise CheckpointError(
+                "a peer sent state of another form; every replica must run the same version"
+            )
+        return cls(user, counters)
 
 
 class StateExchange:
@@ -150,7 +164,7 @@ class StateExchange:
             lost = any((result.quorum_id, member) in self._lost for member in self._fetching)
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
-            state = self._fetch(attempt, result)
+            state, received = self._fetch(attempt, result)
         except Exception as error:  # it may be an error of a user's transport, or a lack of memory or threads
             attempt.raise_error()
             self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
@@ -159,16 +173,20 @@ class StateExchange:
             return
         finally:
             self._fetching = None
+        seconds, nbytes = time.monotonic() - began, state_bytes(state.user)
         self._emit(
             "heal",
             source=result.replica_ids[source],
-            bytes=state_bytes(state.user),
-            seconds=time.monotonic() - began,
+            bytes=nbytes,
+            seconds=seconds,
+            gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
+            addresses=[f"{address} ({part} B)" for address, part in received.items()],
         )
         self._load(state)
 
-    def _fetch(self, attempt: Attempt, result: QuorumResult) -> PeerState:
-        """Fetch and verify the whole state of the up-to-date peer that the quorum assigned.
+    def _fetch(self, attempt: Attempt, result: QuorumResult) -> tuple[PeerState, dict[str, int]]:
+        """Fetch the whole state of the up-to-date peer that the quorum assigned; return the bytes from each
+        source, too.
 
         Raises:
             ForeignStateError: the peer's state is none for this replica.
@@ -181,22 +199,26 @@ class StateExchange:
         metadata = attempt.source_metadata
         if metadata is None:
             metadata = self._ask(result, timeout_s)
-        state = self._transport.recv_checkpoint(
-            src_rank=result.recover_src_replica_rank or 0,
-            metadata=metadata,
-            step=result.max_step,
-            timeout=timedelta(seconds=timeout_s),
-        )
-        source = result.recover_src_manager_address
-        user, counters = state.get("user"), state.get("torchft")
-        if not isinstance(user, Mapping) or not isinstance(counters, Mapping):
-            raise CheckpointError(
-                f"{source} sent state of another form; every replica must run the same version"
+        own = self._registry.own()
+        destination = Destination[State](None if own is None else {"user": own}, partial(self._check, result))
+        sources = [Source(result.recover_src_replica_rank or 0, metadata)]
+        try:
+            state = self._transport.recv_checkpoint_from(
+                sources, result.max_step, timedelta(seconds=timeout_s), destination
             )
-        if counters.get("step") != result.max_step:
+        except BaseException:
+            if destination.is_written:
+                with self._group.lock:
+                    self._protocol.lose_state()
+            raise
+        return PeerState.of(state), destination.received
+
+    def _check(self, result: QuorumResult, arriving: State) -> None:
+        """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""
+        source, state = result.recover_src_manager_address, PeerState.of(arriving)
+        if state.counters.get("step") != result.max_step:
             raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
-        self._registry.check_form(user, source)
-        return PeerState(user, counters)
+        self._registry.check_form(state.user, source)
 
     def _ask(self, result: QuorumResult, timeout_s: float) -> str:
         """Ask the source where its state can be fetched."""
@@ -214,7 +236,7 @@ class StateExchange:
                 self._protocol.heal(state.counters)
         except BaseException:  # a part of the state may be the peer's by now
             with self._group.lock:
-                self._protocol.disown_state()
+                self._protocol.lose_state()
             raise
 
     def linger(self) -> None:

@@ -122,6 +122,10 @@ class StateRegistry:
         finally:
             self._reading.release()
 
+    def own(self) -> dict[str, object] | None:
+        """Return the user's whole state, in which a peer's may arrive; None if it may not be read."""
+        return self._save() if self._is_read_allowed else None
+
     def load(self, state: Mapping[str, object]) -> None:
         """Pass every part to its load function.
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from torchft_like.checkpointing.state_stream import EncodedState, IncomingState, read_header
+from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
+from torchft_like.errors import CheckpointFormatError
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
@@ -28,15 +29,15 @@ DTYPES = [
 
 
 def dump_state(state: object) -> bytes:
-    return b"".join(EncodedState(state).part())
+    return b"".join(Snapshot(state).fill().stream())
 
 
 def load_state(data: bytes) -> object:
     source = io.BytesIO(data)
     incoming = IncomingState(read_header(source))
-    incoming.check_length(len(data) - incoming.header_nbytes)
-    incoming.read_part(source)
-    return incoming.state()
+    if len(data) != incoming.stream_nbytes:
+        raise CheckpointFormatError("it has another length")
+    return incoming.read_all(source)
 
 
 def round_trip(state: object) -> Any:
@@ -45,5 +46,5 @@ def round_trip(state: object) -> Any:
 
 def forged(structure: bytes, payload: bytes = b"") -> bytes:
     """A stream whose checksums are right, as a peer that lies would make it."""
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, len(structure), zlib.crc32(structure))
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 3, len(structure), zlib.crc32(structure))
     return prefix + structure + (payload + struct.pack("<I", zlib.crc32(payload)) if payload else b"")

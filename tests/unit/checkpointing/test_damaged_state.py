@@ -127,7 +127,7 @@ def test_damage_anywhere_is_reported_as_a_format_error(operations: list[tuple[st
 
 
 HONEST = read_header(io.BytesIO(SAMPLE))
-PAYLOAD = bytes(IncomingState(HONEST).payload_nbytes)
+PAYLOAD = bytes(IncomingState(HONEST).nbytes)
 
 # What a value may begin with, and lengths that are right, wrong and absurd.
 fragments = st.lists(

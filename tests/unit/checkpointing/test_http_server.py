@@ -15,9 +15,9 @@ from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
 from tests.unit.message_queue.queues import wait_for
-from torchft_like.checkpointing import http_transport
-from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import EncodedState
+from torchft_like.checkpointing import http_server
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.state_stream import Snapshot
 
 
 @pytest.fixture
@@ -33,12 +33,14 @@ class TestHostileClients:
         "path",
         [
             "/",
-            "/checkpoint/x?part=0&parts=1&wait_ms=0",
+            "/checkpoint/x/header?wait_ms=0",
             "/checkpoint/5",
-            "/checkpoint/5?part=1&parts=1&wait_ms=0",
-            "/checkpoint/5?part=0&parts=0&wait_ms=0",
-            "/checkpoint/-5?part=0&parts=1&wait_ms=0",
-            "/checkpoint/" + "9" * 5000 + "?part=0&parts=1&wait_ms=0",
+            "/checkpoint/5/payload",
+            "/checkpoint/5/payload?from=4",
+            "/checkpoint/5/payload?from=0&to=99999999999999",
+            "/checkpoint/5/pickle",
+            "/checkpoint/-5/header?wait_ms=0",
+            "/checkpoint/" + "9" * 5000 + "/header",
             "/../../etc/passwd",
         ],
     )
@@ -48,7 +50,7 @@ class TestHostileClients:
 
     def test_no_mutation_of_a_request_harms_the_server(self, server: CheckpointServer) -> None:
         chance = random.Random(1)
-        good = b"GET /checkpoint/5?part=0&parts=1&wait_ms=0 HTTP/1.1\r\nHost: x\r\nAccept: y\r\n\r\n"
+        good = b"GET /checkpoint/5/header?wait_ms=0 HTTP/1.1\r\nHost: x\r\nAccept: y\r\n\r\n"
         for _ in range(100):
             mutated = bytearray(good)
             for _ in range(chance.randint(1, 6)):
@@ -57,7 +59,7 @@ class TestHostileClients:
             with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
                 client.sendall(mutated)
                 drain(client)
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+        with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"202"
 
     def test_a_request_that_never_ends_is_cut_off(self, server: CheckpointServer) -> None:
@@ -75,44 +77,68 @@ class TestHostileClients:
         pytest.fail("40 MB of request were taken")
 
     def test_a_client_that_does_not_read_is_cut_off(self, server: CheckpointServer) -> None:
-        state = EncodedState({"w": torch.zeros(20_000_000)})
+        state = Snapshot({"w": torch.zeros(20_000_000)}).fill()
         server.offer(5, state)
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
-            assert b" 200 OK" in client.recv(1000)
+        with request(server.port, "/checkpoint/5/payload?from=0&to=80000000") as client:
+            assert b" 200 " in client.recv(1000)
             for connection in list(server._connections.values()):
                 connection.thread.join(30)
                 assert not connection.thread.is_alive()
-            assert drain(client) < state.part_nbytes()
+            assert drain(client) < state.nbytes
 
     def test_connections_beyond_the_limit_are_refused(self, server: CheckpointServer) -> None:
-        waiting = [request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") for _ in range(3)]
+        waiting = [request(server.port, "/checkpoint/5/header?wait_ms=4000") for _ in range(3)]
         with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
             assert client.recv(1000).split()[1] == b"503"
-        server.offer(5, EncodedState(None))
+        server.offer(5, Snapshot(None).fill())
         for client in waiting:
             with client:
                 drain(client)
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+        with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"200"
 
     def test_who_waits_for_a_step_is_told_why_it_does_not_come(self, server: CheckpointServer) -> None:
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=4000") as waiting:
+        with request(server.port, "/checkpoint/5/header?wait_ms=4000") as waiting:
             server.refuse(5, "TypeError: no\r\nstate")
             answer = b"".join(iter(lambda: waiting.recv(4096), b"")).decode()
-        assert answer.startswith("HTTP/1.0 424 TypeError: no")
+        assert answer.startswith("HTTP/1.1 424 TypeError: no")
         assert "\r\nstate" not in answer.partition("\r\n\r\n")[0]
-        server.offer(5, EncodedState(None))
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=0") as client:
+        server.offer(5, Snapshot(None).fill())
+        with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
             assert client.recv(1000).split()[1] == b"200"
 
+    def test_a_range_that_is_not_there_is_refused(self, server: CheckpointServer) -> None:
+        server.offer(5, Snapshot({"w": torch.zeros(64)}).fill())
+        for start, stop in [(0, 257), (0, 0), (9, 8), (256, 257)]:
+            with request(server.port, f"/checkpoint/5/payload?from={start}&to={stop}") as client:
+                assert client.recv(1000).split()[1] == b"400"
+
+    def test_a_connection_carries_many_requests_for_the_snapshot_with_which_it_began(
+        self, server: CheckpointServer
+    ) -> None:
+        server.offer(5, Snapshot({"w": torch.ones(64)}).fill())
+        with (
+            request(server.port, "/checkpoint/5/payload?from=0&to=128") as client,
+            client.makefile("rb") as answers,
+        ):
+            first = [answers.readline() for _ in range(5)]
+            assert len(answers.read(128)) == 128
+            server.withdraw()
+            client.sendall(b"GET /checkpoint/5/payload?from=128&to=256 HTTP/1.1\r\n\r\n")
+            assert [answers.readline() for _ in range(5)] == first
+
+    def test_a_client_that_asks_for_nothing_more_is_cut_off(self, server: CheckpointServer) -> None:
+        with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
+            assert drain(client) > 0
+
     def test_a_wait_is_bounded(self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.1)
-        with request(server.port, "/checkpoint/5?part=0&parts=1&wait_ms=999999999") as client:
+        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
+        with request(server.port, "/checkpoint/5/header?wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
 
 
 class TestWaitForReceivers:
-    PATH = "/checkpoint/5?part=0&parts=1&wait_ms=4000"
+    PATH = "/checkpoint/5/sums"
 
     @pytest.fixture
     def threads(self) -> Iterator[ThreadPoolExecutor]:
@@ -120,7 +146,7 @@ class TestWaitForReceivers:
             yield pool
 
     def test_it_ends_when_all_have_it(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
-        server.offer(5, EncodedState(None), receivers=2)
+        server.offer(5, Snapshot(None).fill(), receivers=2)
         waiting = threads.submit(server.wait_fetched, 300.0)
         for _ in range(2):
             assert not waiting.done()
@@ -129,11 +155,11 @@ class TestWaitForReceivers:
         waiting.result(60)
 
     def test_it_ends_when_none_comes(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
-        server.offer(5, EncodedState(None), receivers=1)
+        server.offer(5, Snapshot(None).fill(), receivers=1)
         threads.submit(server.wait_fetched, 0.01).result(60)
 
     def test_it_ends_when_the_offer_does(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
-        server.offer(5, EncodedState(None), receivers=1)
+        server.offer(5, Snapshot(None).fill(), receivers=1)
         waiting = threads.submit(server.wait_fetched, 300.0)
         wait_for(lambda: bool(server.changed._waiters))  # type: ignore[attr-defined]
         server.withdraw()
@@ -147,12 +173,18 @@ class TestWaitForReceivers:
             return server._fetched
 
         try:
-            state = EncodedState({"w": torch.zeros(20_000_000)})
+            state = Snapshot({"w": torch.zeros(20_000_000)}).fill()
             server.offer(5, state, receivers=1)
-            with request(server.port, self.PATH) as client:
-                assert b" 200 OK" in client.recv(100)
+            with request(server.port, f"/checkpoint/5/payload?from=0&to={state.nbytes}") as client:
+                assert b" 200 " in client.recv(100)
                 waiting = threads.submit(fetched_after_the_wait)
-                assert drain(client) > state.part_nbytes() - 100
+                left = state.nbytes - 100
+                while left > 0:
+                    left -= len(client.recv(1 << 20))
+                client.sendall(f"GET {self.PATH} HTTP/1.1\r\n\r\n".encode())
+                assert not waiting.done()
+                client.shutdown(socket.SHUT_WR)
+                drain(client)
             assert waiting.result(60) == 1
         finally:
             server.close(wait=True)
@@ -161,7 +193,7 @@ class TestWaitForReceivers:
 @pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
-    monkeypatch.setattr(http_transport, "listen_tcp", lambda _: listener)
+    monkeypatch.setattr(http_server, "listen_tcp", lambda _: listener)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

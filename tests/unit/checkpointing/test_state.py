@@ -6,6 +6,7 @@ import io
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -15,17 +16,18 @@ import torch
 from torch import nn
 
 from tests.equality import same
-from tests.unit.checkpointing.states import load_state, round_trip
+from tests.unit.checkpointing.states import dump_state, load_state, round_trip
 from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (
-    EncodedState,
+    HEADER_BYTES,
     Expectation,
     IncomingState,
+    Snapshot,
     flatten_state,
     read_header,
 )
-from torchft_like.errors import CheckpointFormatError
+from torchft_like.errors import CheckpointError, CheckpointFormatError
 from torchft_like.plain_data import DEPTH_MAX, Limits
 
 # torch says this of every complex32 tensor, wherever it is made.
@@ -105,7 +107,7 @@ def test_a_model_and_its_optimizer_continue_where_they_were() -> None:
 def test_tied_weights_are_sent_once_and_are_one_memory_again() -> None:
     weight = torch.randn(1000, 1000)
     state = {"wte": weight, "head": weight.detach(), "other": weight.clone()}
-    assert EncodedState(state).part_nbytes() < 2.1 * weight.nbytes
+    assert Snapshot(state).nbytes < 2.1 * weight.nbytes
     received = round_trip(state)
     assert received["wte"].data_ptr() == received["head"].data_ptr() != received["other"].data_ptr()
 
@@ -132,9 +134,9 @@ def test_received_tensors_do_not_hold_each_other_alive() -> None:
 @pytest.mark.heal_is_clean
 def test_a_snapshot_does_not_change_with_the_state() -> None:
     tensor = torch.ones(5)
-    encoded = EncodedState([tensor])
+    snapshot = Snapshot([tensor]).fill()
     tensor.zero_()
-    assert same(load_state(b"".join(encoded.part())), [torch.ones(5)])
+    assert same(load_state(b"".join(snapshot.stream())), [torch.ones(5)])
 
 
 class Foo:
@@ -168,7 +170,7 @@ Point = namedtuple("Point", "x y")
 )
 def test_a_type_outside_the_schema_is_refused_with_its_path(state: object, message: str) -> None:
     with pytest.raises(CheckpointFormatError, match=message):
-        EncodedState(state)
+        Snapshot(state)
 
 
 def test_nesting_up_to_the_limit_travels() -> None:
@@ -182,17 +184,17 @@ def test_a_description_that_is_too_large_is_refused_at_the_sender(monkeypatch: p
     small = replace(STATE_SCHEMA, limits=Limits(structure_bytes=1000))
     monkeypatch.setattr(state_stream, "STATE_SCHEMA", small)
     with pytest.raises(CheckpointFormatError, match="keep large lists of numbers in tensors"):
-        EncodedState(list(range(1000)))
+        Snapshot(list(range(1000)))
 
 
 def test_a_header_that_claims_too_much_is_refused_before_it_is_read() -> None:
-    prefix = struct.pack("<8sIII", b"TFTSTATE", 2, 2**32 - 1, 0)
+    prefix = struct.pack("<8sIII", b"TFTSTATE", 3, 2**32 - 1, 0)
     with pytest.raises(CheckpointFormatError, match="the header claims 4294967295 bytes"):
         load_state(prefix)
 
 
 def test_a_stream_of_another_version_is_refused_and_says_what_to_do() -> None:
-    with pytest.raises(CheckpointFormatError, match=r"has version 1, this is 2: .* same version"):
+    with pytest.raises(CheckpointFormatError, match=r"has version 1, this is 3: .* same version"):
         load_state(struct.pack("<8sIII", b"TFTSTATE", 1, 2, 0) + b"{}")
 
 
@@ -216,7 +218,7 @@ def test_a_receiver_takes_no_more_than_its_own_state_lets_expect(state: object, 
 def test_a_receiver_reads_no_longer_header_than_its_own_state_lets_expect() -> None:
     expected = Expectation()
     expected.learn({"w": torch.zeros(10)})
-    header = next(EncodedState([2**40] * 200_000).part())
+    header = Snapshot([2**40] * 200_000).header
     assert read_header(io.BytesIO(header))
     with pytest.raises(CheckpointFormatError, match=r"claims 18000\d\d bytes.* beside this rank's own state"):
         read_header(io.BytesIO(header[:20]), expected.limits)
@@ -230,31 +232,121 @@ def test_a_caller_may_know_better_how_large_a_state_may_grow() -> None:
 
 
 def test_memory_is_made_for_what_has_come() -> None:
-    encoded = EncodedState(
-        [torch.zeros(5_000_000, dtype=torch.uint8), *(torch.ones(1000) for _ in range(50))]
-    )
-    stream = io.BytesIO(b"".join(encoded.part())[:1_000_000])
+    state = [torch.zeros(5_000_000, dtype=torch.uint8), *(torch.ones(1000) for _ in range(50))]
+    stream = io.BytesIO(dump_state(state)[:1_000_000])
     incoming = IncomingState(read_header(stream))
     with pytest.raises(CheckpointFormatError, match="truncated"):
-        incoming.read_part(stream)
+        incoming.read_all(stream)
     assert [made is not None for made in incoming._leaves] == [True, *[False] * 50]
 
 
-def test_parts_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state_stream, "CHUNK_BYTES", 1000)
-    state = {
-        "a": torch.randn(333),
-        "b": [torch.arange(5), torch.empty(0), torch.randn(70, 7)],
-        "c": b"x" * 999,
-    }
-    encoded = EncodedState(state)
-    for count in (1, 2, 3, 7, 50):
-        parts = [b"".join(encoded.part(index, count)) for index in range(count)]
-        assert [len(part) for part in parts] == [encoded.part_nbytes(index, count) for index in range(count)]
-        incoming = IncomingState(read_header(io.BytesIO(parts[0])))
-        for index in reversed(range(count)):
-            source = io.BytesIO(parts[index])
-            assert read_header(source) == incoming.header
-            incoming.check_length(len(parts[index]) - incoming.header_nbytes, index, count)
-            incoming.read_part(source, index, count)
-        assert same(incoming.state(), state)
+STATE = {"a": torch.randn(333), "b": [torch.arange(5), torch.empty(0), torch.randn(70, 7)], "c": b"x" * 5000}
+
+
+def test_chunks_may_come_in_any_order_and_each_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_stream, "CHUNK_BYTES", 1024)
+    monkeypatch.setattr(state_stream, "PIECE_BYTES", 100)
+    snapshot = Snapshot(STATE).fill()
+    sums = b"".join(snapshot.sums())
+    incoming = IncomingState(snapshot.header[HEADER_BYTES:])
+    for start in reversed(range(0, snapshot.nbytes, 2048)):
+        stop = min(start + 2048, snapshot.nbytes)
+        assert not incoming.matches(sums, start, stop)
+        incoming.read(io.BytesIO(b"".join(snapshot.pieces(start, stop))), start, stop)
+        assert incoming.matches(sums, start, stop)
+    assert same(incoming.state(), STATE)
+
+
+def test_a_reader_waits_for_what_is_yet_to_be_copied() -> None:
+    state = [torch.ones(100), torch.ones(300)]
+    snapshot = Snapshot(state)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(b"".join, snapshot.stream())
+        snapshot.fill()
+        assert same(load_state(reading.result(60)), state)
+
+
+def test_a_reader_hears_that_a_state_could_not_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    snapshot = Snapshot([torch.ones(100)])
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(snapshot, "_copy", no_memory)
+    with pytest.raises(MemoryError):
+        snapshot.fill()
+    with pytest.raises(CheckpointError, match="could not be copied"):
+        next(snapshot.pieces(0, 100))
+
+
+class TestLanding:
+    """In the receiver's own tensors, where they lie like those that come."""
+
+    def land(self, state: object, own: object) -> Any:
+        snapshot = Snapshot(state).fill()
+        source = io.BytesIO(b"".join(snapshot.stream()))
+        incoming = IncomingState(read_header(source))
+        incoming.land_in(own)
+        return incoming.read_all(source)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.int64])
+    def test_a_tensor_of_the_same_form_takes_the_bytes(self, dtype: torch.dtype) -> None:
+        state = {"m": [OrderedDict(w=torch.ones(5, 3, dtype=dtype), s=torch.tensor(1, dtype=dtype))], "x": 1}
+        own = {"m": [OrderedDict(w=torch.zeros(5, 3, dtype=dtype), s=torch.tensor(0, dtype=dtype))], "x": 0}
+        received = self.land(state, own)
+        assert same(received, state)
+        for name in "ws":
+            assert received["m"][0][name].data_ptr() == own["m"][0][name].data_ptr()  # type: ignore[index]
+
+    def test_a_parameter_takes_them_and_knows_nothing_of_it(self) -> None:
+        net, peer = nn.Linear(3, 2), nn.Linear(3, 2)
+        received = self.land(peer.state_dict(), net.state_dict(keep_vars=True))
+        assert torch.equal(net.weight, peer.weight)
+        assert not received["weight"].requires_grad
+        assert net.weight.requires_grad
+
+    @pytest.mark.parametrize(
+        "own",
+        [
+            lambda: torch.zeros(4, 6)[:, ::2],
+            lambda: torch.zeros(3, 4).T,
+            lambda: torch.zeros(4, 3, dtype=torch.float64),
+            lambda: torch.zeros(3, 4),
+            lambda: torch.zeros(12),
+            lambda: torch.zeros(4, 3, device="meta"),
+            lambda: torch.zeros(1, 3).expand(4, 3),
+            lambda: torch.zeros(4, 3).numpy(),
+            lambda: None,
+        ],
+        ids=["strided", "transposed", "dtype", "shape", "flat", "meta", "expanded", "array", "none"],
+    )
+    def test_another_tensor_stays_as_it_is(self, own: Any) -> None:
+        mine = own()
+        received = self.land({"w": torch.ones(4, 3)}, {"w": mine})
+        assert same(received, {"w": torch.ones(4, 3)})
+        if mine is not None and getattr(mine, "device", None) != torch.device("meta"):
+            assert not mine.any()
+
+    def test_tensors_that_share_memory_here_and_not_there_stay_as_they_are(self) -> None:
+        memory = torch.zeros(10)
+        own = {"a": memory[:6], "b": memory[4:], "c": torch.zeros(2)}
+        state = {"a": torch.ones(6), "b": torch.full((6,), 2.0), "c": torch.ones(2)}
+        assert same(self.land(state, own), state)
+        assert not memory.any()
+        assert own["c"].all()
+
+    def test_tied_weights_take_them_once(self) -> None:
+        mine, theirs = torch.zeros(4), torch.ones(4)
+        received = self.land({"wte": theirs, "head": theirs}, {"wte": mine, "head": mine})
+        assert received["wte"].data_ptr() == received["head"].data_ptr() == mine.data_ptr()
+
+    def test_a_state_of_another_form_lands_where_it_can(self) -> None:
+        own = {"a": torch.zeros(2), "l": [torch.zeros(1)]}
+        state = {
+            "a": torch.ones(2),
+            "l": [torch.ones(1), torch.ones(1)],
+            "b": {"c": np.ones(3), "d": "e" * 5000},
+        }
+        assert same(self.land(state, own), state)
+        assert own["a"].all()  # type: ignore[attr-defined]
+        assert not own["l"][0].any()  # type: ignore[index]

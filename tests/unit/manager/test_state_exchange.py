@@ -13,7 +13,8 @@ import torch
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
-from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.checkpointing.transport import CheckpointTransport, Destination
+from torchft_like.core.assignment import NO_STATE
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,
@@ -251,7 +252,28 @@ def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytes
     attempt = replica.begin(5, **HEALS)
     with pytest.raises(KeyError):
         replica.exchange.exchange(attempt)
-    assert replica.protocol.begin().commit_quorum_id == 0
+    assert replica.protocol.begin().commit_quorum_id == NO_STATE
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_replica_whose_state_is_partly_a_peers_has_none(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    own = {"w": torch.zeros(2)}
+    replica.registry.register("model", ignore, lambda: own)
+    replica.protocol.commit_quorum_id = 4
+
+    def receive(_: Any, __: int, ___: timedelta, destination: Destination[Any]) -> object:
+        assert destination.own == {"user": {"model": own}}
+        destination.is_written = is_written
+        raise CheckpointError("truncated")
+
+    monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
+    assert not replica.end(replica.begin(5, **HEALS))
+    assert replica.protocol.begin().commit_quorum_id == (NO_STATE if is_written else 4)
+    replica.protocol.disown_state()
+    assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else 0)
 
 
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:

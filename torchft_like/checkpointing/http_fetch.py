@@ -1,0 +1,435 @@
+"""A fetch of a peer's state over HTTP, from one source or from several that have the same.
+
+The first source is the one whose state it is: from it come the header and the sums. The payload is cut into
+stripes, and each connection to any source takes the next stripe when it has fetched the last: so a slow
+source is given less, and the stripes of a source that fails go to the others. A stripe of another source
+whose checksum is not the first one's is fetched again from the first, so what is received is the first one's
+state, bit for bit. At the end, when all stripes are under way, a connection that takes much longer for its
+last one loses it to one that has nothing to do.
+
+INVARIANT: a stripe is open, or one thread fetches it, or it has been read; so no two threads write to the
+same memory, and none writes after `run`.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import timedelta
+from operator import itemgetter
+from typing import Any, NamedTuple, Self
+
+from lighthouse.address import Address
+from lighthouse.events import printable
+from torchft_like.checkpointing.http_server import HEAD_BYTES_MAX, shut
+from torchft_like.checkpointing.state_stream import (
+    CHUNK_BYTES,
+    CORRUPT,
+    HEADER_BYTES,
+    IncomingState,
+    read_exactly,
+    read_header,
+    sums_nbytes,
+)
+from torchft_like.checkpointing.transport import Destination
+from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
+from torchft_like.futures import context_timeout
+from torchft_like.plain_data import Limits
+from torchft_like.runtime.connecting import connect_tcp
+
+_logger = logging.getLogger(__name__)
+
+ASK_AGAIN_S = 0.05
+ASK_AGAIN = {202: "it had not offered that step", 503: "all its connections were taken"}
+STRIPE_CHUNKS_MAX = 4
+STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
+PATIENCE = 3.0  # how many times as long as the last stripe of another connection one may take at the end
+PATIENCE_S = 0.1
+_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?\r\n")
+_FIELD = re.compile(rb"\r\n([a-z-]{1,40}): *([^\r\n]{0,200})", re.IGNORECASE)
+
+
+class Stripe(NamedTuple):
+    """A range of the payload, of whole chunks."""
+
+    start: int
+    stop: int
+
+
+@dataclass(eq=False)
+class _Source:
+    """A source, and what is known of it."""
+
+    address: Address
+    is_first: bool
+    offer_id: str = ""
+    nbytes: int = 0  # of the payload, that came from it
+    failure: BaseException | None = None
+
+
+class Fetch:
+    """A single fetch. `end` makes a blocked `run` raise at once, and a later `run` too.
+
+    Args:
+        addresses: the servers of the sources; the state is that of the first.
+        step: the step whose state is fetched.
+        lines: the number of connections to each source at a time, beside one for header and sums.
+        timeout_s: the limit of the whole fetch, the wait until the first source offers the step included.
+        stall_s: how long a source may send nothing before it counts as dead.
+        limits: the limits of the state.
+        destination: what the receiver has, and expects.
+    """
+
+    def __init__(
+        self,
+        addresses: Sequence[Address],
+        step: int,
+        lines: int,
+        timeout_s: float,
+        stall_s: float,
+        limits: Limits,
+        destination: Destination[Any],
+    ) -> None:
+        self._sources = [_Source(address, number == 0) for number, address in enumerate(addresses)]
+        self._first = self._sources[0]
+        self.step = step
+        self._lines = lines
+        self._timeout_s = timeout_s
+        self._stall_s = stall_s
+        self._limits = limits
+        self._destination = destination
+        self._changed = threading.Condition()
+        self._sockets: dict[socket.socket, _Source] = {}
+        self._ended: tuple[type[CheckpointError], str] | None = None
+        self._progress = "it had not answered"
+        self._open: deque[Stripe] = deque()
+        self._again: deque[Stripe] = deque()  # of these only the first source's bytes will do
+        self._under_way: dict[_Line, tuple[Stripe, float]] = {}
+        self._unchecked: list[tuple[Stripe, _Source]] = []
+        self._sums: bytes | None = None
+        self._left_nbytes = 1  # of the payload, to be read and checked
+
+    def run(self) -> object:
+        """Fetch the state.
+
+        Raises:
+            CheckpointTimeoutError: the state did not come in time, or the source fell silent.
+            CheckpointError: the state could not be fetched; the text names the source and the reason.
+        """
+        with context_timeout(self._expire, timedelta(seconds=self._timeout_s)):
+            try:
+                return self._fetch()
+            except (OSError, CheckpointError) as error:
+                raise self._explain(error) from error
+            finally:
+                self.end("it is over")
+
+    def end(self, reason: str, kind: type[CheckpointError] = CheckpointError) -> None:
+        """Close every connection of this fetch; its error has the first kind and reason."""
+        with self._changed:
+            if self._ended is None:
+                self._ended = kind, reason
+            for connection in self._sockets:
+                shut(connection)
+            self._changed.notify_all()
+
+    def _expire(self) -> None:
+        self.end(f"after {self._timeout_s:g} s {self._progress}", CheckpointTimeoutError)
+
+    def _fetch(self) -> object:
+        with _Line(self, self._first) as line:
+            incoming = self._read_header(line)
+            self._destination.check(incoming.outline())
+            if self._destination.own is not None and incoming.land_in(self._destination.own):
+                self._destination.is_written = True
+            self._left_nbytes = incoming.nbytes
+            self._open.extend(_cut(incoming.nbytes, self._lines * len(self._sources)))
+            lines = min(self._lines, len(self._open))
+            with ThreadPoolExecutor(lines * len(self._sources) or 1, "torchft-checkpoint-fetch") as pool:
+                try:
+                    self._start(pool, incoming, lines)
+                    self._read_sums(incoming, line)
+                    self._wait()
+                except BaseException as error:
+                    kind, cause = self._cause_of(error)
+                    self.end(cause, kind)
+                    raise
+                finally:
+                    self.end("it is over")  # so that no thread waits for more
+        self._destination.received = {s.address.url: s.nbytes for s in self._sources if s.nbytes}
+        return incoming.state()
+
+    def _read_header(self, line: _Line) -> IncomingState:
+        length = line.ask(f"header?wait_ms={int(self._stall_s / 2 * 1000)}")
+        incoming = IncomingState(header := read_header(line, self._limits), self._limits)
+        if length != HEADER_BYTES + len(header):
+            raise CheckpointFormatError(f"it sent {length} bytes for a header of {len(header)}")
+        self._progress = "it had not sent everything"
+        return incoming
+
+    def _start(self, pool: ThreadPoolExecutor, incoming: IncomingState, lines: int) -> None:
+        """Start a thread for each connection that fetches stripes, as many as the system has."""
+        try:
+            for _ in range(lines):
+                for source in self._sources:
+                    pool.submit(self._work, source, incoming)
+        except RuntimeError as error:  # threading raises it if the system has no thread
+            if not pool._threads:
+                raise CheckpointError(f"there is no thread to fetch it: {error}") from error
+            _logger.warning("a state is fetched over fewer connections: %s", error)
+
+    def _read_sums(self, incoming: IncomingState, line: _Line) -> None:
+        length = line.ask("sums", sums_nbytes(incoming.nbytes))
+        sums = read_exactly(line, length)
+        with self._changed:
+            self._sums = sums
+            self._check(incoming)
+
+    def _wait(self) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended is not None or self._left_nbytes == 0)
+            if self._left_nbytes:
+                raise CheckpointError("it has ended")  # `_ended` says why
+
+    # -- on the thread of a connection
+
+    def _work(self, source: _Source, incoming: IncomingState) -> None:
+        """Fetch stripes from a source, until there are none, or it fails."""
+        try:
+            with _Line(self, source) as line:
+                if not source.is_first:
+                    line.ask("header")
+                    incoming.check_layout(read_header(line, self._limits))
+                took_s = 0.0
+                while (stripe := self._next(line, took_s)) is not None:
+                    began = time.monotonic()
+                    self._read(line, stripe, incoming)
+                    took_s = time.monotonic() - began
+        except Exception as error:  # noqa: BLE001 - whatever it is, the fetch goes on with other sources or ends
+            self._lose(source, error)
+
+    def _read(self, line: _Line, stripe: Stripe, incoming: IncomingState) -> None:
+        has_come = False
+        try:
+            line.ask(f"payload?from={stripe.start}&to={stripe.stop}", stripe.stop - stripe.start)
+            incoming.read(line, *stripe)
+            has_come = True
+        except (OSError, CheckpointError):
+            if not line.is_robbed:
+                raise
+            line.close()
+        finally:
+            with self._changed:
+                del self._under_way[line]
+                if has_come:
+                    line.source.nbytes += stripe.stop - stripe.start
+                    self._unchecked.append((stripe, line.source))
+                    self._check(incoming)
+                else:
+                    self._open.appendleft(stripe)
+                self._changed.notify_all()
+
+    def _next(self, line: _Line, took_s: float) -> Stripe | None:
+        """Return the next stripe for a connection, when there is one; None when there will be none."""
+        source = line.source
+        with self._changed:
+            while self._ended is None and self._left_nbytes and source.failure is None:
+                stripes = self._again if source.is_first and self._again else self._open
+                if stripes and (stripes is self._again or not line.is_robbed):
+                    stripe = stripes.popleft()
+                    self._under_way[line] = stripe, time.monotonic()
+                    return stripe
+                line.close()  # the source would wait for the next request
+                self._changed.wait(None if line.is_robbed else self._rob(source, took_s))
+        return None
+
+    def _rob(self, robber: _Source, took_s: float) -> float | None:
+        """Take a stripe from another source's slow connection; return after how long one will be slow."""
+        others = [
+            (since, line)
+            for line, (_, since) in self._under_way.items()
+            if line.source is not robber and not line.is_robbed
+        ]
+        if not others or not took_s:
+            return None
+        since, slowest = min(others, key=itemgetter(0))
+        patience_s = since + max(PATIENCE * took_s, PATIENCE_S) - time.monotonic()
+        if patience_s > 0:
+            return patience_s
+        _logger.info("%s is slow: another source sends the rest", slowest.source.address.url)
+        slowest.is_robbed = True
+        slowest.shut()
+        return None
+
+    def _check(self, incoming: IncomingState) -> None:
+        """Compare what has come with the first source's sums, once these are there; with the lock held."""
+        if self._sums is None or self._ended is not None:
+            return
+        for stripe, source in self._unchecked:
+            if incoming.matches(self._sums, *stripe):
+                self._left_nbytes -= stripe.stop - stripe.start
+            elif not source.is_first and self._first.failure is None:
+                _logger.info("bytes %s to %s of %s differ", *stripe, source.address.url)
+                self._again.append(stripe)
+            else:
+                error = CheckpointFormatError(f"bytes {stripe.start} to {stripe.stop} {CORRUPT}")
+                self._ended = self._cause_of(error)
+        self._unchecked.clear()
+        self._changed.notify_all()
+
+    def _lose(self, source: _Source, error: BaseException) -> None:
+        """Go on without a source, or end if that cannot be."""
+        with self._changed:
+            if source.failure is not None or self._ended is not None or not self._left_nbytes:
+                return
+            source.failure = error
+            needs_it = source.is_first and (self._sums is None or self._again)
+            if needs_it or all(other.failure is not None for other in self._sources):
+                self._ended = self._cause_of(error)
+            _logger.info("%s sends no more of the state: %s", source.address.url, error)
+            for connection, of in self._sockets.items():
+                if of is source or self._ended is not None:
+                    shut(connection)
+            self._changed.notify_all()
+
+    # -- connections
+
+    def connect(self, source: _Source) -> socket.socket:
+        """Connect to a source; `end` and `_lose` can end what is done with the socket."""
+        return connect_tcp(source.address, self._stall_s, lambda made: self._register(made, source))
+
+    def _register(self, connection: socket.socket, source: _Source) -> None:
+        with self._changed:
+            if self._ended is not None:
+                raise CheckpointError(self._ended[1])
+            if source.failure is not None:
+                raise CheckpointError(str(source.failure))
+            self._sockets = {known: of for known, of in self._sockets.items() if known.fileno() >= 0}
+            self._sockets[connection] = source
+
+    def path(self, what: str) -> str:
+        return f"/checkpoint/{self.step}/{what}"
+
+    def asks_again(self, source: _Source, status: int) -> None:
+        """Note why the source has to be asked again, and pause, for peers that do not wait themselves."""
+        if source.is_first:
+            self._progress = ASK_AGAIN[status]
+        time.sleep(ASK_AGAIN_S)
+
+    # -- errors
+
+    def _explain(self, error: Exception) -> CheckpointError:
+        kind, cause = self._ended or self._cause_of(error)
+        return kind(f"state of step {self.step} could not be fetched from {self._first.address.url}: {cause}")
+
+    def _cause_of(self, error: BaseException) -> tuple[type[CheckpointError], str]:
+        if isinstance(error, TimeoutError) and not isinstance(error, CheckpointError):
+            return CheckpointTimeoutError, f"no byte came for {self._stall_s:g} s"
+        kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+        return kind, str(error) or type(error).__name__
+
+
+class _Line:
+    """A connection to a source, which is made when something is asked, and carries one answer at a time.
+
+    Attributes:
+        is_robbed: whether another connection fetches its stripe, as it takes too long.
+    """
+
+    def __init__(self, fetch: Fetch, source: _Source) -> None:
+        self.source = source
+        self.is_robbed = False
+        self._fetch = fetch
+        self._socket: socket.socket | None = None
+        self._rest = memoryview(b"")  # of what came with the head of the answer
+        self._left = 0  # bytes of the answer that are yet to be read
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def shut(self) -> None:
+        """End what another thread does with the connection."""
+        if (connection := self._socket) is not None:
+            shut(connection)
+
+    def ask(self, what: str, length: int | None = None) -> int:
+        """Ask until there is an answer; return its length, which must be the given one.
+
+        Raises:
+            CheckpointError: the source refuses, or it has another snapshot than before.
+            CheckpointFormatError: it does not answer as a source does.
+        """
+        source, step = self.source, ""
+        while True:
+            if self._socket is None:
+                self._socket = self._fetch.connect(source)
+            request = f"GET {self._fetch.path(what)} HTTP/1.1\r\nHost: {source.address}\r\n\r\n"
+            self._socket.sendall(request.encode())
+            status, reason, fields = self._read_head(self._socket)
+            if status not in ASK_AGAIN:
+                break
+            if status == 503:
+                self.close()
+            self._fetch.asks_again(source, status)
+        if status != 200:
+            raise CheckpointError(f"it answered {status} {printable(reason[:400])}")
+        if (step := fields.get("checkpoint-step", "none")) != str(self._fetch.step):
+            raise CheckpointFormatError(f"it sent step {printable(step)}")
+        if source.offer_id not in ("", offer_id := fields.get("checkpoint-id", "")):
+            raise CheckpointError("its snapshot was replaced between two requests")
+        source.offer_id = offer_id
+        if length not in (None, self._left):
+            raise CheckpointFormatError(f"it sends {self._left} bytes, and by its own account {length}")
+        return self._left
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        """Read some of the answer; return the number of bytes, 0 at its end or that of the connection."""
+        wanted = min(len(buffer), self._left)
+        if self._rest:
+            count = min(wanted, len(self._rest))
+            buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        elif wanted and self._socket is not None:
+            count = self._socket.recv_into(buffer, wanted)
+        else:
+            count = 0
+        self._left -= count
+        return count
+
+    def _read_head(self, connection: socket.socket) -> tuple[int, str, dict[str, str]]:
+        head = b""
+        while b"\r\n\r\n" not in head:
+            received = connection.recv(4096)
+            if not received or len(head) > HEAD_BYTES_MAX:
+                raise CheckpointFormatError(f"it answered {head[:80]!r}, and then nothing, or too much")
+            head += received
+        head, _, rest = head.partition(b"\r\n\r\n")
+        found = _STATUS.match(head + b"\r\n")
+        if found is None:
+            raise CheckpointFormatError(f"it answered {head[:80]!r}, which is not HTTP")
+        fields = {name.decode().lower(): value.decode("latin-1") for name, value in _FIELD.findall(head)}
+        length = fields.get("content-length", "0")
+        self._rest, self._left = memoryview(rest), int(length) if length.isdecimal() else 0
+        return int(found[1]), (found[2] or b"").decode(errors="replace"), fields
+
+
+def _cut(nbytes: int, lines: int) -> Iterator[Stripe]:
+    """Cut a payload into stripes for so many connections."""
+    chunks = min(max(nbytes // CHUNK_BYTES // (lines * STRIPES_PER_LINE), 1), STRIPE_CHUNKS_MAX)
+    size = chunks * CHUNK_BYTES
+    for start in range(0, nbytes, size):
+        yield Stripe(start, min(start + size, nbytes))

@@ -1,0 +1,373 @@
+"""The server of a rank's state: HTTP/1.1 over a snapshot in memory.
+
+It serves one snapshot at a time:
+
+    GET /checkpoint/{step}/header?wait_ms=5000     the structure of the state (`state_stream.py`)
+    GET /checkpoint/{step}/payload?from=0&to=9     so many bytes of the payload
+    GET /checkpoint/{step}/sums                    the checksums of all chunks
+
+    200  with Checkpoint-Step and Checkpoint-Id, which tells one snapshot from another
+    202  nothing is offered yet, after a wait of `wait_ms`: ask again
+    400  not such a request
+    410  a later step is offered: this one will not come again
+    424  this replica cannot give its state of that step: the reason phrase says why
+    503  all connections are taken, ask again; or the server ends
+
+A connection carries any number of requests, one after another, all about the snapshot with which it began.
+A client holds one of a limited number of threads, and each of its actions has a time limit: to send a
+request, to wait, to take each piece, and the whole. When all threads are taken, the client that has been
+silent for longest makes room: a client with a request sends it at once. A connection keeps its snapshot in
+memory until it ends; the last snapshot and the one before may be in transfer, older ones are cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import socket
+import threading
+import time
+import uuid
+from collections import deque
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+from lighthouse.address import Address
+from lighthouse.events import printable
+from lighthouse.listening import listen_tcp
+from torchft_like.checkpointing.state_stream import PIECE_BYTES, Snapshot, sums_nbytes
+from torchft_like.errors import CheckpointError
+from torchft_like.futures import context_timeout
+
+_logger = logging.getLogger(__name__)
+
+WAIT_S_MAX = 5.0
+SILENT_S = 0.25  # seconds after which a client without a request may lose its place
+REASON_LENGTH_MAX = 400
+HEAD_BYTES_MAX = 8 * 1024
+_REQUEST = re.compile(
+    rb"GET /checkpoint/(\d{1,18})/(header|sums|payload(?=\?from))"
+    rb"(?:\?from=(\d{1,13})&to=(\d{1,13}))?(?:\?wait_ms=(\d{1,9}))? HTTP/1\.[01]\r\n"
+)
+_ACCEPT_RETRY_S = 0.1
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """The limits of what a client may use up.
+
+    Attributes:
+        request_s: seconds to send its first request; less if another client needs the thread.
+        chunk_s: seconds to take 1 MiB, or to send the next request; a client that is slower, or stopped, is
+          cut off.
+        transfer_s: seconds for the whole connection.
+        connections: the number of connections at a time; each has a thread.
+    """
+
+    request_s: float = 5.0
+    chunk_s: float = 10.0
+    transfer_s: float = 60.0
+    connections: int = 64
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A snapshot that may be fetched, or the reason why there is none of that step."""
+
+    step: int
+    state: Snapshot | None
+    refusal: str = ""
+    receivers: int = 0
+    id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+
+class CheckpointServer:
+    """A server of the current offer, until `close`.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+
+    def __init__(self, bind: Address, limits: ServerLimits) -> None:
+        self.limits = limits
+        self._listener = listen_tcp(bind)
+        self.port: int = self._listener.getsockname()[1]
+        self.changed = threading.Condition()
+        self._offer: Offer | None = None
+        self._fetched = 0  # how many times the sums of the current offer were sent
+        self._recent_ids: deque[str] = deque(maxlen=2)
+        self._connections: dict[socket.socket, _Connection] = {}
+        self.closing = threading.Event()
+        self._thread = threading.Thread(target=self._accept, name="torchft-checkpoint", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system has no thread
+            self._listener.close()
+            raise
+
+    def refuse(self, step: int, reason: str) -> None:
+        """Tell clients that ask for the step, or wait for it, that this server will not offer it."""
+        self._announce(Offer(step, None, reason))
+
+    def offer(self, step: int, state: Snapshot, receivers: int = 0) -> None:
+        """Offer `state` to all clients, also those that wait for it; `receivers` of them are expected."""
+        self._announce(Offer(step, state, receivers=receivers))
+
+    def _announce(self, offer: Offer) -> None:
+        with self.changed:
+            self._offer, self._fetched = offer, 0
+            self._recent_ids.append(self._offer.id)
+            outdated = [
+                c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
+            ]
+            self.changed.notify_all()
+        for connection in outdated:
+            connection.end()
+
+    def offer_as(self, step: int) -> bool:
+        """Offer the current snapshot as the state of `step`; return False if there is none."""
+        with self.changed:
+            state = self._offer.state if self._offer is not None else None
+        if state is not None:
+            self.offer(step, state)
+        return state is not None
+
+    def withdraw(self) -> None:
+        """Offer nothing; transfers in progress go on."""
+        with self.changed:
+            self._offer = None
+            self.changed.notify_all()
+
+    def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
+        """Wait for the offer of `step` or a later one, and return it; return None after `wait_s` seconds."""
+        deadline = time.monotonic() + wait_s
+        with self.changed:
+            while not self.closing.is_set():
+                if self._offer is not None and self._offer.step >= step:
+                    return self._offer
+                remaining_s = deadline - time.monotonic()
+                if remaining_s <= 0:
+                    return None
+                self.changed.wait(remaining_s)
+        return None
+
+    def note_fetched(self, offer: Offer) -> None:
+        """Note that a receiver was sent the sums of an offer: it fetches the rest, or has it already."""
+        with self.changed:
+            if offer is self._offer:
+                self._fetched += 1
+
+    def wait_fetched(self, idle_s: float) -> None:
+        """Wait until all expected receivers have the offer, or none has asked for it for `idle_s` seconds."""
+        deadline = time.monotonic() + idle_s
+        with self.changed:
+            while (offer := self._offer) is not None:
+                if any(connection.offer is offer for connection in self._connections.values()):
+                    self.changed.wait()  # a connection has a limit of its own
+                    deadline = time.monotonic() + idle_s
+                elif self._fetched < offer.receivers and (left_s := deadline - time.monotonic()) > 0:
+                    self.changed.wait(left_s)
+                else:
+                    return
+
+    def close(self, wait: bool) -> None:
+        """End every connection and the threads; with `wait`, return when they have ended."""
+        self.closing.set()
+        with self.changed:
+            self._offer = None
+            self.changed.notify_all()
+            connections = list(self._connections.values())
+        shut(self._listener)  # wakes `accept`, which `close` would not
+        for connection in connections:
+            connection.end()
+        if wait:
+            self._thread.join()
+            for connection in connections:
+                connection.join()
+
+    def _accept(self) -> None:
+        while not self.closing.is_set():
+            try:
+                peer, _ = self._listener.accept()
+            except OSError as error:
+                if (
+                    not self.closing.is_set()
+                ):  # most likely out of file descriptors, of which some may be closed
+                    _logger.warning("the checkpoint server cannot accept a connection: %s", error)
+                    self.closing.wait(_ACCEPT_RETRY_S)
+                continue
+            self._admit(peer)
+        self._listener.close()
+
+    def _admit(self, peer: socket.socket) -> None:
+        with self.changed:
+            full = len(self._connections) >= self.limits.connections
+            silent = next(filter(_Connection.is_silent, self._connections.values()), None) if full else None
+            if silent is not None:
+                silent.is_given_up = True
+        if silent is not None:
+            silent.end()
+            silent.join()  # the client waits only for its socket
+        with self.changed:
+            full = len(self._connections) >= self.limits.connections or self.closing.is_set()
+            if not full:
+                connection = self._connections[peer] = _Connection(self, peer)
+        if full or not connection.start():
+            _refuse(peer)
+
+    def forget(self, peer: socket.socket) -> None:
+        """Drop a connection that has ended."""
+        with self.changed:
+            del self._connections[peer]
+            self.changed.notify_all()
+
+
+class _Connection:
+    """One client: its socket, its thread, and the offer that it is being sent.
+
+    Attributes:
+        has_asked: whether its first request has come. `is_given_up`: whether it had not when another client
+          needed the thread.
+    """
+
+    def __init__(self, owner: CheckpointServer, peer: socket.socket) -> None:
+        self.offer: Offer | None = None
+        self.has_asked = False
+        self.is_given_up = False
+        self._owner = owner
+        self._peer = peer
+        self._since = time.monotonic()
+        self.thread = threading.Thread(target=self._run, name="torchft-checkpoint-client", daemon=True)
+
+    def is_silent(self) -> bool:
+        """Return whether the client's request should have come by now, and has not."""
+        return not self.has_asked and time.monotonic() - self._since > SILENT_S
+
+    def start(self) -> bool:
+        """Start the thread; return False if the system has none."""
+        try:
+            self.thread.start()
+        except RuntimeError as error:
+            _logger.warning("no thread for a checkpoint client: %s", error)
+            self._owner.forget(self._peer)
+            return False
+        return True
+
+    def end(self) -> None:
+        """Make the thread's present operation on the socket fail now."""
+        shut(self._peer)
+
+    def join(self) -> None:
+        """Wait for the thread, if it ever started."""
+        if self.thread.ident is not None:
+            self.thread.join()
+
+    def _run(self) -> None:
+        limits = self._owner.limits
+        try:
+            with context_timeout(self.end, timedelta(seconds=limits.transfer_s)):
+                head = _read_head(self._peer, limits.request_s)
+                self._has_asked()
+                while self._answer(head):
+                    head = _read_head(self._peer, limits.chunk_s)
+        except (OSError, CheckpointError) as error:
+            _logger.info("a checkpoint client was lost: %s", error)
+        finally:
+            self._owner.forget(self._peer)
+            self._peer.close()
+
+    def _has_asked(self) -> None:
+        with self._owner.changed:
+            if self.is_given_up:
+                raise ConnectionError("it was silent while others needed the connection")
+            self.has_asked = True
+
+    def _answer(self, head: bytes) -> bool:
+        """Answer a request; return whether another one may follow."""
+        self._peer.settimeout(self._owner.limits.chunk_s)
+        match = _REQUEST.match(head)
+        if match is None:
+            return self._refuse(400, "expected GET /checkpoint/STEP/header, sums or payload?from=A&to=B")
+        step, what = int(match[1]), match[2].decode()
+        offer = self._find_offer(step, int(match[5] or 0))
+        if offer is None:
+            if self._owner.closing.is_set():
+                return self._refuse(503, "the server is shutting down")
+            self._say(202, "nothing is offered yet", 0)
+        elif offer.step > step:
+            return self._refuse(410, f"step {offer.step} is offered by now")
+        elif offer.state is None:
+            return self._refuse(424, printable(offer.refusal[:REASON_LENGTH_MAX]))
+        else:
+            self._send(offer, offer.state, what, int(match[3] or 0), int(match[4] or 0))
+        return True
+
+    def _find_offer(self, step: int, wait_ms: int) -> Offer | None:
+        """Return the offer that this client has begun to fetch, or the one of the step."""
+        if self.offer is None or self.offer.step != step:
+            offer = self._owner.wait_for_offer(step, min(wait_ms / 1000, WAIT_S_MAX))
+            if offer is None or offer.state is None or offer.step != step:
+                return offer
+            with self._owner.changed:
+                self.offer = offer
+                self._owner.changed.notify_all()
+        return self.offer
+
+    def _send(self, offer: Offer, state: Snapshot, what: str, start: int, stop: int) -> None:
+        if what == "payload" and not start < stop <= state.nbytes:
+            self._refuse(400, f"there are {state.nbytes} bytes, and not {start} to {stop}")
+        elif what == "payload":
+            self._say(200, "", stop - start, offer)
+            for piece in state.pieces(start, stop):
+                self._peer.sendall(piece)
+        elif what == "header":
+            self._say(200, "", len(state.header), offer)
+            for at in range(0, len(state.header), PIECE_BYTES):
+                self._peer.sendall(memoryview(state.header)[at : at + PIECE_BYTES])
+        else:
+            self._say(200, "", sums_nbytes(state.nbytes), offer)
+            for sums in state.sums():
+                self._peer.sendall(sums)
+            self._owner.note_fetched(offer)
+
+    def _say(self, status: int, reason: str, length: int, offer: Offer | None = None) -> None:
+        of = f"Checkpoint-Step: {offer.step}\r\nCheckpoint-Id: {offer.id}\r\n" if offer else ""
+        head = f"HTTP/1.1 {status} {reason}\r\nContent-Length: {length}\r\n{of}\r\n"
+        self._peer.sendall(head.encode(errors="replace"))
+        _logger.debug("a checkpoint client was answered %s %s", status, reason)
+
+    def _refuse(self, status: int, reason: str) -> bool:
+        self._say(status, reason, 0)
+        return False
+
+
+def _read_head(peer: socket.socket, limit_s: float) -> bytes:
+    deadline = time.monotonic() + limit_s
+    head = b""
+    while b"\r\n\r\n" not in head:
+        remaining_s = deadline - time.monotonic()
+        if len(head) > HEAD_BYTES_MAX or remaining_s <= 0:
+            raise ConnectionError(f"no request within {limit_s:g} s and {HEAD_BYTES_MAX} bytes")
+        peer.settimeout(remaining_s)
+        received = peer.recv(HEAD_BYTES_MAX)
+        if not received:
+            raise ConnectionError("the connection ended before the request did")
+        head += received
+    return head
+
+
+def _refuse(peer: socket.socket) -> None:
+    with peer:
+        peer.setblocking(False)
+        try:
+            peer.send(b"HTTP/1.1 503 all connections are taken\r\nContent-Length: 0\r\n\r\n")
+        except OSError as error:
+            _logger.debug("a refused checkpoint client did not hear of it: %s", error)
+
+
+def shut(connection: socket.socket) -> None:
+    """End every operation on a socket, which another thread may be in."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError as error:  # it is not connected yet, or has ended by itself
+        _logger.debug("shutdown of a socket: %s", error)
