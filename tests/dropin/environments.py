@@ -33,7 +33,9 @@ def python_for(script: Script) -> Path:
     """
     pins = (f"torch=={script.torch}",) if script.torch else ()
     packages = (*OURS, *script.requirements)
-    return Environment(script.name, packages, script.without_dependencies, pins).interpreter()
+    return Environment(
+        script.environment or script.name, packages, script.without_dependencies, pins
+    ).interpreter()
 
 
 def sources() -> Path:

@@ -210,7 +210,8 @@ class Job:
             self._launch(place, [str(self.python), *command], variables)
 
     def _start_lighthouse(self) -> str:
-        flags = ["--bind", "127.0.0.1:0", "--min_replicas", "1", "--join_timeout_ms", "10000"]
+        least = str(self.script.min_replicas)
+        flags = ["--bind", "127.0.0.1:0", "--min_replicas", least, "--join_timeout_ms", "10000"]
         self._launch(self.folder, [sys.executable, "-m", "lighthouse", *flags], {})
         return self.launchers[0].wait_for_output(LISTENING)[1]
 
@@ -221,6 +222,7 @@ class Job:
             "OMP_NUM_THREADS": "1",
             RECORDS: str(self.folder),
             "DROPIN_SUPPLIES": self.script.supplies,
+            **({"DROPIN_OPTIMIZER": self.script.optimizer} if self.script.optimizer else {}),
             EVENT_FILE_ENV: str(self.folder / "events"),
         }
         self.launchers.append(RunningProcess(command, None, {**common, **variables}, folder=place))

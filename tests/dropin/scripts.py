@@ -34,10 +34,13 @@ class Script:
         steps: to go on for after the kill and the heal.
         variables: of its environment.
         supplies: what `stage/sitecustomize.py` adds.
+        optimizer: the class of the optimizer after whose steps replicas are equal; any if it is empty.
+        min_replicas: of the lighthouse: with two, the survivor waits for the group that was killed.
         limit_s: from the start to the verdict, without installing.
         not_run: why it is not run; empty for a script that is.
         starts_all: one command starts all replica groups.
         has_lighthouse: it starts a lighthouse itself.
+        environment: the name of its environment; the row's if it is empty.
     """
 
     name: str
@@ -50,10 +53,13 @@ class Script:
     steps: int = 3
     variables: dict[str, str] = field(default_factory=dict)
     supplies: str = ""
+    optimizer: str = ""
+    min_replicas: int = 1
     limit_s: float = 180.0
     not_run: str = ""
     starts_all: bool = False
     has_lighthouse: bool = False
+    environment: str = ""
 
 
 _TRAIN_DDP = ("torchdata==0.11.0", "pillow==13.0.0")
@@ -144,10 +150,19 @@ SCRIPTS = (
         starts_all=True,
         has_lighthouse=True,
     ),
-    Script(
-        name="torchft: train_diloco.py",
-        source=RELEASE,
-        not_run="its model has 1 GB of parameters that nothing uses: two replicas that heal take over 20 GB",
+    *(
+        Script(
+            name=f"torchft: train_diloco.py{', streaming' if streams else ''}",
+            source=RELEASE,
+            environment="torchft: train_diloco.py",
+            requirements=("torchdata==0.11.0", "tensorboard==2.21.0"),
+            command=(*TORCHRUN, "-m", ALIAS, "{sources}/torchft-0.2.0/train_diloco.py"),
+            variables={"REPLICA_GROUP_ID": "{replica}", "USE_STREAMING": str(streams)},
+            supplies="tables",
+            optimizer="SGD",  # the outer one: between two syncs each replica has parameters of its own
+            min_replicas=2,  # alone the survivor would do its 15 syncs while the other one starts
+        )
+        for streams in (False, True)
     ),
     Script(name="torchft nightly: examples/slurm/runner.py", source=NIGHTLY, not_run="it submits to Slurm"),
     Script(

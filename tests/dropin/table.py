@@ -12,6 +12,7 @@ from pathlib import Path
 
 from tests.conftest import ROOT
 from tests.dropin.run import Outcome
+from tests.dropin.scripts import SCRIPTS
 
 RESULTS = ROOT / "benchmarks" / "results" / "dropin.json"
 PAGE = ROOT / "docs" / "dropin.md"
@@ -27,7 +28,10 @@ def table(outcomes: Sequence[Outcome]) -> str:
 
 
 def save(outcomes: Sequence[Outcome]) -> None:
-    """Write the JSON and the page."""
+    """Write the JSON and the page; scripts that were not asked for keep what is saved of them."""
+    known = {script["name"]: Outcome(**script) for script in json.loads(RESULTS.read_text())["scripts"]}
+    known |= {outcome.name: outcome for outcome in outcomes}
+    outcomes = [known[script.name] for script in SCRIPTS if script.name in known]
     document = {
         "taken": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": f"{os.cpu_count()} processors, {platform.system()}, Python {platform.python_version()}",

@@ -32,6 +32,7 @@ optimizer = torch.optim.SGD([weight], lr=1.0)
 optimizer.step()
 manager.step = 1
 optimizer.step()
+torch.optim.Adam([weight]).step()
 """
 
 
@@ -66,12 +67,13 @@ def test_of_several_optimizers_in_a_step_the_last_record_counts() -> None:
     assert differences([record("a:1", 1, "early"), record("a:1", 1, "x"), record("b:2", 1, "x")]) == []
 
 
-def test_the_observer_writes_one_record_for_each_step_after_a_commit(tmp_path: Path) -> None:
+def test_the_observer_writes_one_record_for_each_step_of_the_optimizer_after_a_commit(tmp_path: Path) -> None:
     environment = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'dropin' / 'stage'}",
         "DROPIN_RECORDS": str(tmp_path),
-        "DROPIN_SUPPLIES": "accelerator images",
+        "DROPIN_SUPPLIES": "accelerator images tables",
+        "DROPIN_OPTIMIZER": "SGD",
     }
     subprocess.run([sys.executable, "-c", SCRIPT], env=environment, check=True)
     (path,) = tmp_path.iterdir()

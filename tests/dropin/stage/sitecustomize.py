@@ -4,7 +4,8 @@ Python imports a `sitecustomize` by itself in every process that has this folder
 also in those that torchrun and Ray start. This one acts when the script imports what concerns it.
 
 It observes: after every step of an optimizer that follows a commit it writes a line of JSON with the
-step and a digest of the parameters. The hook is torch's own; the step is the Manager's.
+step and a digest of the parameters. The hook is torch's own; the step is the Manager's. Where
+DROPIN_OPTIMIZER names a class, optimizers of others do not count.
 
 It supplies what a machine without a GPU and without the Internet lacks, where DROPIN_SUPPLIES names
 it. docs/dropin.md tells which scripts need what.
@@ -28,6 +29,7 @@ from typing import Any
 
 RECORDS = "DROPIN_RECORDS"
 SUPPLIES = "DROPIN_SUPPLIES"
+OPTIMIZER = "DROPIN_OPTIMIZER"
 
 Act = Callable[[ModuleType], None]
 
@@ -70,6 +72,8 @@ class Observer:
         self._manager: Any = None
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+        if type(optimizer).__name__ != os.environ.get(OPTIMIZER, type(optimizer).__name__):
+            return
         self._manager = self._manager or _find_manager()
         if self._manager is None or self._manager.current_step() == 0:
             return  # scripts step before they train, to have their optimizer make its state
@@ -92,10 +96,15 @@ def _find_manager() -> Any:
 
 
 def _digest(optimizer: Any) -> str:
-    """Of the parameters' bytes; of a DTensor those of this rank's shard."""
+    """Of the parameters' bytes; of a DTensor those of this rank's shard.
+
+    An outer optimizer of fragments of a model has changed only those of them that have a gradient.
+    """
     sha = hashlib.sha256()
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if OPTIMIZER in os.environ and parameter.grad is None:
+                continue
             local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
             torch = sys.modules["torch"]
             sha.update(local.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
@@ -141,6 +150,16 @@ def images(datasets: ModuleType) -> None:
     vars(datasets)["CIFAR10"] = noise
 
 
+def small_tables(modules: ModuleType) -> None:
+    """train_diloco.py has two tables of 500 MiB, of which it reads a row; their gradients are as large."""
+    make = modules.Embedding.__init__
+
+    def make_small(self: Any, num_embeddings: int, *args: Any, **options: Any) -> None:
+        make(self, min(num_embeddings, 50_000), *args, **options)
+
+    modules.Embedding.__init__ = make_small
+
+
 def no_compiled_operators(extension: ModuleType) -> None:
     """torchvision on the index is compiled for a torch with CUDA; beside another it cannot be imported."""
     if not extension._has_ops():
@@ -155,6 +174,7 @@ SUPPLY: dict[str, dict[str, Act]] = {
         "torch.cpu": cpu_as_accelerator,
         "torch.distributed.fsdp._fully_shard._fully_shard": sums_for_gloo,
     },
+    "tables": {"torch.nn.modules.sparse": small_tables},
     "images": {"torchvision.datasets": images, "torchvision.extension": no_compiled_operators},
 }
 
