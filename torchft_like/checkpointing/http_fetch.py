@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -67,6 +67,7 @@ class Stripe(NamedTuple):
 class _Source:
     """A source, and what is known of it."""
 
+    rank: int
     address: Address
     is_first: bool
     offer_id: str = ""
@@ -78,7 +79,7 @@ class Fetch:
     """A single fetch. `end` makes a blocked `run` raise at once, and a later `run` too.
 
     Args:
-        addresses: the servers of the sources; the state is that of the first.
+        addresses: the servers of the sources by their ranks; the state is that of the first.
         step: the step whose state is fetched.
         lines: the number of connections to each source at a time, beside one for header and sums.
         timeout_s: the limit of the whole fetch, the wait until the first source offers the step included.
@@ -89,7 +90,7 @@ class Fetch:
 
     def __init__(
         self,
-        addresses: Sequence[Address],
+        addresses: Mapping[int, Address],
         step: int,
         lines: int,
         timeout_s: float,
@@ -97,7 +98,10 @@ class Fetch:
         limits: Limits,
         destination: Destination[Any],
     ) -> None:
-        self._sources = [_Source(address, number == 0) for number, address in enumerate(addresses)]
+        self._sources = [
+            _Source(rank, address, is_first=number == 0)
+            for number, (rank, address) in enumerate(addresses.items())
+        ]
         self._first = self._sources[0]
         self.step = step
         self._lines = lines
@@ -139,6 +143,12 @@ class Fetch:
             for connection in self._sockets:
                 shut(connection)
             self._changed.notify_all()
+
+    def lose(self, rank: int, reason: str) -> None:
+        """Go on without a source that is lost, or end if that cannot be."""
+        for source in self._sources:
+            if source.rank == rank:
+                self._lose(source, CheckpointError(reason))
 
     def _expire(self) -> None:
         self.end(f"after {self._timeout_s:g} s {self._progress}", CheckpointTimeoutError)

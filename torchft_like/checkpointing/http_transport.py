@@ -47,6 +47,8 @@ class HTTPTransport(CheckpointTransport[T]):
         ValueError: a number is out of range.
     """
 
+    takes_helpers = True
+
     def __init__(
         self,
         timeout: timedelta,
@@ -145,7 +147,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self, sources: Sequence[Source], step: int, timeout: timedelta, destination: Destination[T]
     ) -> T:
         """Fetch the first source's state of `step` from all sources, into the receiver's own tensors."""
-        addresses = [_address_of(source) for source in sources]
+        addresses = {source.rank: _address_of(source) for source in sources}
         limits, timeout_s = self._expected.limits, timeout.total_seconds()
         fetch = Fetch(addresses, step, self._lines, timeout_s, self._stall_s, limits, destination)
         with self._lock:
@@ -163,6 +165,13 @@ class HTTPTransport(CheckpointTransport[T]):
             fetches = list(self._fetches)
         for fetch in fetches:
             fetch.end(reason)
+
+    def lose_source(self, rank: int, reason: str) -> None:
+        """Go on without a source that is lost, where there are others and it is not the one to be copied."""
+        with self._lock:
+            fetches = list(self._fetches)
+        for fetch in fetches:
+            fetch.lose(rank, reason)
 
     def shutdown(self, wait: bool = True) -> None:
         """Close every socket, transfers in progress included; with `wait`, join the threads."""

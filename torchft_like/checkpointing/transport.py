@@ -42,7 +42,14 @@ class Destination(Generic[T]):
 
 
 class CheckpointTransport(ABC, Generic[T]):
-    """A transport of a step's state from a rank that has it to the same rank of other replica groups."""
+    """A transport of a step's state from a rank that has it to the same rank of other replica groups.
+
+    Attributes:
+        takes_helpers: whether a state may come from several sources, which then all offer theirs, some of
+          them to no receiver in particular.
+    """
+
+    takes_helpers = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -114,6 +121,10 @@ class CheckpointTransport(ABC, Generic[T]):
 
     def abort_recv(self, reason: str = "aborted") -> None:
         """End any receive in progress, from another thread; later receives are not affected."""
+
+    def lose_source(self, rank: int, reason: str) -> None:
+        """Go on without a source that is lost, from another thread, or end the receive that needs it."""
+        self.abort_recv(reason)
 
     def shutdown(self, wait: bool = True) -> None:
         """Release everything; with `wait`, after the threads of the transport have ended."""

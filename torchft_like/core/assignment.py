@@ -9,6 +9,7 @@ so the rules must be a function of that list alone. They are torchft's, with the
 * If replicas report fingerprints of their state (`divergence.comparison`), those that differ from the rest
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
+* Other groups that are up to date, a few of them, help the source: they offer their state, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
+SOURCES_MAX = 4  # of one healing member: each copies its state, and a few fill the member's link
 NO_STATE = -1  # in the place of the quorum in which its state was committed, of a rank that has none
 
 
@@ -61,6 +63,9 @@ class QuorumResult(NamedTuple):
         max_step: the step of the up-to-date members.
         heal: whether this member must fetch state from `recover_src_manager_address`.
         recover_dst_replica_ranks: members that fetch their state from this one.
+        source_ranks: the members that offer the state that this one heals to, its source first.
+        source_addresses: their ManagerServers.
+        helps: whether this member offers its state to one that heals from another.
         store_address: host:port of the store for the process group's rendezvous.
         divergence: members whose state differs from that of others after the same step, if any.
         reconfigure_handles: for each member in the order of ranks, the handle of the process group of this
@@ -89,6 +94,9 @@ class QuorumResult(NamedTuple):
     stands: bool = False
     watched: bool = False
     first_quorum_id: int = 0
+    source_ranks: tuple[int, ...] = ()
+    source_addresses: tuple[str, ...] = ()
+    helps: bool = False
 
     @property
     def healing_ranks(self) -> frozenset[int]:
@@ -132,15 +140,18 @@ def assign(
     if is_first:
         del sources[1:]
     healing = sorted(set(range(len(members))).difference(sources))
-    source_of = _pair(healing, sources)
-    source = source_of.get(replica_rank)
+    sources_of = _share_out(healing, sources)
+    own_sources = sources_of.get(replica_rank, ())
+    source = own_sources[0] if own_sources else None
     return QuorumResult(
         quorum_id=quorum_id,
         replica_rank=replica_rank,
         replica_world_size=len(members),
         recover_src_manager_address="" if source is None else members[source].address,
         recover_src_replica_rank=source,
-        recover_dst_replica_ranks=tuple([dst for dst, src in source_of.items() if src == replica_rank]),
+        recover_dst_replica_ranks=tuple(
+            [dst for dst, (src, *_) in sources_of.items() if src == replica_rank]
+        ),
         store_address=members[primary].store_address,
         max_step=newest[0],
         max_replica_rank=up_to_date.index(replica_rank) if replica_rank in up_to_date else None,
@@ -152,6 +163,9 @@ def assign(
         divergence=divergence,
         reconfigure_handles=none_if_empty([_handle(member, group_rank) for member in members]),
         watched=all(is_described(member.fingerprint) for member in members),
+        source_ranks=own_sources,
+        source_addresses=tuple([members[rank].address for rank in own_sources]),
+        helps=any(replica_rank in helpers for _, *helpers in sources_of.values()),
     )
 
 
@@ -165,10 +179,15 @@ def _handle(member: QuorumMemberLike, group_rank: int) -> str:
     return handles[group_rank] if group_rank < len(handles) else ""
 
 
-def _pair(healing: Sequence[int], sources: Sequence[int]) -> dict[int, int]:
+def _share_out(healing: Sequence[int], sources: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Spread the healing members over the sources, in the same way for all ranks of a group.
 
     Tensor parallel ranks hold copies of the same tensor, which must come from one group, and code that
-    gathers the state of a group from its ranks needs all of them.
+    gathers the state of a group from its ranks needs all of them. The source of a member is the first of
+    those that are returned; the others help it.
     """
-    return {rank: sources[i % len(sources)] for i, rank in enumerate(healing)}
+    count = len(sources)
+    return {
+        rank: tuple([sources[(i + k) % count] for k in range(min(count, SOURCES_MAX))])
+        for i, rank in enumerate(healing)
+    }

@@ -78,6 +78,7 @@ class Plan(NamedTuple):
     configure: bool
     serve: bool
     heal: bool
+    help: bool = False  # offer the state beside the source of a member that heals, which needs it less
 
 
 class Share(NamedTuple):
@@ -176,6 +177,7 @@ class StepProtocol:
             configure=result.quorum_id != self._configured_quorum_id,
             serve=allow_heal and bool(result.recover_dst_replica_ranks),
             heal=self.healing,
+            help=allow_heal and result.helps,
         )
 
     # -- a quorum that stands

@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from torchft_like import devices
+from torchft_like.checkpointing.transport import Source
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import Verdict
@@ -47,7 +48,7 @@ class Attempt:
         self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
-        self.source_metadata: str | None = None  # where a peer's state can be fetched, once that is known
+        self.sources: list[Source] = []  # where peers' states can be fetched, once that is known
         self.is_exchanging = False  # the training thread waits for a peer's state, or sends its own
         # It has exchanged state, as the group's other ranks do, and one of those may take longer.
         self.has_exchanged = False

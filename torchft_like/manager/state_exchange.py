@@ -7,9 +7,10 @@ places no module computes, so `state_dict` may take modules apart. Every rank of
 same place, and all of them serve or none, so it may use collectives of the group.
 
 A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
-its state. The source never waits: it takes a snapshot, or refuses, and goes on. It cannot wait for the
-healing rank in a collective: that takes part in all of the step's before it asks for the state. A rank that
-never met its source in `configure` asks for nothing, as the source may wait there for it.
+its state. The source never waits: it takes a snapshot, or refuses, and goes on, and so do the members that
+help it. It cannot wait for the healing rank in a collective: that takes part in all of the step's before it
+asks for the state. A rank that never met its source in `configure` asks for nothing, as the source may wait
+there for it.
 
 A peer's state arrives in the tensors of the rank's own, where those are alike, once its form was found to be
 the rank's. If it does not arrive whole, the rank has no state.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -28,8 +31,8 @@ import torch
 
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.step import Plan, StepProtocol
-from torchft_like.errors import CheckpointError, ForeignStateError, MemberLostError
+from torchft_like.core.step import StepProtocol
+from torchft_like.errors import CheckpointError, ConnectError, ForeignStateError, MemberLostError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
@@ -66,6 +69,14 @@ class PeerState:
         return cls(user, counters)
 
 
+@dataclass(frozen=True, eq=False)
+class _Fetching:
+    """Who takes part in a fetch: this replica, and those that offer its state, with their ranks."""
+
+    own: str
+    sources: Mapping[str, int]
+
+
 class StateExchange:
     """Serves this rank's state and loads a peer's; the coordination loop may end a fetch."""
 
@@ -85,8 +96,8 @@ class StateExchange:
         self._transport = transport
         self._emit = emit
         self._is_serving = False
-        self._fetching: tuple[str, str] | None = None  # the source of the fetch that runs, and this replica
-        self._client: ManagerClient | None = None  # the client that asks the source
+        self._fetching: _Fetching | None = None  # the fetch that runs
+        self._clients: list[ManagerClient] = []  # the clients that ask the sources
         # Lost members, with the quorum in which they were lost.
         self._lost: frozenset[tuple[int, str]] = frozenset()
 
@@ -104,24 +115,27 @@ class StateExchange:
               the peer's.
         """
         plan, result = attempt.take_plan(), attempt.result
-        if plan is None or result is None or not (plan.serve or plan.heal or self._is_serving):
+        if plan is None or result is None:
+            return
+        serves = plan.serve or (plan.help and self._transport.takes_helpers)
+        if not (serves or plan.heal or self._is_serving):
             return
         if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
             self._registry.check_registered()
         attempt.synchronize()
         attempt.is_exchanging = attempt.has_exchanged = True
         try:
-            self._serve(plan, result)
+            self._serve(serves, result)
             if plan.heal:
                 self._heal(attempt, result)
         finally:
             attempt.is_exchanging = False
 
-    def _serve(self, plan: Plan, result: QuorumResult) -> None:
+    def _serve(self, serves: bool, result: QuorumResult) -> None:
         """Offer the state to healing replicas. A failure is reported to them, and spoils neither this rank
         nor its step.
         """
-        if plan.serve:
+        if serves:
             self._is_serving = True
             self._offer(result)
         elif self._is_serving:  # every member of this quorum is done with the last one
@@ -142,7 +156,8 @@ class StateExchange:
             self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
             self._refuse(ranks, result.max_step, f"{type(error).__name__}: {error}")
         else:
-            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
+            helped = ranks or result.healing_ranks
+            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in helped])
 
     def _refuse(self, ranks: list[int], step: int, reason: str) -> None:
         try:
@@ -157,11 +172,12 @@ class StateExchange:
         they count it (`StepProtocol.is_counted_on`) no replica commits.
         """
         began = time.monotonic()
-        source, own = result.recover_src_replica_rank or 0, result.replica_rank
-        self._fetching = result.replica_ids[source], result.replica_ids[own]
+        names = result.replica_ids
+        source, own = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
+        self._fetching = _Fetching(own, {names[rank]: rank for rank in result.source_ranks})
         try:
             attempt.raise_error()
-            lost = any((result.quorum_id, member) in self._lost for member in self._fetching)
+            lost = any((result.quorum_id, member) in self._lost for member in (source, own))
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
             state, received = self._fetch(attempt, result)
@@ -176,7 +192,7 @@ class StateExchange:
         seconds, nbytes = time.monotonic() - began, state_bytes(state.user)
         self._emit(
             "heal",
-            source=result.replica_ids[source],
+            source=source,
             bytes=nbytes,
             seconds=seconds,
             gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
@@ -196,12 +212,9 @@ class StateExchange:
         # The source may wait for this rank, whose next join releases it.
         if self._protocol.failure is not None:
             timeout_s *= PATIENCE_WHEN_FAILED
-        metadata = attempt.source_metadata
-        if metadata is None:
-            metadata = self._ask(result, timeout_s)
+        sources = attempt.sources or self._ask(result, timeout_s)
         own = self._registry.own()
         destination = Destination[State](None if own is None else {"user": own}, partial(self._check, result))
-        sources = [Source(result.recover_src_replica_rank or 0, metadata)]
         try:
             state = self._transport.recv_checkpoint_from(
                 sources, result.max_step, timedelta(seconds=timeout_s), destination
@@ -220,14 +233,29 @@ class StateExchange:
             raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
         self._registry.check_form(state.user, source)
 
-    def _ask(self, result: QuorumResult, timeout_s: float) -> str:
-        """Ask the source where its state can be fetched."""
-        client = self._client = ManagerClient(result.recover_src_manager_address)
-        try:
+    def _ask(self, result: QuorumResult, timeout_s: float) -> list[Source]:
+        """Ask the source, and who helps it, where their states can be fetched; a helper that does not answer
+        is left out.
+        """
+        count = len(result.source_ranks) if self._transport.takes_helpers else 1
+        clients = self._clients = [ManagerClient(address) for address in result.source_addresses[:count]]
+
+        def ask(client: ManagerClient) -> str:
             return client._checkpoint_metadata(self._config.group_rank, timedelta(seconds=timeout_s))
+
+        sources = []
+        try:
+            with ThreadPoolExecutor(count, "torchft-ask") as pool:
+                answers = [pool.submit(ask, client) for client in clients[1:]]
+                sources.append(Source(result.source_ranks[0], ask(clients[0])))
+                for rank, answer in zip(result.source_ranks[1:], answers, strict=False):
+                    with suppress(ConnectError):
+                        sources.append(Source(rank, answer.result()))
         finally:
-            self._client = None
-            client.close()
+            self._clients = []
+            for client in clients:
+                client.close()
+        return sources
 
     def _load(self, state: PeerState) -> None:
         try:
@@ -251,7 +279,7 @@ class StateExchange:
     def ask_early(self, attempt: Attempt, result: QuorumResult) -> None:
         """Ask for what a fetch has to know while the training thread computes; runs on the quorum worker."""
         try:
-            attempt.source_metadata = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
+            attempt.sources = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
         except Exception:  # it is asked again at the end of the step
             logger.info("the source could not be asked for its address yet", exc_info=True)
 
@@ -261,9 +289,11 @@ class StateExchange:
         """
         newest = self._protocol.quorum_id
         self._lost = frozenset(lost for lost in self._lost if lost[0] >= newest) | {(quorum_id, replica_id)}
-        fetching = self._fetching
-        if fetching is not None and replica_id in fetching:
-            self._end(fetching, f"lost {replica_id}")
+        fetching, reason = self._fetching, f"lost {replica_id}"
+        if fetching is not None and replica_id in fetching.sources:
+            self._repeat(fetching, partial(self._transport.lose_source, fetching.sources[replica_id], reason))
+        elif fetching is not None and replica_id == fetching.own:
+            self._end(fetching, reason)
 
     def end_fetch(self, reason: str) -> None:
         """End a fetch because the attempt has failed: the training thread need not wait for a state any
@@ -271,14 +301,20 @@ class StateExchange:
         """
         self._end(self._fetching, reason)
 
-    def _end(self, fetching: tuple[str, str] | None, reason: str) -> None:
-        """End a fetch; repeated, as the transport's part of it may not have begun."""
-        if fetching is not None and fetching is self._fetching:
-            if (client := self._client) is not None:
+    def _end(self, fetching: _Fetching | None, reason: str) -> None:
+        def end() -> None:
+            for client in self._clients:
                 client.close()
             self._transport.abort_recv(reason)
+
+        self._repeat(fetching, end)
+
+    def _repeat(self, fetching: _Fetching | None, act: Callable[[], None]) -> None:
+        """Act on a fetch until it is over, as the transport's part of it may not have begun."""
+        if fetching is not None and fetching is self._fetching:
+            act()
             loop = coordination_loop().loop
-            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._end, fetching, reason)
+            loop.call_soon_threadsafe(loop.call_later, ABORT_REPEAT_S, self._repeat, fetching, act)
 
 
 def state_bytes(state: object) -> int:

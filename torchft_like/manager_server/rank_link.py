@@ -376,6 +376,9 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
         stands=response.stands,
         watched=response.watched,
         first_quorum_id=response.first_quorum_id,
+        source_ranks=tuple(response.source_ranks),
+        source_addresses=tuple(response.source_addresses),
+        helps=response.helps,
     )
 
 
@@ -383,7 +386,8 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
     """Check the ranks by which members are looked up, and the number of handles."""
     size = len(response.replica_ids)
     ranks = [response.replica_rank, response.recover_src_replica_rank, response.max_replica_rank]
-    if not all(0 <= rank < size for rank in (*ranks, *response.recover_dst_replica_ranks)):
+    ranks += [*response.recover_dst_replica_ranks, *response.source_ranks]
+    if not all(0 <= rank < size for rank in ranks):
         raise MalformedMessageError(f"the quorum's ranks are not all among its {size} members")
     if len(response.reconfigure_handles) not in (0, size):
         handles = len(response.reconfigure_handles)

@@ -25,7 +25,7 @@ from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimit
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
-from torchft_like.testing.relay import Relay, at, cut
+from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
 LIMIT = timedelta(seconds=60)
 SOON = timedelta(milliseconds=300)
@@ -251,6 +251,111 @@ class TestLanding:
         with pytest.raises(CheckpointError, match="truncated"):
             self.receive(receiver, f"http://{LOOPBACK}:{relay.port}", into)
         assert into.is_written
+
+
+class TestSeveralSources:
+    """The state is the first one's, whoever sends its bytes."""
+
+    MEGABYTES = 64
+
+    @pytest.fixture
+    def state(self) -> State:
+        return make_state(self.MEGABYTES << 18)
+
+    def offer(self, transports: Make, *states: State) -> list[HTTPTransport[State]]:
+        sources = [transports() for _ in states]
+        for source, state in zip(sources, states, strict=True):
+            source.send_checkpoint([1], 5, state, LIMIT)
+        return sources
+
+    def receive(self, transports: Make, addresses: list[str]) -> tuple[State, Destination[State]]:
+        sources = [Source(rank, address) for rank, address in enumerate(addresses)]
+        into = Destination[State]()
+        return transports().recv_checkpoint_from(sources, 5, LIMIT, into), into
+
+    def relayed(self, source: HTTPTransport[State], spoil: Filter) -> str:
+        address = parse_address(source.metadata())
+        return f"http://{LOOPBACK}:{Relay((address.host, address.port), lambda: spoil).port}"
+
+    def test_each_sends_a_part(self, transports: Make, state: State) -> None:
+        addresses = [source.metadata() for source in self.offer(transports, state, state, state)]
+        received, into = self.receive(transports, addresses)
+        assert_same(received, state)
+        assert sum(into.received.values()) > self.MEGABYTES << 20
+        assert set(into.received) <= set(addresses)
+
+    @pytest.mark.progress
+    @pytest.mark.parametrize("where", [0, 10_000, 6_000_000])
+    def test_what_a_helper_that_dies_had_to_send_comes_from_the_others(
+        self, transports: Make, state: State, where: int
+    ) -> None:
+        first, helper = self.offer(transports, state, state)
+        struck: list[bytes] = []
+
+        def strike(data: bytes) -> bytes:
+            struck.append(data)
+            return cut(data)
+
+        address = parse_address(helper.metadata())
+        relay = Relay((address.host, address.port), lambda: at(where, strike))
+        received, _ = self.receive(transports, [first.metadata(), f"http://{LOOPBACK}:{relay.port}"])
+        assert_same(received, state)
+        assert struck
+
+    @pytest.mark.progress
+    def test_who_is_stopped_in_its_last_stripe_loses_it(self, transports: Make, state: State) -> None:
+        first, helper = self.offer(transports, state, state)
+        stopped, goes_on = threading.Event(), threading.Event()
+
+        def stop(data: bytes) -> bytes:
+            stopped.set()
+            goes_on.wait(60)
+            return data
+
+        address = parse_address(helper.metadata())
+        relay = Relay((address.host, address.port), lambda: at(1_000_000, stop))
+        received, into = self.receive(transports, [first.metadata(), f"http://{LOOPBACK}:{relay.port}"])
+        goes_on.set()
+        assert stopped.is_set()
+        assert_same(received, state)
+        assert into.received[first.metadata()] > self.MEGABYTES << 19
+
+    @pytest.mark.heal_is_clean
+    @pytest.mark.parametrize("other", ["another state", "another form", "a flipped bit", "no state"])
+    def test_what_a_helper_sends_otherwise_comes_from_the_first(
+        self, transports: Make, state: State, other: str
+    ) -> None:
+        theirs = make_state(self.MEGABYTES << 18) if other == "another state" else state
+        theirs = make_state(3) if other == "another form" else theirs
+        first, helper = self.offer(transports, state, theirs)
+        address = helper.metadata()
+        if other == "a flipped bit":
+            address = self.relayed(helper, at(3_000_000, flip_bit))
+        elif other == "no state":
+            helper.refuse_checkpoint([], 5, "no memory")
+        received, into = self.receive(transports, [first.metadata(), address])
+        assert_same(received, state)
+        assert sum(into.received.values()) >= self.MEGABYTES << 20
+
+    def test_without_the_first_there_is_no_state(self, transports: Make, state: State) -> None:
+        first, helper = self.offer(transports, state, state)
+        first.shutdown()
+        with pytest.raises(CheckpointError, match=f"{first.metadata()}: .*refused"):
+            self.receive(transports, [first.metadata(), helper.metadata()])
+
+    @pytest.mark.progress
+    def test_a_helper_that_is_lost_is_done_without(
+        self, transports: Make, state: State, pool: ThreadPoolExecutor
+    ) -> None:
+        (first,) = self.offer(transports, state)
+        with listen_tcp(Address(LOOPBACK, 0)) as silent:
+            receiver = transports()
+            sources = [Source(0, first.metadata()), Source(7, f"http://{LOOPBACK}:{silent.getsockname()[1]}")]
+            receiving = pool.submit(receiver.recv_checkpoint_from, sources, 5, LIMIT, Destination())
+            with silent.accept()[0] as peer:
+                peer.recv(1000)
+                receiver.lose_source(7, "it is gone")
+                assert_same(receiving.result(60), state)
 
 
 class TestSteps:

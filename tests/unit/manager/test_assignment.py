@@ -97,6 +97,23 @@ def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
     assert [result_of(members, "d", rank).recover_src_replica_rank for rank in range(3)] == [1, 1, 1]
 
 
+def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
+    members = [Member("a", 4, 3), *(Member(name, 5, 3) for name in "bcdefg"), Member("h", 4, 3)]
+    results = {name: result_of(members, name, rank) for rank, name in enumerate("abcdefgh")}
+    assert results["a"].source_ranks == (1, 2, 3, 4)
+    assert results["a"].source_addresses == tuple(f"http://{name}:1" for name in "bcde")
+    assert results["h"].source_ranks == (2, 3, 4, 5)
+    assert [name for name, result in results.items() if result.helps] == [*"cdef"]
+    assert [name for name, result in results.items() if result.recover_dst_replica_ranks] == [*"bc"]
+
+
+@pytest.mark.heal_is_clean
+def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
+    members = [Member("a"), Member("b"), Member("c")]
+    assert not any(result_of(members, name).helps for name in "abc")
+    assert result_of(members, "b").source_ranks == (0,)
+
+
 @pytest.mark.parametrize(("step", "expected"), [(5, [0, 1, 0]), (0, [0, 1, 2])])
 def test_after_a_step_not_committed_the_source_is_another_one(step: int, expected: list[int]) -> None:
     """The last one may have refused."""

@@ -13,7 +13,7 @@ import torch
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
-from torchft_like.checkpointing.transport import CheckpointTransport, Destination
+from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import NO_STATE
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
@@ -74,7 +74,7 @@ class Replica:
         group = ManagedGroup(ProcessGroupDummy(0, 1), self.protocol, ignore)
         self.exchange = StateExchange(config, self.protocol, group, self.registry, self.transport, ignore)
         self.driver = QuorumDriver(config, self.protocol, group, self.exchange, ignore)
-        monkeypatch.setattr(self.exchange, "_ask", lambda *_: "")
+        monkeypatch.setattr(self.exchange, "_ask", lambda *_: [Source(1, "")])
 
     def begin(self, quorum_id: int, **steps: int) -> Attempt:
         """A step, until its quorum is configured."""
@@ -237,6 +237,33 @@ def test_a_fetch_ends_when_who_takes_part_in_it_is_lost_in_the_quorum(replica: R
             replica.exchange.exchange(attempt)
     thread.join(LIMIT_S)
     assert not attempt.is_exchanging
+
+
+@pytest.mark.parametrize("takes_helpers", [False, True])
+def test_a_replica_helps_the_source_if_its_transport_can(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, takes_helpers: bool
+) -> None:
+    monkeypatch.setattr(Transport, "takes_helpers", takes_helpers)
+    replica.registry.register("model", ignore, dict)
+    replica.end(replica.begin(5, a=3, b=2, Z=3))  # Z is the source
+    assert len(replica.transport.offered) == takes_helpers
+
+
+@pytest.mark.progress
+def test_a_fetch_goes_on_without_a_helper_that_is_lost(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replica.registry.register("model", ignore, dict)
+    lost: list[tuple[int, str]] = []
+    monkeypatch.setattr(replica.transport, "lose_source", lambda *told: lost.append(told))
+
+    def receive(*_: object) -> object:
+        replica.exchange.member_lost(5, "c")
+        return {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
+
+    monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
+    assert replica.end(replica.begin(5, a=2, b=3, c=3))
+    assert lost[0] == (2, "lost c")
 
 
 @pytest.mark.heal_is_clean
