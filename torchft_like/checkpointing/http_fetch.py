@@ -19,7 +19,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,6 +47,7 @@ from torchft_like.runtime.connecting import connect_tcp
 _logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.05
+CONNECT_S = 5.0
 ASK_AGAIN = {202: "it had not offered that step", 503: "all its connections were taken"}
 STRIPE_CHUNKS_MAX = 4
 STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
@@ -313,7 +314,10 @@ class Fetch:
 
     def connect(self, source: _Source) -> socket.socket:
         """Connect to a source; `end` and `_lose` can end what is done with the socket."""
-        return connect_tcp(source.address, self._stall_s, lambda made: self._register(made, source))
+        limit_s = min(self._stall_s, CONNECT_S)
+        connection = connect(source.address, limit_s, lambda made: self._register(made, source))
+        connection.settimeout(self._stall_s)
+        return connection
 
     def _register(self, connection: socket.socket, source: _Source) -> None:
         with self._changed:
@@ -435,6 +439,25 @@ class _Line:
         length = fields.get("content-length", "0")
         self._rest, self._left = memoryview(rest), int(length) if length.isdecimal() else 0
         return int(found[1]), (found[2] or b"").decode(errors="replace"), fields
+
+
+def connect(
+    address: Address, timeout_s: float, on_socket: Callable[[socket.socket], None] = lambda _: None
+) -> socket.socket:
+    """Connect to a source's server, as `connect_tcp` does.
+
+    Raises:
+        CheckpointError: it cannot be reached; the text says what to set where.
+    """
+    try:
+        return connect_tcp(address, timeout_s, on_socket)
+    except OSError as error:
+        is_late = isinstance(error, TimeoutError)
+        what = f"no answer within {timeout_s:g} s" if is_late else str(error)
+        raise (CheckpointTimeoutError if is_late else CheckpointError)(
+            f"no connection to {address.url}, which its replica offers ({what}): if that lives, set "
+            "TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that this host reaches"
+        ) from error
 
 
 def _cut(nbytes: int, lines: int) -> Iterator[Stripe]:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TypeVar, cast
 
 from lighthouse.address import Address, parse_address
-from torchft_like.checkpointing.http_fetch import Fetch
+from torchft_like.checkpointing.http_fetch import Fetch, connect
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
@@ -165,6 +165,10 @@ class HTTPTransport(CheckpointTransport[T]):
             fetches = list(self._fetches)
         for fetch in fetches:
             fetch.end(reason)
+
+    def check_source(self, source: Source, timeout: timedelta) -> None:
+        """Connect to the source's server once."""
+        connect(_address_of(source), timeout.total_seconds()).close()
 
     def lose_source(self, rank: int, reason: str) -> None:
         """Go on without a source that is lost, where there are others and it is not the one to be copied."""

@@ -110,6 +110,13 @@ class CheckpointTransport(ABC, Generic[T]):
         The Manager calls this also after a `send_checkpoint` that has raised an error.
         """
 
+    def check_source(self, source: Source, timeout: timedelta) -> None:
+        """Try whether the source can be reached; the Manager calls this when a step begins.
+
+        Raises:
+            CheckpointError: it cannot; the text says what to set where.
+        """
+
     def use_host(self, host: str) -> None:
         """Set the address of this machine under which peers reach it; the Manager calls this."""
 

@@ -19,7 +19,7 @@ from lighthouse.core.identity import about_job_id
 from torchft_like.errors import ConfigError
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
-from torchft_like.runtime.hosts import local_host_towards
+from torchft_like.runtime.hosts import host_named, local_host_towards
 
 T = TypeVar("T")
 
@@ -29,6 +29,7 @@ MANAGER_PORT_ENV = "TORCHFT_MANAGER_PORT"
 TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
+HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
@@ -126,7 +127,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         lighthouse=lighthouse,
         store=store,
         store_is_agents=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        host=_host(arguments.hostname, lighthouse, store),
+        host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, store),
         port=_port(given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), "port"),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
         quorum_retries=given.integer(
@@ -189,12 +190,13 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
 
 
 def _host(hostname: str | None, lighthouse: Address | None, store: Address | None) -> str:
-    """Return the host to bind to: the given one, or else the interface that leads to the lighthouse.
+    """Return the host to bind to: the given one, which may be an interface, or else the interface that leads
+    to the lighthouse.
 
     For a lighthouse on a loopback address that is the loopback interface.
     """
     if hostname:
-        return parse_host(hostname, "hostname")
+        return parse_host(host_named(hostname), f"hostname ({HOSTNAME_ENV})")
     towards = lighthouse or store
     return local_host_towards(towards.host if towards else "127.0.0.1")
 

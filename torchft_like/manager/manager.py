@@ -85,8 +85,9 @@ class Manager:
             makes its own when none is given.
         lighthouse_addr: `http://host:port` (TORCHFT_LIGHTHOUSE); read on rank 0.
         replica_id: a name for the replica group; made unique for each start.
-        port, hostname: where rank 0's ManagerServer listens (TORCHFT_MANAGER_PORT) and is reached;
-            by default any free port on the interface that leads to the lighthouse.
+        port, hostname: where rank 0's ManagerServer listens (TORCHFT_MANAGER_PORT) and is reached, and where
+            peers fetch the state (TORCHFT_HOSTNAME): a name, an address or an interface such as eth0. By
+            default any free port on the interface that leads to the lighthouse.
         heartbeat_interval: the time between heartbeats to torchft's own lighthouse, which knows no sessions.
         checkpoint_transport: how state reaches healing peers; HTTP by default.
         init_sync: whether all replicas take the state of one of them at step 0.

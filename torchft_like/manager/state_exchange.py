@@ -22,7 +22,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -32,7 +31,7 @@ import torch
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.step import StepProtocol
-from torchft_like.errors import CheckpointError, ConnectError, ForeignStateError, MemberLostError
+from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
@@ -46,6 +45,7 @@ State = Mapping[str, object]
 LINGER_S = 5.0
 ABORT_REPEAT_S = 0.02
 PATIENCE_WHEN_FAILED = 0.25
+REACH_S = 5.0  # for a connection to a source
 ASK_EARLY_S = 1.0  # seconds; so long the quorum worker is blocked if the source's host is gone
 
 logger = logging.getLogger(__name__)
@@ -234,23 +234,30 @@ class StateExchange:
         self._registry.check_form(state.user, source)
 
     def _ask(self, result: QuorumResult, timeout_s: float) -> list[Source]:
-        """Ask the source, and who helps it, where their states can be fetched; a helper that does not answer
-        is left out.
+        """Ask the source, and who helps it, where their states can be fetched, and try to connect there; a
+        helper that cannot be reached is left out.
         """
         count = len(result.source_ranks) if self._transport.takes_helpers else 1
         clients = self._clients = [ManagerClient(address) for address in result.source_addresses[:count]]
 
-        def ask(client: ManagerClient) -> str:
-            return client._checkpoint_metadata(self._config.group_rank, timedelta(seconds=timeout_s))
+        def ask(rank: int, client: ManagerClient) -> Source:
+            limit = timedelta(seconds=timeout_s)
+            source = Source(rank, client._checkpoint_metadata(self._config.group_rank, limit))
+            self._transport.check_source(source, min(limit, timedelta(seconds=REACH_S)))
+            return source
 
-        sources = []
         try:
             with ThreadPoolExecutor(count, "torchft-ask") as pool:
-                answers = [pool.submit(ask, client) for client in clients[1:]]
-                sources.append(Source(result.source_ranks[0], ask(clients[0])))
-                for rank, answer in zip(result.source_ranks[1:], answers, strict=False):
-                    with suppress(ConnectError):
-                        sources.append(Source(rank, answer.result()))
+                first, *helpers = (
+                    pool.submit(ask, rank, client)
+                    for rank, client in zip(result.source_ranks, clients, strict=False)
+                )
+                sources = [first.result()]
+                for helper in helpers:
+                    try:
+                        sources.append(helper.result())
+                    except FaultToleranceError as error:
+                        logger.warning("the state comes from fewer replicas: %s", error)
         finally:
             self._clients = []
             for client in clients:
@@ -280,8 +287,8 @@ class StateExchange:
         """Ask for what a fetch has to know while the training thread computes; runs on the quorum worker."""
         try:
             attempt.sources = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
-        except Exception:  # it is asked again at the end of the step
-            logger.info("the source could not be asked for its address yet", exc_info=True)
+        except Exception as error:  # noqa: BLE001 - it is asked again at the end of the step
+            logger.warning("the source of a state cannot be reached yet: %s", error)
 
     def member_lost(self, quorum_id: int, replica_id: str) -> None:
         """End a fetch that needs the lost member, even one that is yet to begin; runs on the coordination

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket
+import struct
 
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.errors import AddressError
+
+_SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 
 
 def local_host_towards(host: str, port: int = 9) -> str:
@@ -26,6 +30,24 @@ def local_host_towards(host: str, port: int = 9) -> str:
         raise AddressError(
             f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
         ) from error
+
+
+def host_named(name: str) -> str:
+    """Return the address of the interface of this name, or the name itself if there is no such interface.
+
+    Raises:
+        AddressError: the interface has no IPv4 address.
+    """
+    if name not in {interface for _, interface in socket.if_nameindex()}:
+        return name
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            found = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("40s", name.encode()))
+        except OSError as error:
+            raise AddressError(
+                f"interface {name} has no IPv4 address ({error.strerror}): name an address instead"
+            ) from error
+    return socket.inet_ntoa(found[20:24])
 
 
 def own_host(towards: Address | None = None) -> str:

@@ -443,6 +443,22 @@ class TestFailures:
         with pytest.raises(CheckpointError, match=f"127.0.0.1:{port}: .*refused"):
             transports().recv_checkpoint(0, f"http://127.0.0.1:{port}", 5, LIMIT)
 
+    @pytest.mark.parametrize("address", ["http://no-such-host.invalid:1", "http://127.0.0.1:1"])
+    def test_an_address_that_cannot_be_reached_is_told_what_to_set(
+        self, transports: Make, address: str
+    ) -> None:
+        told = f"no connection to {address}, which its replica offers .*set TORCHFT_HOSTNAME on its hosts"
+        with pytest.raises(CheckpointError, match=told):
+            transports().recv_checkpoint(0, address, 5, LIMIT)
+        with pytest.raises(CheckpointError, match=told):
+            transports().check_source(Source(0, address), LIMIT)
+
+    def test_trying_a_source_takes_nothing_from_it(self, transports: Make) -> None:
+        source, receiver = transports(), transports()
+        source.send_checkpoint([1], 5, make_state(), LIMIT)
+        receiver.check_source(Source(0, source.metadata()), LIMIT)
+        assert fetch(receiver, source)["step"] == 3
+
     @pytest.mark.progress
     def test_a_peer_that_accepts_and_says_nothing_is_given_up(self, transports: Make) -> None:
         receiver = transports(stall_timeout=SOON)

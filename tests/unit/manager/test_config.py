@@ -54,6 +54,13 @@ def test_a_torchft_variable_beats_the_argument() -> None:
     assert resolved.timeout_given
 
 
+@pytest.mark.parametrize("name", ["127.0.0.1", "lo"])
+def test_the_offered_address_is_a_name_or_that_of_an_interface(name: str) -> None:
+    assert config({"TORCHFT_HOSTNAME": name}, hostname="elsewhere").host == "127.0.0.1"
+    assert config(hostname=name).host == "127.0.0.1"
+    assert config(hostname="some.name").host == "some.name"
+
+
 def test_an_argument_counts_where_the_operator_says_nothing() -> None:
     for environ in ({}, {"TORCHFT_TIMEOUT_SEC": "", "TORCHFT_MANAGER_PORT": ""}):
         resolved = config(environ, timeout=timedelta(seconds=7), port=10)

@@ -23,6 +23,7 @@ from torchft_like.errors import (
     GroupLostError,
     ShutdownError,
 )
+from torchft_like.manager import state_exchange
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.quorum_driver import QuorumDriver
@@ -66,7 +67,9 @@ class Transport(CheckpointTransport[Any]):
 class Replica:
     """Replica a, as far as an exchange of state needs one."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool = True) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool = True, asks: bool = False
+    ) -> None:
         self.transport = Transport()
         self.registry = StateRegistry()
         self.protocol = StepProtocol(StepRules(1, use_async_quorum=use_async_quorum))
@@ -74,7 +77,8 @@ class Replica:
         group = ManagedGroup(ProcessGroupDummy(0, 1), self.protocol, ignore)
         self.exchange = StateExchange(config, self.protocol, group, self.registry, self.transport, ignore)
         self.driver = QuorumDriver(config, self.protocol, group, self.exchange, ignore)
-        monkeypatch.setattr(self.exchange, "_ask", lambda *_: [Source(1, "")])
+        if not asks:
+            monkeypatch.setattr(self.exchange, "_ask", lambda *_: [Source(1, "")])
 
     def begin(self, quorum_id: int, **steps: int) -> Attempt:
         """A step, until its quorum is configured."""
@@ -247,6 +251,34 @@ def test_a_replica_helps_the_source_if_its_transport_can(
     replica.registry.register("model", ignore, dict)
     replica.end(replica.begin(5, a=3, b=2, Z=3))  # Z is the source
     assert len(replica.transport.offered) == takes_helpers
+
+
+@pytest.mark.progress
+def test_a_helper_that_cannot_be_reached_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Client:
+        def __init__(self, address: str) -> None:
+            self.close = ignore
+
+        def _checkpoint_metadata(self, *_: object) -> str:
+            return "there"
+
+    def check(self: Transport, source: Source, _: timedelta) -> None:
+        if source.rank in unreachable:
+            raise CheckpointError("set TORCHFT_HOSTNAME")
+
+    monkeypatch.setattr(state_exchange, "ManagerClient", Client)
+    monkeypatch.setattr(Transport, "check_source", check)
+    monkeypatch.setattr(Transport, "takes_helpers", True)
+    replica = Replica(monkeypatch, asks=True)
+    result, unreachable = quorum(5, a=2, b=3, c=3), {2}
+    assert replica.exchange._ask(result, LIMIT_S) == [Source(1, "there")]
+    assert "fewer replicas: set TORCHFT_HOSTNAME" in caplog.text
+    unreachable.add(1)
+    with pytest.raises(CheckpointError, match="TORCHFT_HOSTNAME"):
+        replica.exchange._ask(result, LIMIT_S)
+    replica.driver.stop(ShutdownError("over"), LIMIT_S)
 
 
 @pytest.mark.progress
