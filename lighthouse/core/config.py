@@ -100,7 +100,7 @@ class LighthouseConfig:
 
     progress_interval_ms: int = 1_000
     """How often a member says how far it is, for operators: in a quorum that stands the lighthouse hears of
-    no step otherwise. All members together say it 500 times a second at most, however many there are. 0 is
+    no step otherwise. All members together say it 250 times a second at most, however many there are. 0 is
     never.
     """
 

@@ -12,12 +12,12 @@ import json
 import statistics
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from lighthouse import __version__
-from lighthouse.core.explanation import Facts, why_no_quorum
+from lighthouse.core.explanation import Facts, describe, why_no_quorum
 
 if TYPE_CHECKING:
     from lighthouse.core.history import Heal, Moment, Recovery
@@ -28,6 +28,7 @@ SCHEMA = 1
 STATES = ("member", "healing", "joined", "left out", "idle", "awaited", "expected", "gone", "refused")
 SHOWN_MAX = 10_000  # replicas in a document
 _SLICE = 16  # replicas, a quarter of a millisecond
+T = TypeVar("T")
 _WAITS_SHORTLY_S = 2.0  # members of a quorum that does not stand join for each step
 
 
@@ -61,14 +62,21 @@ async def take(lighthouse: Lighthouse) -> Snapshot:
         compressed.append(encoder.compress(parts[-1]))
         await asyncio.sleep(0)
 
-    ids = view.replica_ids()
-    await add('{"replicas":[')
-    for first in range(0, len(ids), _SLICE):
-        rows = [view.row(replica_id) for replica_id in ids[first : first + _SLICE]]
-        await add(("," if first else "") + _encode(rows)[1:-1])
+    async def add_list(name: str, items: Sequence[T], describe: Callable[[T], object]) -> None:
+        await add(f'"{name}":[')
+        for first in range(0, len(items), _SLICE):
+            rows = [describe(item) for item in items[first : first + _SLICE]]
+            await add(("," if first else "") + _encode(rows)[1:-1])
+        await add("],")
+
+    await add("{")
+    await add_list("replicas", view.replica_ids(), view.row)
+    history = lighthouse.history
+    await add_list("recoveries", list(reversed(history.recoveries)), _recovery)
+    await add_list("heals", list(reversed(history.heals)), _heal)
+    await add_list("timeline", list(reversed(history.moments)), _moment)
     job = view.job()
-    await add("]," + _encode({"schema": SCHEMA, "lighthouse": view.lighthouse_itself(), "job": job})[1:-1])
-    await add("," + _encode(view.past())[1:])
+    await add(_encode({"schema": SCHEMA, "lighthouse": view.lighthouse_itself(), "job": job})[1:])
     body = b"".join(parts)
     compressed.append(encoder.flush())
     return Snapshot(body, b"".join(compressed), f'"{zlib.crc32(body):08x}"', view.states, job)
@@ -180,7 +188,7 @@ class _View:
             "steps_per_s": _rounded(statistics.median(self._rates) if self._rates else None),
             "straggler": self._straggler,
             "why_no_quorum": "" if is_whole and waited_s < _WAITS_SHORTLY_S else why,
-            "description": self.lighthouse.describe().splitlines(),
+            "description": describe(facts).splitlines(),
         }
 
     def lighthouse_itself(self) -> dict[str, Any]:
@@ -191,14 +199,6 @@ class _View:
             "started": round(self.lighthouse.started, 3),
             "job_id": self.lighthouse.config.job_id,
             "is_starved": self.lighthouse.is_starved,
-        }
-
-    def past(self) -> dict[str, Any]:
-        """Describe what happened lately, the newest first."""
-        return {
-            "recoveries": [_recovery(recovery) for recovery in reversed(self._history.recoveries)],
-            "heals": [_heal(heal) for heal in reversed(self._history.heals)],
-            "timeline": [_moment(moment) for moment in reversed(self._history.moments)],
         }
 
 

@@ -8,8 +8,6 @@ import http.client
 import json
 import re
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,9 +19,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from lighthouse.page import app
 from lighthouse.page.server import CONNECTIONS_MAX
 from lighthouse.wire import torchft_pb2 as pb
-from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, registered
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.chaos.cli import main
+from torchft_like.testing.lighthouse import LISTENING, LighthouseProcess
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 
@@ -211,13 +210,50 @@ def test_the_daemon_ends_while_somebody_looks(site: Site) -> None:
     connection.close()
 
 
-def test_a_taken_port_costs_the_page_or_if_it_was_asked_for_the_start() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        with LighthouseProcess("--page=127.0.0.1:0", bind=f"127.0.0.1:{port - 1}") as daemon:
-            assert daemon.address.endswith(f":{port - 1}")
-        bind = [f"--bind=127.0.0.1:{port - 1}"]
-        command = [sys.executable, "-m", "lighthouse", *bind, f"--page=127.0.0.1:{port}"]
-        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=LIMIT_S, check=False)
-        assert (done.returncode, done.stdout) == (2, "")
-        assert "Address already in use" in done.stderr
+@pytest.fixture
+def two_ports() -> tuple[int, int]:
+    """Two ports in a row at which nobody listens."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
+            port = first.getsockname()[1]
+            with socket.create_server(("127.0.0.1", port + 1)):
+                return port, port + 1
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_a_taken_port_costs_the_page_or_if_it_was_asked_for_the_start(
+    processes: Processes, two_ports: tuple[int, int], is_asked_for: bool
+) -> None:
+    port, next_port = two_ports
+    flags = [f"--page=127.0.0.1:{next_port}"] if is_asked_for else []
+    with socket.create_server(("127.0.0.1", next_port)):
+        daemon = processes.fork("lighthouse", f"--bind=127.0.0.1:{port}", *flags)
+        if is_asked_for:
+            assert daemon.wait(LIMIT_S) == 2
+        else:
+            daemon.wait_for_output(LISTENING, LIMIT_S)
+    assert f"cannot listen on 127.0.0.1:{next_port}: Address already in use" in daemon.output
+
+
+def test_the_status_in_a_terminal(
+    processes: Processes, two_ports: tuple[int, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    address = f"127.0.0.1:{two_ports[0]}"
+    assert main(["status", address]) == 2
+    assert "no page of a lighthouse answers" in capsys.readouterr().err
+    processes.fork("lighthouse", f"--bind={address}", "--start_grace_ms=0").wait_for_output(
+        LISTENING, LIMIT_S
+    )
+    assert main(["status", address]) == 1
+    with registered(address, HOSTILE, "b:1b4e28ba") as clients:
+        for client in clients:
+            client.join(step=3, address=ADDRESS)
+        for client in clients:
+            client.quorum()
+        time.sleep(app.SNAPSHOT_S)  # the document may be that old
+        assert main(["status", address]) == 0
+        first, *_, table = capsys.readouterr().out.partition("quorum of 2, step 3\n")
+        assert first.startswith("127.0.0.1")
+        assert re.search(r"^b:1b4e +member +3 +h:1$", table, re.MULTILINE)
+        assert main(["status", address, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["job"]["members"] == 2

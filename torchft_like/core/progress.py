@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from lighthouse.core.history import Report
 
 # However short the interval, all members of a quorum together send one report in so many seconds at most.
-PER_MEMBER_S = 0.002
+PER_MEMBER_S = 0.004
 
 
 @dataclass

@@ -1,8 +1,12 @@
 """The command `torchft-like`, or `python -m torchft_like.chaos`.
 
+    torchft-like status 127.0.0.1:29510
+    torchft-like watch
     torchft-like chaos --length 60 --interval 5
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
+
+`status` and `watch` show what a lighthouse knows of its job (docs/lighthouse-page.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -21,18 +25,22 @@ from collections.abc import Sequence
 from typing import Any
 
 from lighthouse import __version__
+from lighthouse.page.cli import add_commands as add_status_commands
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
 
 NOT_INSTALLED = 2
 REPLICAS_MAX = 40  # each replica has a bit of the ledger
 SECONDS_MAX = 1e7
+_LENGTHS = {"chaos": 60.0, "soak": 600.0}  # seconds
 _BACKENDS = ("gloo", "baby-gloo", "mixed")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status."""
     options = _parse(argv)
+    if options.name not in _LENGTHS:
+        return int(options.run(options))
     try:
         from torchft_like.testing.chaos import campaign  # noqa: PLC0415 - --help does without it
     except ModuleNotFoundError as error:
@@ -50,12 +58,15 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--version", action="version", version=f"torchft-like {__version__}")
     commands = parser.add_subparsers(dest="name", required=True)
-    for name, length, what in (
-        ("chaos", 60.0, "inject faults into a job of real processes, and check what it wrote"),
-        ("soak", 600.0, "the same, after a run of the same length without faults"),
+    add_status_commands(commands)
+    for name, what in (
+        ("chaos", "inject faults into a job of real processes, and check what it wrote"),
+        ("soak", "the same, after a run of the same length without faults"),
     ):
-        _add_options(commands.add_parser(name, help=what, description=what), length)
+        _add_options(commands.add_parser(name, help=what, description=what), _LENGTHS[name])
     options = parser.parse_args(argv)
+    if options.name not in _LENGTHS:
+        return options
     if options.baseline is None:
         options.baseline = options.length if options.name == "soak" else 0.0
     if "{index}" not in options.names:
