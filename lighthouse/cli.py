@@ -45,7 +45,7 @@ _HELP = {
     "sick_pause_max_ms": "the longest time for which it is left out",
     "keepalive_time_ms": "a connection silent for so long is probed",
     "keepalive_timeout_ms": "a probe unanswered for so long ends the connection",
-    "progress_interval_ms": "how often members say how far they are, for the page; 0: never",
+    "progress_interval_ms": "how often members say how far they are, while somebody looks; 0: never",
     "replicas_max": "more replicas are refused",
     "session_queue_max": "messages that may wait for one session's reader",
     "job_id": "the name of the job; replicas that were given another one are refused",

@@ -141,15 +141,24 @@ def quorum_for_callers(quorum: pb.Quorum) -> bytes:
     return pb.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
 
 
-def registered(config: LighthouseConfig) -> bytes:
+def registered(config: LighthouseConfig, is_watched: bool) -> bytes:
     """Serialize the lighthouse's first message in a session."""
-    job = pb.JobConfig(
+    return pb.SessionResponse(registered=_job_config(config, is_watched)).SerializeToString()
+
+
+def config_changed(config: LighthouseConfig, is_watched: bool) -> bytes:
+    """Serialize the news that somebody looks at how far members are, or nobody any more."""
+    return pb.SessionResponse(config_changed=_job_config(config, is_watched)).SerializeToString()
+
+
+def _job_config(config: LighthouseConfig, is_watched: bool) -> pb.JobConfig:
+    return pb.JobConfig(
         min_replicas=config.min_replicas,
         join_timeout_ms=config.join_timeout_ms,
         standing_lease_ms=config.standing_lease_ms,
         progress_interval_ms=config.progress_interval_ms,
+        is_watched=is_watched,
     )
-    return pb.SessionResponse(registered=job).SerializeToString()
 
 
 def member_lost(lost: MemberLost) -> bytes:

@@ -56,6 +56,7 @@ _REGISTER_S = 10.0  # seconds in which a session has to begin with its register
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
 _LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names at most
+WATCHED_S = 90.0  # Prometheus looks every 15 to 60 seconds
 _KILL_S = 5.0  # seconds in which a replica that is killed has to answer
 _REASON_MAX = 1000  # characters of a status
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
@@ -94,6 +95,8 @@ class Lighthouse:
         self._search: asyncio.Task[None] | None = None  # for members of a quorum that may be training
         # By replica, the oldest call first.
         self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}
+        self._looked_at = 0.0  # by somebody, at how far the members are
+        self._watch: asyncio.TimerHandle | None = None  # runs while somebody looks
         self._server: grpc.aio.Server | None = None
         self._address: Address | None = None
 
@@ -164,6 +167,21 @@ class Lighthouse:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
         return self._core.describe(self._clock.now())
 
+    def look(self) -> None:
+        """Have the members say how far they are, from now on and for WATCHED_S after the last look."""
+        self._looked_at = self._loop.time()
+        if self._watch is None:
+            self._watch = self._loop.call_later(WATCHED_S, self._check_watch)
+            self._send_all(list(self._sessions), codec.config_changed(self.config, is_watched=True))
+
+    def _check_watch(self) -> None:
+        ends_at = self._looked_at + WATCHED_S
+        if self._loop.time() < ends_at:
+            self._watch = self._loop.call_at(ends_at, self._check_watch)
+            return
+        self._watch = None
+        self._send_all(list(self._sessions), codec.config_changed(self.config, is_watched=False))
+
     async def stop(self, reason: str = "stopped") -> None:
         """End every session and call with a status that says so, and close the port. It may be called
         again.
@@ -180,8 +198,9 @@ class Lighthouse:
         self._clock.stop()
         if self._search is not None:
             self._search.cancel()
-        if self._timer is not None:
-            self._timer.cancel()
+        for timer in (self._timer, self._watch):
+            if timer is not None:
+                timer.cancel()
 
     # -- RPCs
 
@@ -252,7 +271,7 @@ class Lighthouse:
         )
         self._sessions[session.number] = session
         self._addresses[session.replica_id] = session.address
-        session.send(codec.registered(self.config))
+        session.send(codec.registered(self.config, self._watch is not None))
         self.events.emit("register", member=session.replica_id)
         decisions = self._core.register(
             session.number,

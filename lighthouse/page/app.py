@@ -181,6 +181,7 @@ class Page:
 
     async def _snapshot(self) -> Snapshot:
         """Return the present document, which is made once for all who ask within SNAPSHOT_S."""
+        self._lighthouse.look()
         now = asyncio.get_running_loop().time()
         if self._taken is None or (self._taken.done() and now >= self._taken_at + SNAPSHOT_S):
             self._taken_at = now

@@ -230,16 +230,18 @@ class LeftOut(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., unreachable_replica_ids: _Optional[_Iterable[str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class JobConfig(_message.Message):
-    __slots__ = ("min_replicas", "join_timeout_ms", "standing_lease_ms", "progress_interval_ms")
+    __slots__ = ("min_replicas", "join_timeout_ms", "standing_lease_ms", "progress_interval_ms", "is_watched")
     MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
     JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     STANDING_LEASE_MS_FIELD_NUMBER: _ClassVar[int]
     PROGRESS_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    IS_WATCHED_FIELD_NUMBER: _ClassVar[int]
     min_replicas: int
     join_timeout_ms: int
     standing_lease_ms: int
     progress_interval_ms: int
-    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ..., progress_interval_ms: _Optional[int] = ...) -> None: ...
+    is_watched: bool
+    def __init__(self, min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., standing_lease_ms: _Optional[int] = ..., progress_interval_ms: _Optional[int] = ..., is_watched: bool = ...) -> None: ...
 
 class MemberLost(_message.Message):
     __slots__ = ("quorum_id", "replica_id", "reason", "is_alive", "must_answer")

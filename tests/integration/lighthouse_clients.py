@@ -89,6 +89,10 @@ class SessionClient:
     def registered(self) -> pb.JobConfig:
         return self._next("registered").registered
 
+    def config_changed(self) -> pb.JobConfig:
+        """Return the next message, which must say what is set otherwise now."""
+        return self._next("config_changed").config_changed
+
     def quorum(self) -> pb.Quorum:
         """Return the next message, which must be a quorum."""
         return self._next("quorum").quorum

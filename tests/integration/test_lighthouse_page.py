@@ -18,8 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lighthouse.page import app
 from lighthouse.page.server import CONNECTIONS_MAX
+from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
-from tests.integration.lighthouse_clients import LIMIT_S, registered
+from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
+from torchft_like import LighthouseServer
 from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.lighthouse import LISTENING, LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -147,6 +149,30 @@ def test_no_metric_grows_with_the_replicas_or_has_their_names(site: Site) -> Non
         many = site.samples()
     assert many.keys() == few.keys()
     assert (many["torchft_lighthouse_quorum_members"], many["torchft_lighthouse_step"]) == (3, 3)
+
+
+def test_members_tell_their_steps_while_somebody_looks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as sessions:
+        early = sessions.enter_context(SessionClient(site.daemon.address, "early"))
+        assert not early.registered().is_watched
+        site.status()
+        assert early.config_changed().is_watched
+        late = sessions.enter_context(SessionClient(site.daemon.address, "late"))
+        assert late.registered().is_watched
+
+    async def look_once(lighthouse: Lighthouse) -> None:
+        lighthouse.look()
+
+    monkeypatch.setattr("lighthouse.server.WATCHED_S", 0.2)
+    lighthouse = LighthouseServer()
+    try:
+        with SessionClient(lighthouse.address(), "a") as client:
+            assert not client.registered().is_watched
+            lighthouse._loop.run(look_once(lighthouse._lighthouse))
+            assert client.config_changed().is_watched
+            assert not client.config_changed().is_watched
+    finally:
+        lighthouse.shutdown()
 
 
 def test_a_hostile_name_is_data(site: Site) -> None:

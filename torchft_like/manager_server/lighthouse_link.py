@@ -83,7 +83,7 @@ class LighthouseLink:
         self._leaving = False
         self.last_error = "no answer"
         self.join_timeout_s = math.inf  # of the lighthouse, once it has told
-        self.progress_interval_s = 0.0  # how often it wants to hear of steps; 0 is never
+        self.progress_interval_s = 0.0  # how often it wants to hear of steps, of news at once; 0 is never
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
@@ -231,9 +231,7 @@ class LighthouseLink:
                 response = await call.read()
             while response is not None:
                 if response.WhichOneof("response") == "registered":
-                    self.join_timeout_s = response.registered.join_timeout_ms / 1000
-                    self.progress_interval_s = response.registered.progress_interval_ms / 1000
-                    self._lease_s = _own_lease_s(response.registered.standing_lease_ms / 1000)
+                    self._adopt(response.registered)
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)
@@ -241,8 +239,16 @@ class LighthouseLink:
         finally:
             await call.close()
 
+    def _adopt(self, job: pb.JobConfig) -> None:
+        self.join_timeout_s = job.join_timeout_ms / 1000
+        self._lease_s = _own_lease_s(job.standing_lease_ms / 1000)
+        is_idle = job.progress_interval_ms > 0 and not job.is_watched
+        self.progress_interval_s = math.inf if is_idle else job.progress_interval_ms / 1000
+
     def _dispatch(self, response: pb.SessionResponse) -> None:
         match response.WhichOneof("response"):
+            case "config_changed":
+                self._adopt(response.config_changed)
             case "quorum":
                 self._listener.quorum_formed(response.quorum)
             case "member_lost":

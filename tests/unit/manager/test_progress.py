@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from lighthouse.core.history import Report
@@ -14,12 +16,12 @@ class Looks:
     """A log, at which a ManagerServer looks eight times a second."""
 
     def __init__(self, members: int = 3) -> None:
-        self.log, self.now, self.members = ProgressLog(), 100.0, members
+        self.log, self.now, self.members, self.every_s = ProgressLog(), 100.0, members, EVERY_S
 
     def look(self, step: int, quorum_id: int = 1, waits_for: str = "", heals_from: str = "") -> Report | None:
         self.now += 0.125
         seen = Report(quorum_id, step, waits_for, heals_from=heals_from)
-        return self.log.look(seen, self.members, EVERY_S, self.now)
+        return self.log.look(seen, self.members, self.every_s, self.now)
 
     def steps_told(self, steps: range) -> list[int]:
         return [told.step for step in steps if (told := self.look(step)) is not None]
@@ -60,3 +62,11 @@ def test_the_share_of_waiting_is_that_of_the_looks(looks: Looks) -> None:
 def test_many_members_tell_less_often() -> None:
     looks = Looks(members=int(3 * EVERY_S / PER_MEMBER_S))
     assert looks.steps_told(range(100)) == [0, 24, 48, 72, 96]
+
+
+def test_while_nobody_looks_only_beginnings_and_ends_are_told(looks: Looks) -> None:
+    looks.every_s = math.inf
+    assert looks.steps_told(range(4, 40)) == [4, 5]
+    assert looks.look(0, quorum_id=2, heals_from="a") == Report(2, 0, heals_from="a")
+    looks.every_s = EVERY_S
+    assert looks.steps_told(range(40, 50)) == [40, 48]
