@@ -1,16 +1,21 @@
-"""How long it takes to give a newcomer the state, for states of 1 to 256 MB on loopback."""
+"""How long it takes to give a newcomer the state, for states of 1 MB to 1 GB on loopback, and what memory."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
+from typing import NamedTuple
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System
 
-MEGABYTES = (1, 16, 64, 256)
+MEGABYTES = (1, 16, 64, 256, 1024)
+GB_PER_S_MIN = 2.5
+PEER_RATIO_MIN = 1.5
+MEMORY_RATIO_MAX = 1.1
 COMPARED_MEGABYTES = (1, 16, 64)
 DTENSOR_RATIO_MAX = 1.05
 SHARDED = replace(OURS, name="torchft_like, DTensors")
@@ -24,11 +29,15 @@ FAR = 1 << 20  # steps of the other kind of state that the same processes transf
 
 METHOD = [
     "Two processes on one machine, one torch thread each: one offers a state of 1 MB float32 tensors through "
-    "its package's HTTPTransport, the other fetches it. The sender's snapshot and the transfer are both "
-    "counted, the snapshot also by itself; process start and connection to the lighthouse are not.",
+    "its package's HTTPTransport; the other fetches it and copies it into tensors of its own, as a model's "
+    "load_state_dict does. As in a job, the receiver asks before the state is offered. The time is that from "
+    "the beginning of the offer until the receiver's tensors hold the state; process start and connection to "
+    "the lighthouse are not in it. The offer alone is what the source's training waits for.",
     "The systems take turns. Every fetched state was compared with the offered one by checksum.",
     PEER_VERSIONS,
-    "torchft sends the live tensors, unchecked; ours a snapshot with a checksum for every chunk.",
+    "torchft sends the live tensors, unchecked, while its source's training waits; ours a snapshot that is "
+    "checksummed on both sides.",
+    "Memory is the highest use of each process during a transfer, beside what it had before.",
     "DTensors are a rank's shards, as FSDP2 has them; the fetch includes putting them on the receiver's "
     "mesh. The same two processes transfer plain tensors and DTensors, in turns, as two pairs of processes "
     "differ by up to 30 percent. The ratio is that of two transfers of one turn, of 40 turns.",
@@ -55,14 +64,34 @@ def main(samples: int = 5) -> Result:
 
 
 def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -> None:
-    times: dict[str, list[tuple[float, float]]] = {pair.system.name: [] for pair in pairs}
+    taken: dict[str, list[_Transfer]] = {pair.system.name: [] for pair in pairs}
     for turn in range(samples):
         for pair in pairs if turn % 2 else reversed(pairs):
-            times[pair.system.name].append(pair.transfer(megabytes))
-    for name, of_system in times.items():
-        result.add(f"{megabytes} MB", name, "ms", [(offer + fetch) * 1e3 for offer, fetch in of_system])
-    for name, of_system in times.items():
-        result.add(f"{megabytes} MB, the offer alone", name, "ms", [offer * 1e3 for offer, _ in of_system])
+            taken[pair.system.name].append(pair.transfer(megabytes))
+    state = f"{megabytes} MB"
+    for name, of_system in taken.items():
+        result.add(state, name, "ms", [transfer.seconds * 1e3 for transfer in of_system])
+    for name, of_system in taken.items():
+        result.add(
+            f"{state}, the offer alone", name, "ms", [transfer.offer_s * 1e3 for transfer in of_system]
+        )
+    if megabytes == MEGABYTES[-1]:
+        for name, of_system in taken.items():
+            memory = [transfer.extra_bytes / (megabytes << 20) for transfer in of_system]
+            result.add(f"{state}, extra memory of both over the state's", name, "x", memory)
+        _judge(result, taken, megabytes)
+
+
+def _judge(result: Result, taken: dict[str, list[_Transfer]], megabytes: int) -> None:
+    seconds = {name: statistics.median([t.seconds for t in taken[name]]) for name in taken}
+    best = min(seconds[name] for name in seconds if name not in (OURS.name, SHARDED.name))
+    memory = statistics.median([transfer.extra_bytes for transfer in taken[OURS.name]])
+    gigabytes = (megabytes << 20) / 1e9
+    result.bars += [
+        Bar(f"seconds for each GB of {megabytes} MB", seconds[OURS.name] / gigabytes, 1 / GB_PER_S_MIN, "s"),
+        Bar(f"{megabytes} MB over the best torchft's", seconds[OURS.name] / best, 1 / PEER_RATIO_MIN, "x"),
+        Bar("extra memory of both over the state's", memory / (megabytes << 20), MEMORY_RATIO_MAX, "x"),
+    ]
 
 
 def _compare(result: Result, plain: _Pair, sharded: _Pair, megabytes: int, turns: int) -> None:
@@ -70,11 +99,19 @@ def _compare(result: Result, plain: _Pair, sharded: _Pair, megabytes: int, turns
     ratios = []
     for turn in range(turns):
         order = (plain, sharded) if turn % 2 else (sharded, plain)
-        seconds = {pair.system.name: sum(pair.transfer(megabytes)) for pair in order}
+        seconds = {pair.system.name: pair.transfer(megabytes).seconds for pair in order}
         ratios.append(seconds[SHARDED.name] / seconds[OURS.name])
     result.add(f"{megabytes} MB, over plain tensors", SHARDED.name, "x", ratios)
     what = f"{megabytes} MB of DTensors over as many of plain tensors, median"
     result.bars.append(Bar(what, statistics.median(ratios), DTENSOR_RATIO_MAX, "x"))
+
+
+class _Transfer(NamedTuple):
+    """What one transfer took: seconds, those of the offer alone, and bytes of memory."""
+
+    seconds: float
+    offer_s: float
+    extra_bytes: int
 
 
 class _Pair:
@@ -93,16 +130,21 @@ class _Pair:
         pair.system, pair._dtensors, pair._step = SHARDED, True, FAR
         return pair
 
-    def transfer(self, megabytes: int) -> tuple[float, float]:
-        """Return the seconds for the offer and for the fetch."""
+    def transfer(self, megabytes: int) -> _Transfer:
+        """Give the receiver the state of the source."""
         self._step += 1
-        of = {"megabytes": megabytes, "step": self._step, "dtensors": self._dtensors}
-        offered = self._ask(self._source, do="offer", **of)
-        fetched = self._ask(self._sink, do="fetch", metadata=offered["metadata"], **of)
-        self._ask(self._source, do="withdraw")
-        if fetched["checksum"] != offered["checksum"]:
+        of = {"megabytes": megabytes, "dtensors": self._dtensors}
+        prepared = self._ask(self._source, do="prepare", step=self._step, **of)
+        self._ask(self._sink, do="prepare", step=-self._step, **of)
+        fetching = self._order(self._sink, do="fetch", metadata=prepared["metadata"], step=self._step)
+        offered = self._ask(self._source, do="offer", step=self._step)
+        fetched = fetching()
+        withdrawn = self._ask(self._source, do="withdraw", before=offered["before"])
+        if fetched["checksum"] != prepared["checksum"]:
             raise CorruptStateError(f"{self.system.name}: {megabytes} MB arrived with another checksum")
-        return float(offered["seconds"]), float(fetched["seconds"])
+        seconds = float(fetched["ended"]) - float(offered["began"])
+        extra_bytes = int(withdrawn["bytes"]) + int(fetched["bytes"])
+        return _Transfer(seconds, float(offered["seconds"]), extra_bytes)
 
     def _start(self, role: str) -> FleetProcess:
         script = [self.system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]
@@ -110,11 +152,15 @@ class _Pair:
         return self._fleet.start(f"{self.system.name}-{role}", [*script, *options])
 
     def _ask(self, process: FleetProcess, **command: object) -> Record:
+        return self._order(process, **command)()
+
+    def _order(self, process: FleetProcess, **command: object) -> Callable[[], Record]:
+        """Give a command; return a function that waits for the answer."""
         if not process.records:
             self._fleet.wait_for(lambda: process.records or None, f"start of {process.name}", SECONDS_MAX)
         count = len(process.records)
         process.order(**command)
-        return self._fleet.wait_for(
+        return lambda: self._fleet.wait_for(
             lambda: process.records[-1] if len(process.records) > count else None,
             f"answer of {process.name} to {command}",
             SECONDS_MAX,

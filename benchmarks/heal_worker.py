@@ -2,12 +2,13 @@
 
 It reads commands, one JSON object in a line, and answers each with one record:
 
-* {"do": "offer", "megabytes": n, "step": s, "dtensors": b}: make a state of that size and offer it;
-* {"do": "fetch", "metadata": m, "step": s, "megabytes": n, "dtensors": b}: fetch it from the process that
-  offers it;
+* {"do": "prepare", "megabytes": n, "step": s, "dtensors": b}: make a state of that size;
+* {"do": "offer", "step": s}: offer it;
+* {"do": "fetch", "metadata": m, "step": s}: fetch the state of the process that offers it, into the own one;
 * {"do": "withdraw"}: end the offer.
 
-Times are of the transport's own calls; the checksum of the state is taken outside them.
+Times are those of a clock that all processes of the machine share. The checksum of the state is taken outside
+of them, and the memory is the highest of the process while it offers or fetches, beside what it had before.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,9 +44,11 @@ def main() -> None:
     mesh = mesh_of_one() if options.package == "torchft_like" else None
     module = importlib.import_module(f"{options.package}.checkpointing.http_transport")
     transport = module.HTTPTransport(timeout=TIMEOUT, num_chunks=options.chunks)
+    end = End(options.package, transport, mesh)
     report(event="ready")
     for line in sys.stdin:
-        report(**obey(transport, json.loads(line), mesh))
+        command = json.loads(line)
+        report(**getattr(end, command.pop("do"))(**command))
 
 
 def mesh_of_one() -> DeviceMesh:
@@ -52,45 +56,72 @@ def mesh_of_one() -> DeviceMesh:
     return init_device_mesh("cpu", (1,))
 
 
-def obey(transport: Any, command: dict[str, Any], mesh: DeviceMesh | None) -> dict[str, object]:
-    if command["do"] == "withdraw":
-        transport.disallow_checkpoint()
-        return {"event": "withdrawn"}
-    mesh = mesh if command["dtensors"] else None
-    state = make_state(command["megabytes"], command["step"], mesh)
-    if command["do"] == "offer":
-        return offer(transport, state, command["step"])
-    return fetch(transport, command["metadata"], command["step"], state if mesh else None)
+class End:
+    """One end of transfers, and its present state."""
+
+    def __init__(self, package: str, transport: Any, mesh: DeviceMesh | None) -> None:
+        self._package, self._transport, self._mesh = package, transport, mesh
+        self._state: dict[str, Any] = {}
+
+    def prepare(self, megabytes: int, step: int, dtensors: bool) -> dict[str, object]:
+        self._state = make_state(megabytes, step, self._mesh if dtensors else None)
+        return {
+            "event": "prepared",
+            "metadata": self._transport.metadata(),
+            "checksum": checksum(self._state),
+        }
+
+    def offer(self, step: int) -> dict[str, object]:
+        before = forget_peak()
+        began = time.monotonic()
+        self._transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=self._state, timeout=TIMEOUT)
+        return {"event": "offered", "began": began, "seconds": time.monotonic() - began, "before": before}
+
+    def fetch(self, metadata: str, step: int) -> dict[str, object]:
+        before = forget_peak()
+        if self._package == "torchft":
+            state = self._transport.recv_checkpoint(src_rank=0, metadata=metadata, step=step, timeout=TIMEOUT)
+        else:
+            state = self._fetch_in_place(metadata, step)
+        for own, received in zip(tensors(self._state), tensors(state), strict=True):
+            own.copy_(received)  # as `load_state_dict` does
+        ended = time.monotonic()
+        return {
+            "event": "fetched",
+            "ended": ended,
+            "bytes": peak() - before,
+            "checksum": checksum(self._state),
+        }
+
+    def _fetch_in_place(self, metadata: str, step: int) -> Any:
+        interface = importlib.import_module("torchft_like.checkpointing.transport")
+        source, into = interface.Source(0, metadata), interface.Destination(self._state)
+        state = self._transport.recv_checkpoint_from([source], step, TIMEOUT, into)
+        place = importlib.import_module("torchft_like.checkpointing.shards").place
+        return place(state, self._state) if self._mesh else state
+
+    def withdraw(self, before: int) -> dict[str, object]:
+        self._transport.disallow_checkpoint()
+        return {"event": "withdrawn", "bytes": peak() - before}
 
 
-def offer(transport: Any, state: dict[str, Any], step: int) -> dict[str, object]:
-    start = time.perf_counter()
-    transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=state, timeout=TIMEOUT)
-    seconds = time.perf_counter() - start
-    return {
-        "event": "offered",
-        "seconds": seconds,
-        "metadata": transport.metadata(),
-        "checksum": checksum(state),
-    }
+def forget_peak() -> int:
+    """Forget the highest use of memory so far; return the present one in bytes."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return peak()
 
 
-def fetch(transport: Any, metadata: str, step: int, own: dict[str, Any] | None) -> dict[str, object]:
-    """`own` is this process's state where it has DTensors, on whose mesh those that arrive are put."""
-    start = time.perf_counter()
-    state = transport.recv_checkpoint(src_rank=0, metadata=metadata, step=step, timeout=TIMEOUT)
-    if own is not None:
-        state = importlib.import_module("torchft_like.checkpointing.shards").place(state, own)
-    seconds = time.perf_counter() - start
-    return {"event": "fetched", "seconds": seconds, "checksum": checksum(state)}
+def peak() -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
+    return int(line.split()[1]) * 1024
 
 
 def make_state(megabytes: int, seed: int, mesh: DeviceMesh | None) -> dict[str, Any]:
     """A model of 1 MB tensors and a step count, nested as a Manager's state is."""
-    generator = torch.Generator().manual_seed(seed)
+    some = torch.randn(TENSOR_FLOATS, generator=torch.Generator().manual_seed(seed))
     layers: dict[str, torch.Tensor] = {}
     for i in range(megabytes):
-        plain = torch.randn(TENSOR_FLOATS, generator=generator)
+        plain = some + i
         layers[f"layer{i}.weight"] = DTensor.from_local(plain, mesh, [Shard(0)]) if mesh else plain
     return {"user": {"default": layers}, "torchft": {"step": seed}}
 

@@ -234,6 +234,11 @@ class Checker:
             "no_zombie", f"{process} does not commit in quorum {quorum_id}, where nothing went wrong for it"
         )
 
+    def serves(self, rank: Rank) -> None:
+        """Check a process that offers its state."""
+        if rank.parameters < 0:
+            self.violate("heal_is_clean", f"{rank.name} offers a state of which a part is another's")
+
     def healed(self, rank: Rank) -> None:
         """Check a process that took over a peer's state."""
         protocol = rank.protocol
@@ -251,6 +256,8 @@ class Checker:
         self.commits += 1
         protocol = rank.protocol
         step, quorum_id = protocol.step, protocol.quorum_id
+        if rank.parameters < 0 or before < 0:
+            self.violate("heal_is_clean", f"{rank.name} commits with a state of which a part is another's")
         if base != before:
             what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
             self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")

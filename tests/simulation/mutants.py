@@ -509,6 +509,11 @@ class _LetsOthersGoOnUnhealed(StepProtocol):
         return False
 
 
+class _KeepsATornState(StepProtocol):
+    def lose_state(self) -> None:
+        pass
+
+
 class _VotesYesAfterAnError(StepProtocol):
     def vote(self) -> bool:
         return self.num_participants >= self._rules.min_replica_size
@@ -623,6 +628,7 @@ MUTANTS = (
     _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
     _step("counts who heals", _CountsWhoHeals, "averages are over those who add something"),
     _step("lets others go on", _LetsOthersGoOnUnhealed, "who is counted and cannot heal spoils the step"),
+    _step("keeps a torn state", _KeepsATornState, "who has a part of a peer's state has none"),
     _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
     _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
     _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
@@ -701,6 +707,7 @@ CAUGHT_BY = {
     "healing takes part": Caught(0, "heal_is_clean"),
     "counts who heals": Caught(0, "no_zombie"),
     "lets others go on": Caught(103, "no_zombie"),
+    "keeps a torn state": Caught(4, "heal_is_clean"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
     "keeps the old commit quorum": Caught(88, "heal_is_clean"),
     "keeps its process group": Caught(0, "heal_is_clean"),

@@ -34,6 +34,7 @@ SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
 
+TORN = -1  # parameters of which a part is another's
 Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
 Sum = tuple[int, int | None, int]  # a sum of gradients, the parameters they were made from, their number
 
@@ -501,6 +502,7 @@ class Rank(Process):
             self._compute()
 
     def _serve(self) -> None:
+        self.replica.world.checker.serves(self)
         self.offer = (self.protocol.step, self.parameters, self.protocol.counters())
         waiters, self._waiters = self._waiters, []
         for rank, attempt, step in waiters:
@@ -541,7 +543,7 @@ class Rank(Process):
         time = world.latency() * 3
         if world.random() < world.heal_break_rate:
             world.feel("heal_break")
-            world.after(time / 2, rank, rank._heal_failed, attempt)
+            world.after(time / 2, rank, rank._heal_broke, attempt)
         else:
             world.after(time, rank, rank.hear_state, attempt, self, self.offer, step)
 
@@ -560,6 +562,13 @@ class Rank(Process):
             self._source = None
             self._load(state)
             self._exchanged()
+
+    def _heal_broke(self, attempt: int) -> None:
+        """Lose the state: a part of it is the peer's by now."""
+        if attempt == self._attempt and self.phase == HEAL:
+            self.parameters = TORN
+            self.protocol.lose_state()
+            self._heal_failed(attempt)
 
     def _heal_failed(self, attempt: int) -> None:
         """Fail the step: without the state neither this rank nor a rank whose sums count it commits."""

@@ -15,8 +15,8 @@ Invariants:
   nothing.
 * In its sessions one process speaks for a rank, the first one, for as long as the group lives.
 * The state of a group is that of all its ranks. Where some have healed and others have not, or one has a
-  part of a peer's, it has none: it joins as one that has yet to begin, and is lost if no other group can
-  give it a state.
+  part of a peer's, it has none: it joins behind those that have yet to begin, and is lost if no other group
+  can give it a state.
 * The lighthouse knows which groups this one cannot reach before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
 * A step that stalls is given up by a group that finds a member unreachable. It gives up at once, unless that
@@ -296,7 +296,7 @@ class ReplicaGroup:
         joins = [join for _, join in sorted(self._joins.items())]
         versions = {(j.step, j.commit_quorum_id) for j in joins}
         self._is_torn = len(versions) > 1 or any(j.commit_quorum_id == NO_STATE for j in joins)
-        step, commit_quorum_id = (0, 0) if self._is_torn else versions.pop()
+        step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
         worst = max(joins, key=lambda j: (bool(j.own_failure), j.own_failures))
         whose = f"rank {worst.group_rank}: " if worst.own_failure and self.world_size > 1 else ""
         self._open_join = GroupJoin(

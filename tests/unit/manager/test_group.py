@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchft_like.core.assignment import NO_STATE
 from torchft_like.core.replica_group import (
     Effect,
     GroupAway,
@@ -208,13 +209,26 @@ def test_checkpoint_metadata_is_each_ranks_own() -> None:
 
 
 @pytest.mark.heal_is_clean
+def test_a_group_with_a_part_of_a_peers_state_is_behind_one_that_has_yet_to_begin() -> None:
+    group = ReplicaGroup("a", 1)
+    [asked] = group.rank_joined(RankJoin(0, step=0, checkpoint_metadata="", commit_quorum_id=NO_STATE))
+    assert isinstance(asked, GroupJoin)
+    members = [Member("a", step=0, commit_quorum_id=asked.commit_quorum_id), Member("b", 0, 0)]
+    [answer] = group.quorum_formed(9, members, 1)
+    assert isinstance(answer, RankQuorum)
+    assert answer.result.heal
+    group.rank_joined(RankJoin(0, step=0, checkpoint_metadata="", commit_quorum_id=NO_STATE))
+    assert kinds(group.quorum_formed(10, members[:1], 2)) == [GroupLostNotice]
+
+
+@pytest.mark.heal_is_clean
 @pytest.mark.no_regress
 def test_a_group_whose_ranks_hold_different_states_joins_as_one_that_has_none() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(0))
     [asked] = group.rank_joined(RankJoin(1, step=3, checkpoint_metadata="", commit_quorum_id=1))
     assert isinstance(asked, GroupJoin)
-    assert (asked.step, asked.commit_quorum_id) == (0, 0)
+    assert (asked.step, asked.commit_quorum_id) == (0, NO_STATE)
     effects = group.quorum_formed(9, [Member("a", step=0, commit_quorum_id=0), Member("b")], 1)
     assert all(isinstance(e, RankQuorum) and e.result.heal for e in effects)
 
