@@ -20,6 +20,7 @@ from torchft_like.errors import (
     DivergenceError,
     FaultToleranceError,
     GroupLostError,
+    HealthCheckError,
     MaxRetriesError,
     MemberLostError,
     NotSupportedError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from torchft_like.coordination import LighthouseClient, LighthouseServer, ManagerClient, ManagerServer
     from torchft_like.data import DistributedSampler, GlobalBatches, GlobalBatchLoader
     from torchft_like.ddp import DistributedDataParallel, PureDistributedDataParallel
+    from torchft_like.in_process import Restart, restartable
     from torchft_like.manager import Manager, WorldSizeMode
     from torchft_like.optim import OptimizerWrapper
     from torchft_like.optim import OptimizerWrapper as Optimizer
@@ -60,6 +62,7 @@ _NAMES = {
     "coordination": ("LighthouseClient", "LighthouseServer", "ManagerClient", "ManagerServer"),
     "data": ("DistributedSampler", "GlobalBatches", "GlobalBatchLoader"),
     "ddp": ("DistributedDataParallel", "PureDistributedDataParallel"),
+    "in_process": ("Restart", "restartable"),
     "manager": ("Manager", "WorldSizeMode"),
     "optim": ("OptimizerWrapper",),
     "process_group": (
@@ -98,6 +101,7 @@ __all__ = [
     "GlobalBatchLoader",
     "GlobalBatches",
     "GroupLostError",
+    "HealthCheckError",
     "LighthouseClient",
     "LighthouseServer",
     "ManagedProcessGroup",
@@ -124,11 +128,13 @@ __all__ = [
     "ProcessGroupXCCL",
     "PureDistributedDataParallel",
     "QuorumTimeoutError",
+    "Restart",
     "ShutdownError",
     "StepLostError",
     "SubprocessLostError",
     "WorldSizeMode",
     "__version__",
+    "restartable",
     "stop_on_signals",
 ]
 

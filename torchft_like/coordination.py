@@ -23,6 +23,7 @@ from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -64,6 +65,7 @@ class LighthouseServer:
         address = parse_address(bind, "bind")
         self._loop = coordination_loop()
         self._lighthouse = self._loop.run(Lighthouse.start(config, address))
+        living.lives(self)
 
     def address(self) -> str:
         """Return `http://host:port`, for TORCHFT_LIGHTHOUSE."""

@@ -58,6 +58,10 @@ class NotSupportedError(FaultToleranceError, NotImplementedError):
     """The operation is not available here; the text says what to use instead."""
 
 
+class HealthCheckError(FaultToleranceError):
+    """A health check failed until the rank gave up; the text says which one, and why."""
+
+
 class UnusedParametersError(FaultToleranceError):
     """A backward pass left parameters out; the step is tried again, and such ones are looked for from now
     on.

@@ -18,6 +18,7 @@ from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimit
 from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
+from torchft_like.runtime import living
 from torchft_like.runtime.hosts import own_host
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
+        living.lives(self)
 
     def use_host(self, host: str) -> None:
         """Serve under `host` from now on, unless a `hostname` was given; earlier offers end.

@@ -31,6 +31,7 @@ QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
+AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
 CONTINUE, WAIT = "continue", "wait"
@@ -98,6 +99,26 @@ class ManagerConfig:
     sources: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class GroupPlace:
+    """The place of a process in its replica group, as the last attributes of ManagerConfig describe it."""
+
+    rank: int
+    world_size: int
+    store: Address | None
+    store_is_agents: bool
+    incarnation: str
+
+
+def place_in_group(environ: Mapping[str, str]) -> GroupPlace:
+    """Return the place that the launcher has given to this process.
+
+    Raises:
+        ConfigError, AddressError: as in `resolve`.
+    """
+    return _place(ManagerArguments(), _Settings(environ))
+
+
 def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerConfig:
     """Resolve every setting.
 
@@ -106,14 +127,8 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         AddressError: an address is malformed.
     """
     given = _Settings(environ)
-    rank = given.integer(arguments.rank, "rank", "RANK", default=0)
-    world_size = given.integer(arguments.world_size, "world_size", "WORLD_SIZE", default=1)
-    if not 0 <= rank < world_size:
-        raise ConfigError(
-            f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
-        )
-    lighthouse = _lighthouse(arguments, given) if rank == 0 else None
-    store = _store(arguments, given, world_size)
+    place = _place(arguments, given)
+    lighthouse = _lighthouse(arguments, given) if place.rank == 0 else None
     return ManagerConfig(
         timeout_s=given.seconds(arguments.timeout, "timeout", TIMEOUT_SEC_ENV),
         timeout_given=arguments.timeout is not None or TIMEOUT_SEC_ENV in given.environ,
@@ -122,12 +137,12 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),
         dead_after_s=given.seconds(arguments.dead_after, "dead_after", DEAD_AFTER_SEC_ENV, DEAD_S),
-        group_rank=rank,
-        group_world_size=world_size,
+        group_rank=place.rank,
+        group_world_size=place.world_size,
         lighthouse=lighthouse,
-        store=store,
-        store_is_agents=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-        host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, store),
+        store=place.store,
+        store_is_agents=place.store_is_agents,
+        host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, place.store),
         port=_port(given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), "port"),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
         quorum_retries=given.integer(
@@ -135,7 +150,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         ),
         lighthouse_absence=_absence(arguments, given),
         job_id=_job_id(arguments, given),
-        incarnation="/".join(environ.get(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
+        incarnation=place.incarnation,
         sources=tuple(given.sources),
     )
 
@@ -148,6 +163,23 @@ def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> 
     """
     settings = _Settings({} if timeout_sec_env is None else {TIMEOUT_SEC_ENV: timeout_sec_env})
     return timedelta(seconds=settings.seconds(default_timeout_sec, "default_timeout_sec", TIMEOUT_SEC_ENV))
+
+
+def _place(arguments: ManagerArguments, given: _Settings) -> GroupPlace:
+    rank = given.integer(arguments.rank, "rank", "RANK", default=0)
+    world_size = given.integer(arguments.world_size, "world_size", "WORLD_SIZE", default=1)
+    if not 0 <= rank < world_size:
+        raise ConfigError(
+            f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
+        )
+    of_torchrun = given.environ.get
+    return GroupPlace(
+        rank,
+        world_size,
+        _store(arguments, given, world_size),
+        of_torchrun(AGENT_STORE_ENV) == "True",
+        "/".join(of_torchrun(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
+    )
 
 
 def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:

@@ -52,7 +52,7 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     timeout = timedelta(seconds=config.connect_timeout_s)
     store = config.store or Address(config.host, 0)
     is_first = config.group_rank == 0
-    if config.store is None or (is_first and not config.store_is_agents and not _is_listening(store)):
+    if config.store is None or (is_first and not config.store_is_agents and not is_listening(store)):
         served, address = serve_store(store.host, timeout, store.port)
         return GroupStore(served, served, address)
     shared = _connect(store, config)
@@ -125,7 +125,8 @@ def _connect(address: Address, config: ManagerConfig) -> TCPStore:
         ) from error
 
 
-def _is_listening(address: Address) -> bool:
+def is_listening(address: Address) -> bool:
+    """Return whether somebody accepts connections at the address."""
     try:
         with socket.create_connection((address.host, address.port), PROBE_S):
             return True

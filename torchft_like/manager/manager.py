@@ -56,6 +56,7 @@ from torchft_like.manager.state_registry import LoadFunction, SaveFunction, Stat
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
 from torchft_like.quantization import FP8, format_named
+from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
@@ -176,6 +177,7 @@ class Manager:
         self._ballot, self._replica_id = Ballot(config, self._link, self._driver), self._link.replica_id
         self._emit("settings", settings=list(config.sources))
         atexit.register(self.shutdown, wait=False)
+        living.lives(self)
 
     # ------------------------------------------------------------------ the user's state
 

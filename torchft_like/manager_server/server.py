@@ -54,6 +54,7 @@ from torchft_like.manager_server.probing import silent_peers
 from torchft_like.manager_server.rank_link import LocalListener, RankListener
 from torchft_like.manager_server.service import manager_service
 from torchft_like.manager_server.suspicion import DEAD_S, until_dead
+from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -117,6 +118,7 @@ class ManagerServer:
         self._loop.run(
             self._start(parse_address(bind, "bind"), seconds_of(connect_timeout, "connect_timeout"))
         )
+        living.lives(self)
 
     def address(self) -> str:
         """Return `http://host:port`, which other replica groups and ranks use."""

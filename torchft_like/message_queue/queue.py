@@ -50,6 +50,7 @@ from torchft_like.message_queue.ring import (
     full_fence,
 )
 from torchft_like.plain_data import bytes_of, dissect
+from torchft_like.runtime import living
 from torchft_like.runtime.hosts import own_host
 
 if TYPE_CHECKING:  # queues without remote readers need no ZeroMQ
@@ -384,6 +385,7 @@ class MessageQueue:
         # died.
         self._finalizer = weakref.finalize(self, end.shutdown)
         _ends.add(end)
+        living.lives(self)
 
     @property
     def is_writer(self) -> bool:

@@ -1,0 +1,90 @@
+"""The ranks of a replica group run their training function again, in the same processes, after an error."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchft_like.testing.cluster import Cluster, Group
+from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.processes import Processes
+
+pytestmark = pytest.mark.integration
+
+LIMIT_S = 120.0
+JOB = "tests.integration.restart_job"
+TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2")
+
+
+def said(output: str, what: str) -> list[dict[str, Any]]:
+    """What ranks have said with this key."""
+    lines = [json.loads(line) for line in re.findall(r"^\{.*\}$", output, re.MULTILINE)]
+    return [line for line in lines if what in line]
+
+
+def by_rank(output: str, what: str) -> dict[int, list[Any]]:
+    return {rank: [line[what] for line in said(output, what) if line["rank"] == rank] for rank in (0, 1)}
+
+
+def launch(cluster: Cluster, *options: str) -> Group:
+    """Start a replica group of two ranks, which is alone in its job."""
+    return cluster.launch(
+        "a", [JOB, "--name=a", "--groups=1", "--steps=12", "--pause=0.01", *options], size=2
+    )
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_ranks_under_torchrun_start_again_together_and_end_with_the_bits_of_the_others(
+    processes: Processes,
+) -> None:
+    with LighthouseProcess("--min_replicas=1") as lighthouse:
+        job = [*TORCHRUN, "-m", JOB, "--steps=30", "--pause=0.05"]
+        variables = {"TORCHFT_LIGHTHOUSE": lighthouse.url, "OMP_NUM_THREADS": "1"}
+        a = processes.fork(*job, "--name=a", "--fault-at=5", env=variables)
+        b = processes.fork(*job, "--name=b", env=variables)
+        assert (a.wait(LIMIT_S), b.wait(LIMIT_S)) == (0, 0), a.output + b.output
+    assert by_rank(a.output, "attempt") == {0: [0, 1], 1: [0, 1]}
+    assert by_rank(b.output, "attempt") == {0: [0], 1: [0]}
+    assert by_rank(a.output, "error")[1] == [None, "InjectedError"]
+    assert len({line["pid"] for line in said(a.output, "rank")}) == 2, "no process is new"
+    healed_at = by_rank(a.output, "committed")[0][1]
+    assert healed_at > 6, "the others went on meanwhile, and it has healed from them"
+    finished = by_rank(a.output, "finished")
+    assert finished == by_rank(b.output, "finished")
+    assert by_rank(a.output, "digest") == by_rank(b.output, "digest")
+
+
+def test_ranks_start_again_without_another_group_and_without_torchrun(tmp_path: Path) -> None:
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        group = launch(cluster, "--fault-at=3", "--fault-on=0")
+        cluster.wait_for_end(group)
+        assert [rank.exit_code for rank in group.ranks] == [0, 0], group.ranks[0].output
+        for number, rank in enumerate(group.ranks):
+            assert by_rank(rank.output, "attempt")[number] == [0, 1]
+            assert by_rank(rank.output, "finished")[number] == [12]
+
+
+def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: Path) -> None:
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        group = launch(cluster, "--fault-at=3", "--fault=unknown")
+        cluster.wait_for_end(group)
+        for number, rank in enumerate(group.ranks):
+            assert rank.exit_code == 1
+            assert by_rank(rank.output, "attempt")[number] == [0]
+            assert "not run again in this process: " in rank.output
+            assert "rank 1: ZeroDivisionError: a bug" in rank.output
+        assert group.ranks[1].last_error.startswith("ZeroDivisionError")
+
+
+def test_a_rank_whose_neighbour_was_killed_ends_at_once(tmp_path: Path) -> None:
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        group = launch(cluster, "--fault-at=3", "--fault=deadly")
+        cluster.wait_for_end(group)
+        survivor = group.ranks[0]
+        assert survivor.exit_code == 1
+        assert by_rank(survivor.output, "attempt")[0] == [0]
+        assert "not run again in this process: rank 1: its process has ended" in survivor.output

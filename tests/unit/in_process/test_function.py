@@ -1,0 +1,243 @@
+"""A function that runs again in this process, alone."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.conftest import WAIT_LIMIT_S
+from torchft_like import GroupLostError, MaxRetriesError, Restart, restartable
+from torchft_like.errors import ConfigError, HealthCheckError
+from torchft_like.in_process.function import RestartOptions
+from torchft_like.runtime import living
+
+PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+class OddError(Exception):
+    """An error of the script's own."""
+
+
+@pytest.fixture(autouse=True)
+def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in PLACE:
+        monkeypatch.delenv(name, raising=False)
+
+
+def failing_with(*errors: BaseException, options: RestartOptions | None = None) -> list[Restart]:
+    """Run a function that raises these errors, one in each try, and return what it was given in each."""
+    given: list[Restart] = []
+
+    @restartable(**(options or {}))
+    def main(what: str, *, restart: Restart | None = None) -> str:
+        assert restart is not None
+        given.append(restart)
+        if len(given) <= len(errors):
+            raise errors[len(given) - 1]
+        return what
+
+    assert main("done") == "done"
+    return given
+
+
+def test_a_function_is_told_what_has_ended_its_last_try() -> None:
+    first, second, third = failing_with(MaxRetriesError("too many"), GroupLostError("rank 1 is gone"))
+    assert (first.attempt, second.attempt, third.attempt) == (0, 1, 2)
+    assert (first.error, second.error, third.error) == (None, MaxRetriesError, GroupLostError)
+    assert second.reason == "MaxRetriesError: too many"
+    assert "test_function.py" in third.trace
+
+
+def test_a_function_need_not_ask_why_it_runs() -> None:
+    tries: list[int] = []
+
+    @restartable
+    def main(what: str) -> str:
+        tries.append(len(tries))
+        if len(tries) < 3:
+            raise torch.OutOfMemoryError("of a device")
+        return what
+
+    assert (main("done"), len(tries)) == ("done", 3)
+
+
+@pytest.mark.parametrize("error", [OddError("x"), KeyboardInterrupt(), SystemExit(3), ConfigError("x")])
+def test_other_errors_pass_as_they_are(error: BaseException) -> None:
+    def main() -> None:
+        kept = 7
+        assert kept
+        raise error
+
+    with pytest.raises(type(error)) as raised:
+        restartable(main)()
+    assert raised.value is error
+    assert raised.traceback[-1].locals["kept"] == 7, "a debugger finds the variables"
+
+
+def test_after_as_many_restarts_as_allowed_the_error_is_raised() -> None:
+    errors = OddError("the first"), OddError("the second"), OddError("the third")
+    with pytest.raises(OddError, match="the third"):
+        failing_with(*errors, options={"restart_on": [OddError], "max_restarts": 2})
+
+
+def test_what_a_function_held_is_freed_before_its_next_try() -> None:
+    held: list[weakref.ref[object]] = []
+
+    @restartable(restart_on=[OddError])
+    def main() -> None:
+        assert [ref() for ref in held] == [None] * len(held)
+        if held:
+            return
+        tensor = torch.ones(200 << 20, dtype=torch.uint8)
+        itself: list[object] = [tensor]
+        itself.append(itself)
+        held.append(weakref.ref(tensor))
+        try:
+            raise ValueError(str(len(itself)))
+        except ValueError as error:
+            raise OddError("x") from error
+
+    main()
+    assert len(held) == 1
+
+
+def test_torchs_groups_and_a_sharded_model_are_gone_before_the_next_try(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: list[weakref.ref[object]] = []
+    ports: list[str] = []
+    for name, value in zip(PLACE, ("0", "1", "127.0.0.1", "1"), strict=False):
+        monkeypatch.setenv(name, value)
+
+    @restartable(restart_on=[OddError])
+    def main(restart: Restart | None = None) -> None:
+        assert [ref() for ref in held] == [None] * len(held)
+        ports.append(os.environ["MASTER_PORT"])
+        dist.init_process_group("gloo")
+        model = nn.Linear(4, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,), mesh_dim_names=("x",)))
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(1, 4)).sum().backward()
+        sgd.step()
+        loss = model(torch.ones(1, 4)).sum()
+        held.extend(map(weakref.ref, (model, dist.group.WORLD, loss)))
+        assert restart is not None
+        if restart.attempt < 2:
+            raise OddError("x")
+        dist.destroy_process_group()
+
+    main()
+    assert len(held) == 9
+    assert len({*ports, "1"}) == 4, "each try has a store of its own"
+    assert os.environ["MASTER_PORT"] == "1"
+    assert not dist.is_initialized()
+
+
+def test_torchs_default_group_has_to_be_started_in_the_function() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="default group"):
+            restartable(lambda: None)()
+    finally:
+        dist.destroy_process_group()
+
+
+class Thing:
+    """Something that a try has to end."""
+
+    def __init__(self, name: str, ended: list[str]) -> None:
+        self.name, self.ended = name, ended
+        living.lives(self)
+
+    def shutdown(self) -> None:
+        self.ended.append(self.name)
+        if self.name == "broken":
+            raise RuntimeError("broken")
+
+
+def test_what_a_try_has_made_is_ended_the_last_first() -> None:
+    ended: list[str] = []
+    kept = [Thing("outer", ended)]
+
+    @restartable(restart_on=[OddError])
+    def main(restart: Restart | None = None) -> None:
+        assert restart is not None
+        if restart.attempt == 0:
+            kept.extend(Thing(name, ended) for name in ("a", "broken", "b"))
+            raise OddError("x")
+
+    main()
+    assert ended == ["b", "broken", "a"]
+
+
+def start(thread: Callable[[], object], *, daemon: bool) -> threading.Thread:
+    started = threading.Thread(target=thread, name="stubborn", daemon=daemon)
+    started.start()
+    return started
+
+
+def test_a_try_waits_for_its_threads_and_leaves_daemons_alone() -> None:
+    release, ended = threading.Event(), threading.Event()
+
+    def heed() -> None:
+        release.wait(WAIT_LIMIT_S)
+        ended.set()
+
+    @restartable(restart_on=[OddError], health_check=release.set)
+    def main(restart: Restart | None = None) -> None:
+        assert restart is not None
+        if restart.attempt == 0:
+            start(heed, daemon=True)
+            raise OddError("x")
+        if restart.attempt == 1:
+            assert ended.wait(WAIT_LIMIT_S), "the check was called, and the daemon has outlived its try"
+            ended.clear()
+            start(heed, daemon=False)
+            raise OddError("x")
+        assert ended.is_set()
+
+    main()
+
+
+def test_a_thread_that_does_not_end_keeps_the_rank_out() -> None:
+    release = threading.Event()
+    threads: list[threading.Thread] = []
+
+    @restartable(restart_on=[OddError], health_timeout=0.001)
+    def main() -> None:
+        threads.append(start(lambda: release.wait(WAIT_LIMIT_S), daemon=False))
+        raise OddError("x")
+
+    try:
+        with pytest.raises(HealthCheckError, match=r"'stubborn'.*does not end: .*threading\.py") as raised:
+            main()
+    finally:
+        release.set()
+    assert isinstance(raised.value.__cause__, OddError)
+    assert len(threads) == 1
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_restarts": -1},
+        {"max_restarts": True},
+        {"window": 0},
+        {"health_timeout": -1.0},
+        {"restart_on": [OddError("x")]},
+        {"restart_on": [KeyboardInterrupt]},
+    ],
+)
+def test_a_wrong_option_is_refused_at_once(options: RestartOptions) -> None:
+    with pytest.raises(ConfigError):
+        restartable(**options)

@@ -1,0 +1,174 @@
+"""`restartable`: a training function that is run again in the same process after an error.
+
+A step that fails is tried again by the Manager. This is for what no step survives: a rank of the replica
+group is gone, too many steps in a row have failed, a device has. A new process would take seconds to import
+torch, make a CUDA context and compile what this one has. What cannot be mended here, such as a broken context
+or a process that was killed, ends as it does without: with the error, for the launcher.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, ParamSpec, TypedDict, TypeVar, Unpack, overload
+
+import torch
+import torch.distributed as dist
+
+from torchft_like.core.restarts import (
+    OF_THE_RUN,
+    Ending,
+    Restart,
+    RestartBudget,
+    Told,
+    all_start_again,
+    ending_of,
+    why_not,
+)
+from torchft_like.errors import ConfigError, HealthCheckError
+from torchft_like.in_process.ending import Try
+from torchft_like.in_process.group import RestartGroup
+from torchft_like.in_process.health import HealthCheck, device, wait_until_healthy
+from torchft_like.manager.config import place_in_group
+from torchft_like.runtime.durations import seconds_of
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError, dist.DistBackendError)
+NOTICE_S = 600.0  # far above the time in which a rank notices that another one has ended its try
+
+logger = logging.getLogger(__name__)
+
+
+class RestartOptions(TypedDict, total=False):
+    """What a script may say of its restarts; all of it may be left out."""
+
+    # Errors after which to start again, beside MaxRetriesError, DivergenceError, GroupLostError,
+    # QuorumTimeoutError and those of devices. ForeignMemberError and ConfigError never are among them.
+    restart_on: Sequence[type[Exception]]
+    max_restarts: int  # how often; 3 by default
+    window: timedelta | float | None  # the time after which a restart no longer counts; all do by default
+    # One or more functions that raise an error while this rank should not train: `health.device` by default.
+    # After a failure they are called again, after longer and longer pauses.
+    health_check: HealthCheck | Sequence[HealthCheck]
+    health_timeout: timedelta | float  # how long they may fail; 300 s by default
+
+
+@overload
+def restartable(main: Callable[P, T], /, **options: Unpack[RestartOptions]) -> Callable[P, T]: ...
+@overload
+def restartable(
+    main: None = None, /, **options: Unpack[RestartOptions]
+) -> Callable[[Callable[P, T]], Callable[P, T]]: ...
+def restartable(main: Callable[..., Any] | None = None, /, **options: Unpack[RestartOptions]) -> Any:
+    """Run a training function again, in this process, after an error that no step survives.
+
+        @restartable(max_restarts=3, health_check=[health.device, health.disk("/checkpoints", 10**10)])
+        def main(args, restart: Restart | None = None):
+            with Manager(...) as manager:
+                ...
+
+    Between two tries everything of this package that the function has made is ended, torch's default group is
+    destroyed, and what the function's variables held is freed. All ranks of a replica group start again
+    together, or none does. docs/in-process-restart.md says what stays.
+
+    Args:
+        main: the training function. If it has a parameter `restart`, it gets a `Restart` there.
+        options: as `RestartOptions` lists them.
+
+    Raises:
+        ConfigError: an option is wrong; from the function: torch's default group was there before it.
+        HealthCheckError: from the function: a check has failed for `health_timeout`.
+        GroupLostError: from the function: another rank of the replica group did not come to begin.
+    """
+    _Tries(**options)  # checks them at once
+
+    def decorate(main: Callable[P, T]) -> Callable[P, T]:
+        takes_restart = "restart" in inspect.signature(main).parameters
+
+        @functools.wraps(main)
+        def run(*args: P.args, **kwargs: P.kwargs) -> T:
+            def attempt(restart: Restart) -> T:
+                given: dict[str, Any] = {**kwargs, "restart": restart} if takes_restart else kwargs
+                return main(*args, **given)
+
+            return _Tries(**options).run(attempt)  # type: ignore[no-any-return]
+
+        return run
+
+    return decorate if main is None else decorate(main)
+
+
+class _Tries:
+    """The tries of a function, one after the other, by the options of `restartable`."""
+
+    def __init__(
+        self,
+        restart_on: Sequence[type[Exception]] = (),
+        max_restarts: int = 3,
+        window: timedelta | float | None = None,
+        health_check: HealthCheck | Sequence[HealthCheck] = device,
+        health_timeout: timedelta | float = 300.0,
+    ) -> None:
+        for each in restart_on:
+            if not (isinstance(each, type) and issubclass(each, Exception)):
+                raise ConfigError(f"restart_on has {each!r:.100}: it takes classes of exceptions")
+        if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
+            raise ConfigError(f"max_restarts is {max_restarts!r:.100}: it must be a whole number, 0 or more")
+        self._restart_on = (*restart_on, *OF_THE_RUN, *OF_DEVICES)
+        self._budget = RestartBudget(max_restarts, None if window is None else seconds_of(window, "window"))
+        self._checks = (health_check,) if callable(health_check) else tuple(health_check)
+        self._health_s = seconds_of(health_timeout, "health_timeout")
+
+    def run(self, main: Callable[[Restart], Any]) -> Any:
+        """Return what the function returns in the first try that no error ends."""
+        if dist.is_initialized():
+            raise ConfigError("torch's default group has to end with each try: start it in the function")
+        restart = Restart()
+        with RestartGroup(place_in_group(os.environ), self._health_s + NOTICE_S) as group:
+            while True:
+                this_try = Try()
+                try:
+                    with group.begin(restart.attempt):
+                        result = main(restart)
+                except BaseException as error:  # noqa: BLE001 - it is raised again, unless all start again
+                    failure = error
+                else:
+                    group.say(restart.attempt, Told(Ending.LAST, "its function has returned"))
+                    return result
+                restart = self._next(restart.attempt, group, this_try, failure)
+                del failure, this_try
+
+    def _next(self, attempt: int, group: RestartGroup, ended: Try, failure: BaseException) -> Restart:
+        """Return the next try; raise the error that has ended the last one, if there is none."""
+        reason = f"{type(failure).__name__}: {failure}"
+        told = Told(self._ending_of(failure, is_alone=group.is_alone), reason)
+        if told.ending is Ending.LAST:
+            group.say(attempt, told)
+            raise failure
+        trace = "".join(traceback.format_exception(failure))
+        ended.end(failure)
+        try:
+            wait_until_healthy((ended.check_threads, *self._checks), self._health_s)
+        except HealthCheckError as error:
+            group.say(attempt, Told(Ending.LAST, str(error)))
+            raise error from failure
+        everybody = group.agree(attempt, told)
+        if not all_start_again(everybody):
+            failure.add_note(f"not run again in this process: {why_not(everybody)}")
+            raise failure
+        logger.warning("try %d has ended, and another begins in this process: %s", attempt, reason)
+        return Restart(attempt + 1, type(failure), reason, trace)
+
+    def _ending_of(self, failure: BaseException, *, is_alone: bool) -> Ending:
+        ending = ending_of(failure, self._restart_on)
+        if ending is Ending.LAST or (ending is Ending.UNKNOWN and is_alone):
+            return Ending.LAST
+        return ending if self._budget.take(time.monotonic()) else Ending.LAST

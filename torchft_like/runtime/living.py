@@ -1,0 +1,48 @@
+"""What this process holds of things with threads, ports or memory of their own, in the order of their making.
+
+Each of them enters itself when it is made. It stays here only for as long as somebody else keeps it. Who runs
+a function again ends what the last run has left.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from typing import Protocol
+
+from lighthouse.forks import Turn, in_each_fork
+
+logger = logging.getLogger(__name__)
+
+_numbers = itertools.count()
+_living: weakref.WeakValueDictionary[int, Endable] = weakref.WeakValueDictionary()
+
+
+class Endable(Protocol):
+    """A Manager, a server, a process group, a queue; one that has ended may be ended again."""
+
+    def shutdown(self) -> None: ...
+
+
+def lives(thing: Endable) -> None:
+    """Enter a thing that `end_since` has to end; it is the last thing that a constructor does."""
+    _living[next(_numbers)] = thing
+
+
+def now() -> int:
+    """Return a number that is greater than that of everything made so far."""
+    return next(_numbers)
+
+
+def end_since(number: int) -> None:
+    """End what was made after `now` returned this number, the last first; what fails is logged."""
+    for made, thing in sorted(_living.items(), reverse=True):
+        if made > number:
+            try:
+                thing.shutdown()
+            except Exception:  # the others have to be ended nevertheless
+                logger.exception("%s could not be ended", thing)
+
+
+in_each_fork(Turn.OBJECTS, _living.clear)  # what is in it is the parent's
