@@ -20,6 +20,7 @@ from torchft_like import Manager, Optimizer, ProcessGroupGloo, Restart, restarta
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.fsdp import ShardedState
+from torchft_like.testing.training import prepare_process
 
 FIRST = Restart()
 RANK, GROUP_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -100,5 +101,5 @@ def parse_args() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
+    prepare_process()
     train(parse_args())

@@ -41,11 +41,15 @@ class Try:
     def end(self, error: BaseException) -> None:
         """End what this try has made, and free what its function held; what fails is logged."""
         living.end_since(self._made_until)
+        is_frozen = gc.get_freeze_count() > 0
+        gc.unfreeze()  # what is frozen is not listed: torch's caches may be
         if dist.is_initialized():
             _destroy_torchs_groups()
         for each in _with_causes(error):
             traceback.clear_frames(each.__traceback__)
         gc.collect()
+        if is_frozen:
+            gc.freeze()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:
                 torch.cuda.empty_cache()
