@@ -75,7 +75,7 @@ def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: P
         for number, rank in enumerate(group.ranks):
             assert rank.exit_code == 1
             assert by_rank(rank.output, "attempt")[number] == [0]
-            assert "not run again in this process: rank 1: ZeroDivisionError: a bug" in rank.output
+            assert re.search("not run again in this process: .*rank 1: ZeroDivisionError: a bug", rank.output)
         assert "\nZeroDivisionError: a bug\nnot run" in group.ranks[1].output
 
 
