@@ -176,8 +176,7 @@ class Manager:
             raise
         self._ballot, self._replica_id = Ballot(config, self._link, self._driver), self._link.replica_id
         self._emit("settings", settings=list(config.sources))
-        atexit.register(self.shutdown, wait=False)
-        living.lives(self)
+        atexit.register(living.lives(self).shutdown, wait=False)
 
     # ------------------------------------------------------------------ the user's state
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import weakref
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from lighthouse.forks import Turn, in_each_fork
 
@@ -25,9 +25,13 @@ class Endable(Protocol):
     def shutdown(self) -> None: ...
 
 
-def lives(thing: Endable) -> None:
-    """Enter a thing that `end_since` has to end; it is the last thing that a constructor does."""
+E = TypeVar("E", bound=Endable)
+
+
+def lives(thing: E) -> E:
+    """Enter a thing that `end_since` has to end, at the end of its constructor; return it."""
     _living[next(_numbers)] = thing
+    return thing
 
 
 def now() -> int:
