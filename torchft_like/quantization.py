@@ -134,7 +134,7 @@ def _dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
 def _add_up(parts: Tensor, total: Tensor, of: Format) -> None:
     for part in parts:
         codes, scales = _decoded(part, of)
-        total.addcmul_(codes, scales)
+        total.addcmul_(codes.float(), scales)
 
 
 def _quantize_whole(matrix: Tensor, rows: Tensor, to: Format) -> None:
@@ -150,18 +150,21 @@ def _quantize_whole(matrix: Tensor, rows: Tensor, to: Format) -> None:
 
 def _dequantize_whole(rows: Tensor, matrix: Tensor, of: Format) -> None:
     codes, scales = _decoded(rows, of)
-    matrix.copy_(codes.mul_(scales))
+    if matrix.dtype == torch.float32:
+        matrix.copy_(codes).mul_(scales)
+    else:  # to be rounded once
+        matrix.copy_(codes.float().mul_(scales))
 
 
 def _decoded(rows: Tensor, of: Format) -> tuple[Tensor, Tensor]:
-    """Return codes in float32, and the scales with which to multiply them."""
+    """Return codes as numbers, in an exact dtype, and the scales with which to multiply them."""
     codes, scales = rows[:, SCALE_BYTES:].view(torch.int8), _scales_of(rows)
     if of is INT8:
-        return codes.float(), scales
+        return codes, scales
     # torch converts each code by itself, which takes six times as long. The codes of NaN are in rows only
     # whose scale is NaN. The factor is a power of two, and changes no digit.
     moved = codes.to(torch.int16).mul_(1 << 7).bitwise_and_(~0x4000)  # the sign comes with a copy of itself
-    return moved.view(torch.float16).float(), scales * _FP8_IN_FLOAT16
+    return moved.view(torch.float16), scales * _FP8_IN_FLOAT16
 
 
 def _scales_of(rows: Tensor) -> Tensor:
