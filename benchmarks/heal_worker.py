@@ -85,13 +85,9 @@ class End:
             state = self._fetch_in_place(metadata, step)
         for own, received in zip(tensors(self._state), tensors(state), strict=True):
             own.copy_(received)  # as `load_state_dict` does
-        ended = time.monotonic()
-        return {
-            "event": "fetched",
-            "ended": ended,
-            "bytes": peak() - before,
-            "checksum": checksum(self._state),
-        }
+        ended, highest = time.monotonic(), peak()
+        found, self._state = checksum(self._state), {}
+        return {"event": "fetched", "ended": ended, "bytes": highest - before, "checksum": found}
 
     def _fetch_in_place(self, metadata: str, step: int) -> Any:
         interface = importlib.import_module("torchft_like.checkpointing.transport")
@@ -101,8 +97,10 @@ class End:
         return place(state, self._state) if self._mesh else state
 
     def withdraw(self, before: int) -> dict[str, object]:
+        highest = peak()
         self._transport.disallow_checkpoint()
-        return {"event": "withdrawn", "bytes": peak() - before}
+        self._state = {}
+        return {"event": "withdrawn", "bytes": highest - before}
 
 
 def forget_peak() -> int:

@@ -252,14 +252,18 @@ class Fetch:
         source = line.source
         with self._changed:
             while self._ended is None and self._left_nbytes and source.failure is None:
-                stripes = self._again if source.is_first and self._again else self._open
-                if stripes and (stripes is self._again or not line.is_robbed):
-                    stripe = stripes.popleft()
+                is_again = source.is_first and self._again
+                if is_again or (self._open and (not line.is_robbed or self._is_alone(source))):
+                    line.is_robbed = False
+                    stripe = (self._again if is_again else self._open).popleft()
                     self._under_way[line] = stripe, time.monotonic()
                     return stripe
                 line.close()  # the source would wait for the next request
                 self._changed.wait(None if line.is_robbed else self._rob(source, took_s))
         return None
+
+    def _is_alone(self, source: _Source) -> bool:
+        return all(other.failure is not None for other in self._sources if other is not source)
 
     def _rob(self, robber: _Source, took_s: float) -> float | None:
         """Take a stripe from another source's slow connection; return after how long one will be slow."""
@@ -354,7 +358,7 @@ class _Line:
     """A connection to a source, which is made when something is asked, and carries one answer at a time.
 
     Attributes:
-        is_robbed: whether another connection fetches its stripe, as it takes too long.
+        is_robbed: whether another source's connection fetches its stripe, as it took too long.
     """
 
     def __init__(self, fetch: Fetch, source: _Source) -> None:

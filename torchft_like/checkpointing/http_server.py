@@ -266,6 +266,8 @@ class _Connection:
         limits = self._owner.limits
         try:
             with context_timeout(self.end, timedelta(seconds=limits.transfer_s)):
+                # Else the last bytes of an answer would wait for the client's delayed acknowledgement.
+                self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 head = _read_head(self._peer, limits.request_s)
                 self._has_asked()
                 while self._answer(head):

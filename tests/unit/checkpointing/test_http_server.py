@@ -127,6 +127,13 @@ class TestHostileClients:
             client.sendall(b"GET /checkpoint/5/payload?from=128&to=256 HTTP/1.1\r\n\r\n")
             assert [answers.readline() for _ in range(5)] == first
 
+    def test_the_last_bytes_of_an_answer_wait_for_no_acknowledgement(self, server: CheckpointServer) -> None:
+        server.offer(5, Snapshot({"w": torch.ones(64)}).fill())
+        with request(server.port, "/checkpoint/5/sums") as client:
+            assert client.recv(1000).split()[1] == b"200"
+            (peer,) = server._connections
+            assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
     def test_a_client_that_asks_for_nothing_more_is_cut_off(self, server: CheckpointServer) -> None:
         with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
             assert drain(client) > 0

@@ -21,8 +21,9 @@ from lighthouse.listening import listen_tcp
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
+from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import Snapshot
+from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
@@ -319,6 +320,18 @@ class TestSeveralSources:
         assert stopped.is_set()
         assert_same(received, state)
         assert into.received[first.metadata()] > self.MEGABYTES << 19
+
+    @pytest.mark.progress
+    def test_who_lost_a_stripe_to_a_source_that_is_lost_fetches_it_after_all(self) -> None:
+        addresses = {rank: Address(LOOPBACK, rank + 1) for rank in range(2)}
+        fetch = Fetch(addresses, 5, 1, 60.0, 60.0, Expectation().limits, Destination())
+        slow = _Line(fetch, fetch._sources[0])
+        slow.is_robbed = True
+        fetch._sums = b""
+        fetch._open.append(Stripe(0, 1))
+        fetch.lose(1, "it is gone")
+        assert fetch._next(slow, 1.0) == Stripe(0, 1)
+        assert not slow.is_robbed
 
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("other", ["another state", "another form", "a flipped bit", "no state"])
