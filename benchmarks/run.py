@@ -21,6 +21,7 @@ from benchmarks import (
     lighthouse_cost,
     lighthouse_scale,
     loaders,
+    low_communication,
     message_queue,
     native_groups,
     plots,
@@ -44,6 +45,9 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
     "loaders": lambda quick: loaders.main(loaders.QUICK if quick else loaders.Plan()),
     "step_time": lambda quick: step_time.main(step_time.QUICK if quick else step_time.Plan()),
+    "low_communication": lambda quick: low_communication.main(
+        low_communication.QUICK if quick else low_communication.Plan()
+    ),
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
     "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),
