@@ -21,7 +21,6 @@ All replicas of a job must run the same version; a stream of another one is refu
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import struct
 import threading
@@ -67,7 +66,6 @@ CORRUPT = "of it are corrupt: their checksum does not match"
 _CRC = struct.Struct("<I")
 _ALIGNMENT = 64
 _SUMS_BYTES = 256  # sent at a time
-_HUGE_BYTES = 2 * 1024 * 1024  # of a page, where the system gives large ones
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
@@ -133,7 +131,7 @@ class Snapshot:
         self.header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
         self._offsets = _offsets(map(nbytes_of, self._leaves))
         self.nbytes = self._offsets[-1]
-        self._payload = _memory(self.nbytes)
+        self._payload = torch.empty(self.nbytes, dtype=torch.uint8)
         self._window = self._payload.numpy().data
         self._progress = threading.Condition()
         self._filled = 0
@@ -362,8 +360,8 @@ class IncomingState:
             if (tensor := self._leaves[index]) is None:
                 spec = self.specs[index]
                 try:
-                    tensor = _make(spec)
-                except (RuntimeError, MemoryError, OSError) as error:
+                    tensor = torch.empty(spec.shape, dtype=spec.dtype)
+                except (RuntimeError, MemoryError) as error:
                     raise CheckpointFormatError(f"no memory for {spec.nbytes} bytes of the state") from error
                 self._leaves[index] = tensor
             return tensor
@@ -417,25 +415,6 @@ def _fits(outline: torch.Tensor, own: torch.Tensor) -> bool:
     if own.device.type != "cpu" or not is_dense(own) or own.is_conj() or own.is_neg() or not own.numel():
         return False
     return own.dtype is outline.dtype and own.shape == outline.shape and own.is_contiguous()
-
-
-def _make(spec: TensorSpec) -> torch.Tensor:
-    if spec.nbytes < _HUGE_BYTES:
-        return torch.empty(spec.shape, dtype=spec.dtype)
-    strides = torch.empty(spec.shape, device="meta").stride()
-    storage = _memory(spec.nbytes).untyped_storage()
-    return torch.empty(0, dtype=spec.dtype).set_(storage, 0, spec.shape, strides)
-
-
-def _memory(nbytes: int) -> torch.Tensor:
-    """Return memory, in large pages where the system has them: to get many small ones takes a while."""
-    if nbytes < _HUGE_BYTES:
-        return torch.empty(nbytes, dtype=torch.uint8)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # of a kernel without them
-            pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 def _malformed(error: PlainDataError) -> CheckpointFormatError:
