@@ -38,6 +38,7 @@ _HELP = {
     "join_timeout_ms": "how long those who joined wait for healthy replicas that did not",
     "quorum_tick_ms": "accepted for torchft's sake, without effect: nothing ticks here",
     "heartbeat_timeout_ms": "how long a replica without a session is healthy after its last call",
+    "replicas": "while fewer are there, spares take part; at the least min_replicas",
     "reconnect_grace_ms": "after a restart, how long members of the last quorum are awaited",
     "start_grace_ms": "after a start, how long members of a quorum may come back before newcomers form one",
     "standing_lease_ms": "how long a quorum that stands goes on without a word, and others wait",

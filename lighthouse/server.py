@@ -280,6 +280,7 @@ class Lighthouse:
             register.last_quorum_replica_ids,
             self._clock.now(),
             register.last_quorum_stands,
+            register.spare,
         )
         self._apply(decisions)
         return session

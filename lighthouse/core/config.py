@@ -26,6 +26,7 @@ _BOUNDS = {
     "join_timeout_ms": (0, _DAY_MS),
     "quorum_tick_ms": (1, _DAY_MS),
     "heartbeat_timeout_ms": (1, _DAY_MS),
+    "replicas": (0, 1_000_000),
     "reconnect_grace_ms": (0, _DAY_MS),
     "start_grace_ms": (0, _DAY_MS),
     "standing_lease_ms": (0, _DAY_MS),
@@ -63,6 +64,11 @@ class LighthouseConfig:
     heartbeat_timeout_ms: int = 5_000
     """How long a replica that uses the unary calls of torchft's protocol counts as healthy after its last
     sign of life. Sessions do not need it: the keepalive settings watch them.
+    """
+
+    replicas: int = 0
+    """How many replicas the job is meant to have. While fewer are there, spares take their places; there are
+    at least `min_replicas` places. Without spares it is without effect.
     """
 
     reconnect_grace_ms: int = 2_000
@@ -114,6 +120,11 @@ class LighthouseConfig:
     """The job of this lighthouse: replicas that were given another job id are refused. Without it, the job is
     that of the replicas that form the first quorum.
     """
+
+    @property
+    def places(self) -> int:
+        """While fewer replicas than these are there, a spare takes part."""
+        return max(self.replicas, self.min_replicas)
 
     @property
     def lease_s(self) -> float:

@@ -129,7 +129,7 @@ class QuorumBroken(NamedTuple):
 
 class LeftOut(NamedTuple):
     """This quorum was formed without these replicas, although they had joined, because these links do not
-    work, or because some, with `reasons`, spoil quorums by themselves.
+    work, or because some, with `reasons`, spoil quorums by themselves, or are spares.
 
     They stay joined. Tell those of their sessions that have not been told since they joined. Where too few
     would have stayed in the quorum, `replica_ids` lacks those with a reason, and all ends of links.

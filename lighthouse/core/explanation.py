@@ -31,6 +31,7 @@ class Facts:
     is_shrinking: bool
     majority: int
     idle: Collection[str]
+    spares: Collection[str]
     refused: Mapping[str, str]
     late_s: float
     lease_s: float
@@ -55,6 +56,7 @@ def describe(facts: Facts) -> str:
         f"left out: {_names(facts.left_out)}" if facts.left_out else "",
         f"links that do not work: {_names(links, ', ')}" if links else "",
         *(f"{replica_id} {reason}" for replica_id, reason in facts.sick.items()),
+        f"spares: {_names(facts.spares)}" if facts.spares else "",
         *(f"refused {replica_id}, which is foreign: {why}" for replica_id, why in facts.refused.items()),
         why_no_quorum(facts),
     ]

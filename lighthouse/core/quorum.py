@@ -37,6 +37,11 @@ A replica that is foreign to the job (`identity.py`) is refused, on its side alo
 join could end a quorum that stands, or before a quorum with it could form. Where those that have joined are
 not of one job, the rules hold for those of the chosen one, once that has `min_replicas`.
 
+A spare (`spares.py`) is none of those that the rules speak of. When the others have all but formed a quorum,
+and fewer than `replicas` of them are healthy, spares take the free places in it, also where there are fewer
+than `min_replicas` without them. Before the first quorum, where others may be about to come, a spare waits
+for `join_timeout`.
+
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
 failed commit, and when a member of the last quorum was gone in between, even if it is back: the
@@ -97,6 +102,7 @@ from lighthouse.core.identity import Identities, Identity
 from lighthouse.core.links import Links, leave_out
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
 from lighthouse.core.sickness import describe_pause, leave_out_sick, pause_s
+from lighthouse.core.spares import IS_A_SPARE, Spare, Spares
 from lighthouse.core.standing import StandingQuorum
 
 __all__ = [
@@ -154,7 +160,7 @@ class QuorumCore:
     """
 
     def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
-        self._min_replicas = config.min_replicas
+        self._min_replicas, self._places = config.min_replicas, config.places
         self._join_timeout = config.join_timeout_ms / 1000
         self._reconnect_grace = config.reconnect_grace_ms / 1000
         self._start_grace = config.start_grace_ms / 1000
@@ -188,6 +194,7 @@ class QuorumCore:
         self._shrinking = 0  # joined members that want to shrink only
         self._deadline = math.inf
         self._links = Links()
+        self._spares = Spares()
         self._last_left_out: tuple[object, ...] = _NONE_LEFT_OUT
         self._identities = Identities(config.job_id)
         self._first_quorum_id = 0  # of the job of the last quorum's members
@@ -203,19 +210,23 @@ class QuorumCore:
         last_ids: Iterable[str],
         now: float,
         stands: bool = False,
+        spare: bool = False,
     ) -> list[Decision]:
         """Handle a replica that opened a session (a number never used before) and says which quorum it saw
         last, and whether that stood.
 
         For a replica that has seen none, the id of `last` is 0 or less and `last_ids` is empty. For a replica
-        that does not know of rounds, its round is 0.
+        that does not know of rounds, its round is 0. A `spare` that has seen none, and has no place, waits.
         """
         decisions = self.advance(now)
-        older = self._healthy.open_session(replica_id, Session(session, last), now)
-        if older is not None:
-            decisions.append(SessionSuperseded(older, replica_id))
-            self._answer_no_more(replica_id, session=True)
-        self._links.forget(replica_id)
+        if (waiting := self._spares.named(replica_id)) is not None:
+            self._spares.close(waiting.session.number)
+            decisions.append(SessionSuperseded(waiting.session.number, replica_id))
+        if spare and last.quorum_id <= 0 and replica_id not in self._healthy:
+            self._spares.open(Spare(replica_id, Session(session, last), now))
+            self._form(now, decisions)
+            return decisions
+        self._open(replica_id, Session(session, last), now, decisions)
         self._learn(last, last_ids, now, decisions, stands)
         if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
@@ -233,13 +244,16 @@ class QuorumCore:
         ignored.
         """
         decisions = self.advance(now)
-        is_owner = self._healthy.owner_of(session) == member.replica_id
-        if is_owner and not self._refuse_foreign(member.replica_id, decisions):
-            self._enter(member, now).in_session = True
-            if 0 < member.broken_quorum_id == self._number.quorum_id:
-                self._break(member.replica_id, decisions)
-            self._stand_no_more(member.replica_id, member.step, now, decisions)
-        if is_owner:
+        spare = self._spares.of_session(session)
+        if spare is not None and spare.replica_id == member.replica_id:
+            spare.member = member
+            self._form(now, decisions)
+            if self._spares.of_session(session) is not None:
+                told = session, spare.replica_id
+                reasons = ((spare.replica_id, IS_A_SPARE),)
+                decisions.append(LeftOut(self._number.quorum_id, (spare.replica_id,), (), (told,), reasons))
+        elif self._healthy.owner_of(session) == member.replica_id:
+            self._ask(member, now, decisions)
             self._form(now, decisions)
         return decisions
 
@@ -247,6 +261,8 @@ class QuorumCore:
         """Record who the replica of this session says that it is, and refuse it if it is foreign."""
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
+        if (spare := self._spares.of_session(session)) is not None:
+            spare.identity = identity
         if replica_id is not None:
             self._identities.describe(replica_id, identity)
             if replica_id in self._last:
@@ -292,6 +308,7 @@ class QuorumCore:
         """
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
+        self._spares.close(session)
         if replica_id is not None:
             self._forget(replica_id)
             self._goes_on_no_more(replica_id)
@@ -305,6 +322,8 @@ class QuorumCore:
         """Handle a session that ended without a leave."""
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
+        if (spare := self._spares.close(session)) is not None:
+            decisions.append(MemberLost(NO_QUORUM, spare.replica_id, reason, ()))
         if replica_id is not None:
             self._lose(replica_id, reason, now, decisions)
             self._form(now, decisions)
@@ -371,16 +390,17 @@ class QuorumCore:
     # -- views for the shell and for operators
 
     def __len__(self) -> int:
-        """Return how many replicas are healthy."""
-        return len(self._healthy)
+        """Return how many replicas are healthy, or spares."""
+        return len(self._healthy) + len(self._spares)
 
     def __contains__(self, replica_id: str) -> bool:
-        """Return whether the replica is healthy."""
-        return replica_id in self._healthy
+        """Return whether the replica is healthy, or a spare."""
+        return replica_id in self._healthy or self._spares.named(replica_id) is not None
 
     def replica_of(self, session: int) -> str | None:
         """Return the replica that a session speaks for; None if it ended or was superseded."""
-        return self._healthy.owner_of(session)
+        spare = self._spares.of_session(session)
+        return self._healthy.owner_of(session) if spare is None else spare.replica_id
 
     @property
     def highest(self) -> QuorumNumber:
@@ -389,7 +409,8 @@ class QuorumCore:
 
     def session_of(self, replica_id: str) -> int | None:
         """Return the open session of a replica."""
-        session = self._healthy.session_of(replica_id)
+        spare = self._spares.named(replica_id)
+        session = self._healthy.session_of(replica_id) if spare is None else spare.session
         return None if session is None else session.number
 
     def sign_of(self, replica_id: str) -> str:
@@ -424,6 +445,7 @@ class QuorumCore:
             is_shrinking=self._is_shrinking(),
             majority=self._majority(now),
             idle=self._idle(now),
+            spares=[spare.replica_id for spare in self._spares],
             refused=self._refused,
             late_s=self._late_at() - now if self._joined else math.inf,
             lease_s=self._heard_at + self._lease - now,
@@ -502,6 +524,7 @@ class QuorumCore:
             self._tell_to_give_up(now, decisions)
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
             self._find_members(now, decisions)
+        self._fill_places(now, decisions)
         while (state := self._state(now)).forms:
             last_id, sick = self._number.quorum_id, self._sick(now, self._joined)
             chosen, links = self._choose(now)
@@ -513,8 +536,10 @@ class QuorumCore:
             decisions.append(formed)
             if links or sick or self._last_left_out != _NONE_LEFT_OUT:
                 self._tell_left_out(links, sick, decisions)
+            self._fill_places(now, decisions)
         pauses = [join.let_in_at for join in self._joined.values() if join.let_in_at > now]
-        self._deadline = min([self._healthy.next_expiry(), *pauses])
+        ends = () if self._last else (spare.since + self._join_timeout for spare in self._spares)
+        self._deadline = min([self._healthy.next_expiry(), *pauses, *(end for end in ends if end > now)])
         if state is QuorumState.STARTING:
             self._deadline = min(self._deadline, self._not_before or now)
         if state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
@@ -523,6 +548,30 @@ class QuorumCore:
             self._deadline = min([self._deadline, *waits])
         if state is QuorumState.LEASED and self._find_at is not None:
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
+
+    def _fill_places(self, now: float, decisions: list[Decision]) -> None:
+        """Let spares take the free places in the quorum that is about to be formed; what they have said is
+        heard now. Where a quorum stands and lacks one, its members have to ask for another first.
+        """
+        while len(self._healthy) < self._places and (spare := self._spares.first_joined()) is not None:
+            state, is_known = self._state(now), self._last or now >= spare.since + self._join_timeout
+            if spare.member is None or not is_known or not (state.forms or self._is_short_of_spares(state)):
+                return self._hold(spare.replica_id, decisions)
+            self._spares.close(spare.session.number)
+            self._open(spare.replica_id, spare.session, now, decisions)
+            if spare.identity is not None:
+                self._identities.describe(spare.replica_id, spare.identity)
+            self._ask(spare.member, now, decisions)
+        return None
+
+    def _is_short_of_spares(self, state: QuorumState) -> bool:
+        """Return whether all others have joined, and there would be a quorum with spares."""
+        is_over = len(self._joined) == len(self._healthy) and not self._may_go_on and not self._is_shrinking()
+        return (
+            state is QuorumState.TOO_FEW
+            and is_over
+            and len(self._joined) + self._spares.joined >= self._min_replicas
+        )
 
     def _of_one_job(self) -> tuple[int, dict[str, str]]:
         """Return how many of those that have joined are of one job, and why each of the others is not."""
@@ -669,6 +718,23 @@ class QuorumCore:
         self._missing = len(self._last)
 
     # -- bookkeeping
+
+    def _open(self, replica_id: str, session: Session, now: float, decisions: list[Decision]) -> None:
+        """Count a replica as healthy by its new session."""
+        older = self._healthy.open_session(replica_id, session, now)
+        if older is not None:
+            decisions.append(SessionSuperseded(older, replica_id))
+            self._answer_no_more(replica_id, session=True)
+        self._links.forget(replica_id)
+
+    def _ask(self, member: Member, now: float, decisions: list[Decision]) -> None:
+        """Let a replica join through its session, unless it is foreign."""
+        if self._refuse_foreign(member.replica_id, decisions):
+            return
+        self._enter(member, now).in_session = True
+        if 0 < member.broken_quorum_id == self._number.quorum_id:
+            self._break(member.replica_id, decisions)
+        self._stand_no_more(member.replica_id, member.step, now, decisions)
 
     def _enter(self, member: Member, now: float) -> _Join:
         """Enter a replica into the round; if it has joined before, its news counts and its place in time

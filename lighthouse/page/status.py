@@ -117,7 +117,8 @@ class _View:
         self._newest = 0
 
     def replica_ids(self) -> list[str]:
-        return sorted(self._last | self._healthy | self.facts.refused.keys())[:SHOWN_MAX]
+        ids = self._last | self._healthy | self.facts.refused.keys()
+        return sorted(ids.union(self.facts.spares))[:SHOWN_MAX]
 
     def row(self, replica_id: str) -> dict[str, Any]:
         """Describe one replica group."""
@@ -149,8 +150,9 @@ class _View:
         }
 
     def _state(self, replica_id: str) -> str:
-        if replica_id in self.facts.refused and replica_id not in self._healthy:
-            return "refused"
+        is_refused = replica_id in self.facts.refused and replica_id not in self._healthy
+        if is_refused or replica_id in self.facts.spares:
+            return "refused" if is_refused else "spare"
         if replica_id in self._joined:
             return "left out" if replica_id in self._left_out or replica_id in self.facts.sick else "joined"
         if replica_id in self._departed or replica_id not in self._healthy:

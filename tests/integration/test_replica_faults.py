@@ -196,6 +196,24 @@ def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:
         assert {commit.participants for commit in cluster.history().commits} == {2}
 
 
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It disturbs nobody while it waits, and then it is in the first quorum without the dead."""
+    with Cluster(tmp_path, lighthouse_flags=["--replicas=2"]) as cluster:
+        dies, stays = cluster.start_all("ab", size=size)
+        monkeypatch.setenv("TORCHFT_SPARE", "1")
+        spare = cluster.start("c", size=size)
+        since = float(cluster.wait_for_event(spare, "left_out")["time"])
+        cluster.wait_for_quorum_of(dies, stays)
+        assert not stays.events("quorum", since)
+        dies.kill()
+        cluster.wait_for_quorum_of(stays, spare)
+        first = stays.events("quorum", since)[0]
+        assert set(first["members"]) == {stays.replica_id, spare.replica_id}
+
+
 # Replica groups of two ranks: one rank fails, its whole group leaves, the others go on.
 
 

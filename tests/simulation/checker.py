@@ -52,6 +52,7 @@ class Checker:
         "_stronghold",
         "_told_at",
         "_verdicts",
+        "_waiting",
         "_world",
         "commits",
         "is_over",
@@ -65,6 +66,7 @@ class Checker:
         self.commits = 0
         # The replica ids that have a session, as the lighthouse sees it, and since when they ask for nothing.
         self._connected: dict[str, float] = {}
+        self._waiting: set[str] = set()  # spares that have a session and no place
         # A quorum of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
@@ -103,6 +105,7 @@ class Checker:
     def lighthouse_started(self) -> None:
         """Forget all sessions: a new lighthouse knows no replica."""
         self._connected.clear()
+        self._waiting.clear()
         self._stronghold = frozenset()
         self._standing.clear()
         self._previous = ()
@@ -120,14 +123,18 @@ class Checker:
         """Forget all sessions: no replica has one with a dead lighthouse."""
         self.lighthouse_started()
 
-    def connected(self, replica_id: str) -> None:
+    def connected(self, replica_id: str, is_spare: bool) -> None:
         """Note that a replica group has a session."""
+        if is_spare and replica_id not in self._connected:
+            self._waiting.add(replica_id)
+            return
         self._connected[replica_id] = self._world.now
         if 2 * len(self._stronghold) <= len(self._connected):
             self._stronghold = frozenset()
 
     def disconnected(self, replica_id: str) -> None:
         """Note that a replica group has no session any more."""
+        self._waiting.discard(replica_id)
         self._connected.pop(replica_id, None)
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
@@ -158,6 +165,12 @@ class Checker:
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
         self._order.setdefault((quorum_id, ids), len(self._order))
+        for spare in sorted(self._waiting.intersection(ids)):
+            if len(self._connected) >= self._world.scenario.replicas:
+                others = " ".join(sorted(self._connected))
+                self.violate("spares_wait", f"{spare} is in quorum {quorum_id}, and {others} are there")
+            self._waiting.remove(spare)
+            self._connected[spare] = self._world.now
         stronghold = self._stronghold
         if stronghold and stronghold.isdisjoint(ids):
             self.violate(
@@ -309,10 +322,9 @@ class Checker:
 
     def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
         """Check that any two quorums share a replica group, or a start of it, where `min_replicas` is above
-        one half.
+        one half of all, spares included.
         """
-        scenario = self._world.scenario
-        if 2 * scenario.min_replicas <= scenario.replicas:
+        if 2 * self._world.scenario.min_replicas <= len(self._world.slots):
             return
         slots = {i.partition(":")[0] for i in ids}
         for other, members in quorums:
@@ -370,8 +382,11 @@ class Checker:
             )
 
     def died(self, rank: Rank) -> None:
-        """Note that a process is gone."""
-        self._awaited.pop(rank.name, None)
+        """Note that a process is gone; one that comes back as a spare owes nothing more."""
+        owed = self._awaited.pop(rank.name, None)
+        if owed is not None and rank.replica.is_spare and self._is_paid():
+            self.is_over = True
+            self._world.stop()
 
     # -- the quiet phase
 

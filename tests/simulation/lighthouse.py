@@ -41,6 +41,7 @@ class SimLighthouse(Process):
         self._world = world
         self._config = LighthouseConfig(
             min_replicas=scenario.min_replicas,
+            replicas=scenario.replicas,
             join_timeout_ms=int(scenario.join_timeout_s * 1000),
             reconnect_grace_ms=int(scenario.compute_s * 8000),
             start_grace_ms=int(scenario.compute_s * 500),
@@ -114,10 +115,12 @@ class SimLighthouse(Process):
         replica, core = session.replica, self._core
         if due := core.advance(self._now):  # decisions that were due before it came
             self._apply(due)
-        world.checker.connected(replica.replica_id)
+        has_no_place = last.quorum_id <= 0 and not core.sign_of(replica.replica_id)
+        world.checker.connected(replica.replica_id, replica.is_spare and has_no_place)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
-        self._apply(core.register(session.number, replica.replica_id, last, last_ids, self._now, stands))
+        seen = last, last_ids, self._now, stands
+        self._apply(core.register(session.number, replica.replica_id, *seen, replica.is_spare))
 
     def hear_join(self, session: Session, member: Member) -> None:
         """Handle a replica group's request for a quorum."""

@@ -108,10 +108,11 @@ class _ForgetsRounds(QuorumCore):
         last_ids: Iterable[str],
         now: float,
         stands: bool = False,
+        spare: bool = False,
     ) -> list[Decision]:
         round_number = self._number.round if last.quorum_id == self._number.quorum_id else last.round
         number = QuorumNumber(last.quorum_id, round_number)
-        return super().register(session, replica_id, number, last_ids, now, stands)
+        return super().register(session, replica_id, number, last_ids, now, stands, spare)
 
 
 class _TellsNobodyThatItIsOver(QuorumCore):
@@ -375,6 +376,34 @@ def _counts_its_own_absence(world: World, process: Process) -> float:
     return world.now
 
 
+# -- spares
+
+
+class _LetsSparesIn(QuorumCore):
+    def register(
+        self,
+        session: int,
+        replica_id: str,
+        last: QuorumNumber,
+        last_ids: Iterable[str],
+        now: float,
+        stands: bool = False,
+        spare: bool = False,
+    ) -> list[Decision]:
+        return super().register(session, replica_id, last, last_ids, now, stands)
+
+
+class _LeavesPlacesEmpty(QuorumCore):
+    def _fill_places(self, now: float, decisions: list[Decision]) -> None:
+        pass
+
+
+class _HoldsNobodyForSpares(QuorumCore):
+    def _fill_places(self, now: float, decisions: list[Decision]) -> None:
+        if self._standing is None:
+            super()._fill_places(now, decisions)
+
+
 # -- a quorum that stands
 
 
@@ -635,6 +664,9 @@ MUTANTS = (
     _step("leaves quietly", _LeavesQuietly, "who leaves after a failed step alarms the others"),
     _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
     _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
+    _lighthouse("lets spares in", _LetsSparesIn, "a spare waits until a place is free"),
+    _lighthouse("leaves places empty", _LeavesPlacesEmpty, "a spare takes a free place"),
+    _lighthouse("holds nobody for spares", _HoldsNobodyForSpares, "a free place ends a quorum that stands"),
     _lighthouse("holds nobody", _HoldsNobody, "a newcomer ends a quorum that stands"),
     _lighthouse("asks nobody again", _AsksNobodyAgain, "a new session is told what the last one missed"),
     _lighthouse("forgets that it stands", _ForgetsThatItStands, "a restart, while a quorum stands"),
@@ -692,7 +724,7 @@ CAUGHT_BY = {
     "drops member_lost": Caught(5, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
-    "keeps its no to itself": Caught(188, "progress"),
+    "keeps its no to itself": Caught(226, "progress"),
     "joins once only": Caught(0, "progress"),
     "compares steps only": Caught(88, "heal_is_clean"),
     "speaks for its first rank": Caught(0, "progress"),
@@ -707,13 +739,16 @@ CAUGHT_BY = {
     "healing takes part": Caught(0, "heal_is_clean"),
     "counts who heals": Caught(0, "no_zombie"),
     "lets others go on": Caught(103, "no_zombie"),
-    "keeps a torn state": Caught(4, "heal_is_clean"),
+    "keeps a torn state": Caught(103, "heal_is_clean"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
     "keeps the old commit quorum": Caught(88, "heal_is_clean"),
     "keeps its process group": Caught(0, "heal_is_clean"),
     "leaves quietly": Caught(39, "progress"),
     "hides broken groups": Caught(0, "progress"),
     "forgets the healed version": Caught(0, "progress"),
+    "lets spares in": Caught(12, "spares_wait"),
+    "leaves places empty": Caught(4, "progress"),
+    "holds nobody for spares": Caught(180, "progress"),
     "holds nobody": Caught(2, "progress"),
     "asks nobody again": Caught(16, "progress"),
     "forgets that it stands": Caught(16, "progress"),

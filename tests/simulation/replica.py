@@ -106,6 +106,11 @@ class Replica:
             world.after(world.latency(), rank, rank.begin)
 
     @property
+    def is_spare(self) -> bool:
+        """Whether it waits for a place until it has seen a quorum."""
+        return self.slot >= self.world.scenario.replicas
+
+    @property
     def is_alive(self) -> bool:
         """Whether its ManagerServer lives, even if it is stopped."""
         return self.server.state != DEAD

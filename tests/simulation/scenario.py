@@ -80,6 +80,9 @@ class Scenario:
             configured.
         idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
             majority until `join_timeout_s`, so only runs in which that is short have them.
+        spares: how many replica groups wait for a place beside those of the job.
+        is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
+            its place.
     """
 
     seed: int
@@ -111,6 +114,8 @@ class Scenario:
     idle: int
     lease_s: float
     dead_s: float
+    spares: int = 0
+    is_vacant: bool = False
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -184,5 +189,12 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         scenario = replace(scenario, kinds=tuple(kinds))
     if scenario.bad_link is None and scenario.sick is None and flip() < 0.3:
         scenario = replace(scenario, stopped=one, dead_s=3600.0)
+    scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
+
+
+def _with_spares(scenario: Scenario) -> Scenario:
+    is_whole = scenario.bad_link is None and scenario.sick is None and scenario.stopped is None
+    is_vacant = is_whole and scenario.idle == 0 and random.Random(scenario.seed * 3 + 2).random() < 0.7
+    return replace(scenario, spares=1 if is_vacant else 2, is_vacant=is_vacant)

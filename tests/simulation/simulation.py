@@ -18,6 +18,7 @@ from typing import Any
 from tests.simulation.cores import Cores
 from tests.simulation.faults import Faults
 from tests.simulation.lighthouse import SimLighthouse
+from tests.simulation.rank import Rank
 from tests.simulation.replica import Replica, name_of
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import DEAD, RUNNING, Process, World
@@ -66,11 +67,11 @@ class Simulation:
     ) -> None:
         self.world = world = World(scenario, cores, story=story)
         world.launcher = self
-        self._incarnations = [0] * scenario.replicas
+        self._incarnations = [0] * len(world.slots)
         self._is_quiet = False
         self._sick: int | None = None  # the place of a replica group that stays sick
         world.lighthouse = SimLighthouse(world)
-        for slot in range(scenario.replicas):
+        for slot in range(len(world.slots)):
             world.after(scenario.compute_s * world.random(), world.nobody, self._start, slot)
         self._faults = Faults(self, only, injections)
         world.after(scenario.compute_s * 4, world.nobody, self._faults.next)
@@ -150,6 +151,8 @@ class Simulation:
             self._sick, spared = sick, [name_of(sick)]
             if (replica := world.slots[sick]) is not None:
                 self._sicken(replica)
+        if world.scenario.is_vacant and (first := world.slots[0]) is not None:
+            first.die("SIGKILL")
         for slot, replica in enumerate(world.slots):
             if replica is None:
                 self._start(slot)
@@ -201,7 +204,15 @@ class Simulation:
         return [replica for replica in self.world.slots if replica is not None]
 
     def _alive(self) -> list[str]:
-        return [rank.name for replica in self._present() for rank in replica.ranks if rank.state != DEAD]
+        return [
+            rank.name for replica in self._present() for rank in replica.ranks if self._has_to_commit(rank)
+        ]
+
+    def _has_to_commit(self, rank: Rank) -> bool:
+        """Return whether a process is alive and no spare, or one for which there is a place."""
+        replica = rank.replica
+        has_place = replica.core.last_quorum_id > 0 or self.world.scenario.is_vacant
+        return rank.state != DEAD and (has_place or not replica.is_spare)
 
     def processes(self) -> Iterator[Process]:
         """Yield every process that is not known to be dead, the stopped ranks of dead groups included."""
@@ -220,14 +231,16 @@ class Simulation:
 
     def _start(self, slot: int) -> None:
         world = self.world
-        if world.slots[slot] is not None:
+        is_left_empty = self._is_quiet and world.scenario.is_vacant and slot == 0
+        if world.slots[slot] is not None or is_left_empty:
             return
         self._incarnations[slot] += 1
         replica = world.slots[slot] = Replica(world, slot, self._incarnations[slot])
         if slot == self._sick:
             self._sicken(replica)
         if self._is_quiet:
-            world.checker.expect_also([rank.name for rank in replica.ranks], QUIET_COMMITS)
+            names = [rank.name for rank in replica.ranks if self._has_to_commit(rank)]
+            world.checker.expect_also(names, QUIET_COMMITS)
 
     def restart_lighthouse(self, delay: float) -> None:
         """Start the lighthouse again after a while."""

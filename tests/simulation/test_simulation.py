@@ -25,6 +25,7 @@ ONCE_BROKE = (51, 26_066, 37_717, 39_977, 192_424, 520_573)  # with the cores an
 @pytest.mark.no_regress
 @pytest.mark.heal_is_clean
 @pytest.mark.progress
+@pytest.mark.spares_wait
 def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:
     tally = run_batch(range(SEEDS))
     assert tally.violations == []

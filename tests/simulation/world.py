@@ -95,7 +95,7 @@ class World:
         self.faults = 0
         self.events = 0
         self.wall_clock_s = 1_000.0  # the lead of the wall clock over virtual time
-        self.slots: list[Replica | None] = [None] * scenario.replicas
+        self.slots: list[Replica | None] = [None] * (scenario.replicas + scenario.spares)
         self.homes: dict[str, Replica] = {}  # every incarnation, by its address
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
         self.meshes: dict[tuple[str, int, int], Mesh] = {}

@@ -56,6 +56,7 @@ class ManagerArguments:
     lighthouse_absence: str | None = None
     job_id: str | None = None
     dead_after: timedelta | float | None = None
+    spare: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ class ManagerConfig:
 
     Attributes:
         timeout_s: the limit of a collective, of a vote and of a state transfer, in seconds.
+        given_timeout_s: the same if it was given, None where it is the default.
         quorum_timeout_s: the limit of a wait for a quorum, in seconds, lighthouse outages included.
         connect_timeout_s: the limit of the first contact with the lighthouse and the ManagerServer, in
           seconds.
@@ -74,13 +76,14 @@ class ManagerConfig:
         host: the address that this process binds to and advertises.
         lighthouse_absence: CONTINUE or WAIT.
         job_id: the name of the job, "" if none was given.
+        spare: whether the replica group waits for a free place before it takes part.
         replica_id: the user's name for the group, made unique for this incarnation.
         incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
         sources: each setting with its value and its source, for the log.
     """
 
     timeout_s: float
-    timeout_given: bool
+    given_timeout_s: float | None
     quorum_timeout_s: float
     connect_timeout_s: float
     dead_after_s: float
@@ -95,6 +98,7 @@ class ManagerConfig:
     quorum_retries: int
     lighthouse_absence: str
     job_id: str
+    spare: bool
     incarnation: str
     sources: tuple[str, ...]
 
@@ -129,9 +133,11 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
     given = _Settings(environ)
     place = _place(arguments, given)
     lighthouse = _lighthouse(arguments, given) if place.rank == 0 else None
+    timeout_s = given.seconds(arguments.timeout, "timeout", TIMEOUT_SEC_ENV)
+    is_given = arguments.timeout is not None or TIMEOUT_SEC_ENV in given.environ
     return ManagerConfig(
-        timeout_s=given.seconds(arguments.timeout, "timeout", TIMEOUT_SEC_ENV),
-        timeout_given=arguments.timeout is not None or TIMEOUT_SEC_ENV in given.environ,
+        timeout_s=timeout_s,
+        given_timeout_s=timeout_s if is_given else None,
         quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", QUORUM_TIMEOUT_SEC_ENV),
         connect_timeout_s=given.seconds(
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
@@ -150,6 +156,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         ),
         lighthouse_absence=_absence(arguments, given),
         job_id=_job_id(arguments, given),
+        spare=_spare(arguments, given),
         incarnation=place.incarnation,
         sources=tuple(given.sources),
     )
@@ -205,6 +212,13 @@ def _job_id(arguments: ManagerArguments, given: _Settings) -> str:
     if complaint := about_job_id(job_id):
         raise ConfigError(f"job_id (TORCHFT_JOB_ID): {complaint}")
     return job_id
+
+
+def _spare(arguments: ManagerArguments, given: _Settings) -> bool:
+    text = given.text("1" if arguments.spare else None, "spare", "TORCHFT_SPARE") or "0"
+    if text not in ("0", "1"):
+        raise ConfigError(f"spare (TORCHFT_SPARE) is {text!r:.100}: it must be 1 or 0")
+    return text == "1"
 
 
 def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Address | None:

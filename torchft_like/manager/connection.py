@@ -39,6 +39,7 @@ def connect(
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
         waits_for_lighthouse=config.lighthouse_absence == WAIT,
         job_id=config.job_id,
+        spare=config.spare,
         dead_after=timedelta(seconds=config.dead_after_s),
     )
     try:

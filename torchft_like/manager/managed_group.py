@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -28,10 +29,18 @@ Emit = Callable[..., None]
 
 
 class ManagedGroup:
-    """Guards `protocol` and `pg` with one lock, which is never held during a wait."""
+    """Guards `protocol` and `pg` with one lock, which is never held during a wait.
 
-    def __init__(self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit) -> None:
+    Args:
+        timeout_s: the limit of operations; None keeps the group's own.
+    """
+
+    def __init__(
+        self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit, timeout_s: float | None = None
+    ) -> None:
         self.pg = adopted(pg)
+        if timeout_s is not None:
+            self.pg.set_timeout(timedelta(seconds=timeout_s))
         self.lock = threading.RLock()
         self._told = threading.Condition(self.lock)  # whoever holds may have to look again
         self._protocol = protocol

@@ -101,6 +101,9 @@ class Manager:
         dead_after: how long a rank of this replica group may be silent, 30 s (TORCHFT_DEAD_AFTER_SEC).
             Without it the group does no step; afterwards its ranks raise GroupLostError. A process that has
             ended is dead at once.
+        spare: whether this replica group takes part in no step before a place is free (TORCHFT_SPARE, 1 or
+            0): it waits, ready, in its first step while as many others are there as the lighthouse's
+            `--replicas` says. The same on all ranks; read on rank 0.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -134,6 +137,7 @@ class Manager:
         lighthouse_absence: str | None = None,
         job_id: str | None = None,
         dead_after: timedelta | float | None = None,
+        spare: bool = False,
     ) -> None:
         arguments = ManagerArguments(
             timeout=timeout,
@@ -151,6 +155,7 @@ class Manager:
             lighthouse_absence=lighthouse_absence,
             job_id=job_id,
             dead_after=dead_after,
+            spare=spare,
         )
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
@@ -158,9 +163,7 @@ class Manager:
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
-        self._group = group = ManagedGroup(pg, protocol, self._emit)
-        if config.timeout_given:
-            self._group.pg.set_timeout(timedelta(seconds=config.timeout_s))
+        self._group = group = ManagedGroup(pg, protocol, self._emit, config.given_timeout_s)
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
         self._exchange = StateExchange(config, protocol, group, state, self._transport, self._emit)

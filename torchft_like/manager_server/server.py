@@ -80,6 +80,7 @@ class ManagerServer:
         connect_timeout: the limit of the first contact with the lighthouse.
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
         job_id: the name of the job, "" if none was given.
+        spare: whether the group waits for a free place before it takes part.
         dead_after: how long a rank's process may be silent before the group is lost.
 
     Raises:
@@ -101,8 +102,9 @@ class ManagerServer:
         waits_for_lighthouse: bool = False,
         job_id: str = "",
         dead_after: timedelta = timedelta(seconds=DEAD_S),
+        spare: bool = False,
     ) -> None:
-        self._replica_id = replica_id
+        self._replica_id, self._is_spare = replica_id, spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr = store_addr
         self._hostname = hostname
@@ -263,6 +265,7 @@ class ManagerServer:
             last_quorum_replica_ids=self._group.last_quorum_replica_ids,
             last_quorum_round=self._group.last_quorum_round,
             last_quorum_stands=self._group.last_quorum_stands,
+            spare=self._is_spare,
         )
 
     def lighthouse_connected(self) -> None:

@@ -5,7 +5,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
 
     new KEY=VALUE ...      a lighthouse (another `new` is its restart); keys of LighthouseConfig, or first_id
     wait MS                time passes, and what is due happens
-    register R [last=ID/ROUND:A,B] [stands=1]  what it saw last; without /ROUND, it does not know of rounds
+    register R [last=ID/ROUND:A,B] [stands=1] [spare=1]     what it saw last, if /ROUND it knows of rounds
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
     links R [S,...]                 R cannot reach these; the same
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
@@ -92,13 +92,16 @@ class _Player:
         self._now += int(milliseconds) / 1000
         return self._core.advance(self._now)
 
-    def _register(self, replica_id: str, last: str = "0:", stands: str = "") -> list[Decision]:
+    def _register(
+        self, replica_id: str, last: str = "0:", stands: str = "", spare: str = ""
+    ) -> list[Decision]:
         self._number += 1
         self._sessions[replica_id] = self._number
         quorum, ids = last.split(":")
         number = _number(quorum)
         last_ids = [i for i in ids.split(",") if i]
-        return self._core.register(self._number, replica_id, number, last_ids, self._now, bool(stands))
+        flags = bool(stands), bool(spare)
+        return self._core.register(self._number, replica_id, number, last_ids, self._now, *flags)
 
     def _join(self, who: str, **named: str) -> list[Decision]:
         replica_id, session = self._session(who)

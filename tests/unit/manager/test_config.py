@@ -25,7 +25,7 @@ def test_a_single_process_needs_nothing_but_the_lighthouse() -> None:
     assert resolved.lighthouse == Address("127.0.0.1", 1234)
     assert resolved.host == "127.0.0.1", "a loopback lighthouse means a loopback job"
     assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (60, 60, 60)
-    assert not resolved.timeout_given
+    assert resolved.given_timeout_s is None
 
 
 def test_the_environment_of_torchrun_is_understood() -> None:
@@ -44,14 +44,15 @@ def test_a_torchft_variable_beats_the_argument() -> None:
         "TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1",
         "TORCHFT_MANAGER_PORT": "9",
         "TORCHFT_QUORUM_RETRIES": "3",
+        "TORCHFT_SPARE": "0",
     }
     other = timedelta(seconds=99)
     arguments = {"timeout": other, "quorum_timeout": other, "connect_timeout": other, "port": 10}
-    resolved = config(environ, lighthouse_addr="127.0.0.1:2", quorum_retries=1, **arguments)
+    resolved = config(environ, lighthouse_addr="127.0.0.1:2", quorum_retries=1, spare=True, **arguments)
     assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (5, 6, 7)
     assert resolved.lighthouse == Address("127.0.0.1", 1)
-    assert (resolved.port, resolved.quorum_retries) == (9, 3)
-    assert resolved.timeout_given
+    assert (resolved.port, resolved.quorum_retries, resolved.spare) == (9, 3, False)
+    assert resolved.given_timeout_s is not None
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "lo"])
