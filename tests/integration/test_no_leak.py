@@ -21,6 +21,7 @@ from torchft_like.testing.ranks import Rank, running
 from .footprint import Allowance, left_by
 from .gloo_member import StoreHost
 from .leak_probe import SUBJECTS, allowance, left_by_rounds
+from .restart_probe import left_by_restarts
 
 pytestmark = [pytest.mark.integration, pytest.mark.no_leak]
 
@@ -53,6 +54,25 @@ def test_reconfigurations_leave_nothing_behind(subject: str, store: int) -> None
 def test_a_thousand_reconfigurations_leave_nothing_behind(subject: str, store: int) -> None:
     repeats = FULL_REPEATS_BABY if subject.startswith("Baby") else FULL_REPEATS
     assert probe(subject, store, FULL_WARM_UP, repeats, 1700) == []
+
+
+def test_restarts_leave_nothing_behind() -> None:
+    with running(1, 100) as ranks:
+        assert ranks[0].ask(left_by_restarts, 3, 20) == []
+
+
+def test_what_restarts_leave_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The probe itself: a script that keeps what it has made keeps its memory, too."""
+    with running(1, 100) as ranks:
+        left = ranks[0].ask(left_by_restarts, 1, 2, kept=True)
+    assert [line for line in left if "resident" in line], left
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_hundred_restarts_leave_nothing_behind() -> None:
+    with running(1, 500) as ranks:
+        assert ranks[0].ask(left_by_restarts, 10, 200) == []
 
 
 class Hoard:

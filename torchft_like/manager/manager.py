@@ -564,6 +564,9 @@ class Manager:
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
+        # What an optimizer refers to refers to its mesh, and that to this Manager: without the script's state a
+        # model is freed although Python's collector does not see the gradients on the way.
+        self._state.forget()
         atexit.unregister(self.shutdown)
 
     def __enter__(self) -> Self:

@@ -49,6 +49,10 @@ class StateRegistry:
         self._functions[key] = load, save
         self._is_looked_at = False
 
+    def forget(self) -> None:
+        """Keep no function any more, nor the tensors to which it refers; a load that has begun goes on."""
+        self._functions = {}
+
     def look(self, check: Callable[[Any], object]) -> None:
         """Call the functions before the first step, and check what they return.
 
