@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 

@@ -564,8 +564,8 @@ class Manager:
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
-        # What an optimizer refers to refers to its mesh, and that to this Manager: without the script's state a
-        # model is freed although Python's collector does not see the gradients on the way.
+        # A gradient may refer to a mesh, that to this Manager, and this to the gradient, by the script's state:
+        # Python's collector does not see that cycle.
         self._state.forget()
         atexit.unregister(self.shutdown)
 
