@@ -84,13 +84,13 @@ def left_by(act: Callable[[int], object], warm_up: int, repeats: int, allowed: A
     """Return what `repeats` calls leave behind, after `warm_up` calls that are not counted."""
     for index in range(warm_up):
         act(index)
-    before = _settled()
+    before = settled()
     for index in range(repeats):
         act(warm_up + index)
     return excess_after(before, allowed)
 
 
-def _settled() -> Footprint:
+def settled() -> Footprint:
     """Return a footprint that no longer shrinks: what is about to end must not hide what is left."""
     deadline = time.monotonic() + SETTLE_S
     last = take()

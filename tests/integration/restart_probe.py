@@ -19,7 +19,8 @@ from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.fsdp import ShardedState
 from torchft_like.message_queue import MessageQueue
 
-from .footprint import MB, Allowance, Footprint, _settled, excess_after
+from . import footprint
+from .footprint import MB, Allowance, Footprint, excess_after
 
 HELD_BYTES = 8 * MB
 
@@ -36,6 +37,8 @@ def left_by_restarts(_: object, warm_up: int, repeats: int, kept: bool = False) 
     torch.set_num_threads(1)
     lighthouse = LighthouseServer(min_replicas=1)
     os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    if kept:
+        footprint.SETTLE_S = 0.5  # nothing of it will end
     before: list[Footprint] = []
     hoard: list[object] = []
 
@@ -43,7 +46,7 @@ def left_by_restarts(_: object, warm_up: int, repeats: int, kept: bool = False) 
     def main(restart: Restart | None = None) -> list[str]:
         assert restart is not None
         if restart.attempt == warm_up:
-            before.append(_settled())
+            before.append(footprint.settled())
         if restart.attempt == warm_up + repeats:
             return excess_after(before[0], Allowance(32 + repeats // 10, 4 * MB + repeats * 16 * 1024))
         made = train(lighthouse.address())

@@ -61,10 +61,10 @@ def test_restarts_leave_nothing_behind() -> None:
         assert ranks[0].ask(left_by_restarts, 3, 20) == []
 
 
-def test_what_restarts_leave_behind_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_restarts_leave_behind_is_found() -> None:
     """The probe itself: a script that keeps what it has made keeps its memory, too."""
     with running(1, 100) as ranks:
-        left = ranks[0].ask(left_by_restarts, 1, 2, kept=True)
+        left = ranks[0].ask(left_by_restarts, 1, 2, True)
     assert [line for line in left if "resident" in line], left
 
 

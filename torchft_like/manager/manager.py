@@ -564,8 +564,8 @@ class Manager:
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
-        # A gradient may refer to a mesh, that to this Manager, and this to the gradient, by the script's state:
-        # Python's collector does not see that cycle.
+        # A gradient may refer to a mesh, that to this Manager, and this to the gradient by the script's
+        # functions. Python's collector does not see that cycle.
         self._state.forget()
         atexit.unregister(self.shutdown)
 
