@@ -134,6 +134,13 @@ class Lighthouse:
         """Return the sign by which a replica is healthy; "" if it is not."""
         return self._core.sign_of(replica_id)
 
+    def is_suspect(self, replica_id: str) -> bool:
+        """Return whether a replica's session has ended, and it has time to come back: this process was
+        starved.
+        """
+        number = self._core.session_of(replica_id)
+        return number is not None and number not in self._sessions
+
     def address_of(self, replica_id: str) -> str:
         """Return where a replica says that its ManagerServer is; "" if it is not known."""
         return self._addresses.get(replica_id, "")

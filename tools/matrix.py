@@ -70,6 +70,7 @@ ROWS = (
         (
             *("torch==2.11.0", "numpy==1.26.4", "grpcio==1.71.2", "protobuf==6.31.1"),
             *("psutil==5.9.8", "pyzmq==26.0.3", "isal==1.6.1", "setuptools==81.0.0"),
+            *("uvicorn==0.34.0", "prometheus-client==0.21.0"),
         ),
         _GENERATOR,
     ),

@@ -29,6 +29,7 @@ NAMES_MAX = 8  # lost replicas that a recovery names
 _SAMPLES_MAX = 16
 _SAMPLE_EVERY_S = 0.4
 _WAITING_EASING = 0.7
+_REPORTS_MIN = 5  # the share in a few looks is chance
 _SLOWER_PERMILLE = 200  # a straggler waits by so much less than half of the others
 
 
@@ -100,6 +101,7 @@ class Pace:
     heard_time: float = 0.0
     waits_for: str = ""
     waiting_permille: float | None = None  # None if it never said
+    reports: int = 0
     samples: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES_MAX))
 
     def saw(self, step: int, time: float, now: float) -> None:
@@ -130,7 +132,8 @@ class History:
         to_quorum, to_step: how long recoveries took.
         paces: by replica that is there.
         ends: how replicas were lost or left since the last quorum.
-        quorum_began: the time at which the last quorum was formed, in seconds since the Unix epoch.
+        quorum_began: when the last quorum was formed first, in seconds since the Unix epoch; 0 if
+            that was before this lighthouse started.
     """
 
     def __init__(self) -> None:
@@ -142,6 +145,7 @@ class History:
         self.paces: dict[str, Pace] = {}
         self.ends: dict[str, str] = {}
         self.quorum_began = 0.0
+        self._quorum_id = 0
         self._recovering: Recovery | None = None
         self._healing: dict[str, Heal] = {}
         self._newest_step = 0
@@ -162,8 +166,10 @@ class History:
                 self.ends[moment.replica_id] = moment.text[:TEXT_MAX]
 
     def formed(self, quorum_id: int, steps: Mapping[str, int], time: float, now: float) -> None:
-        """Record a quorum, with the steps at which its members have joined."""
-        self.quorum_began, self.ends = time, {}
+        """Record a quorum, perhaps the same again, with the steps at which its members have joined."""
+        if quorum_id != self._quorum_id:
+            self.quorum_began, self._quorum_id = time, quorum_id
+        self.ends = {}
         self._newest_step = max(steps.values(), default=0)
         if (recovery := self._recovering) is not None and recovery.quorum_s is None:
             recovery.quorum_id, recovery.quorum_s = quorum_id, now - recovery.began
@@ -189,7 +195,7 @@ class History:
         permille = min(report.waiting_permille, 1000)
         before = permille if pace.waiting_permille is None else pace.waiting_permille
         pace.waiting_permille = _WAITING_EASING * before + (1 - _WAITING_EASING) * permille
-        pace.waits_for = report.waits_for
+        pace.waits_for, pace.reports = report.waits_for, pace.reports + 1
         if report.heals_from:
             self._heal(replica_id, report, time, now)
         elif (heal := self._healing.get(replica_id)) is not None and report.step >= heal.to_step:
@@ -207,6 +213,7 @@ class History:
             i: pace.waiting_permille
             for i in members
             if (pace := self.paces.get(i)) is not None and pace.waiting_permille is not None
+            if pace.reports >= _REPORTS_MIN
         }
         if len(waiting) < 2:
             return None

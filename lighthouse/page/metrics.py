@@ -72,7 +72,9 @@ class JobMetrics(Collector):
         is_whole = job["state"] in ("formed", "stands")
         yield _gauge("quorum_is_whole", "1 while there is a quorum of which no member is gone", is_whole)
         yield _gauge("quorum_stands", "1 while its members ask for no other", job["state"] == "stands")
-        yield _gauge("quorum_formed_timestamp_seconds", "when the last quorum was formed", job["formed"])
+        yield _gauge(
+            "quorum_formed_timestamp_seconds", "when the last quorum was formed", job["formed"] or 0.0
+        )
         yield _gauge("step", "the newest step that a member has committed", job["step"])
         yield _gauge("steps_per_second", "the median of the members' rates", job["steps_per_s"] or 0.0)
         yield _gauge("is_starved", "1 if this process could not hear just now", self._lighthouse.is_starved)

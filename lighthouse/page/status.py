@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from lighthouse.wire import torchft_pb2 as pb
 
 SCHEMA = 1
-STATES = ("member", "healing", "joined", "left out", "idle", "awaited", "expected", "gone", "refused")
+STATES = (
+    "member",
+    "healing",
+    "joined",
+    "left out",
+    "idle",
+    "awaited",
+    "expected",
+    "suspect",
+    "gone",
+    "refused",
+)
 SHOWN_MAX = 10_000  # replicas in a document
 _SLICE = 32  # replicas, a fifth of a millisecond
 T = TypeVar("T")
@@ -150,18 +161,21 @@ class _View:
         }
 
     def _state(self, replica_id: str) -> str:
-        is_refused = replica_id in self.facts.refused and replica_id not in self._healthy
-        if is_refused or replica_id in self.facts.spares:
-            return "refused" if is_refused else "spare"
-        if replica_id in self._joined:
-            return "left out" if replica_id in self._left_out or replica_id in self.facts.sick else "joined"
-        if replica_id in self._departed or replica_id not in self._healthy:
-            return "gone"
-        if self.lighthouse.sign_of(replica_id) == "expected":
-            return "expected"
-        if replica_id in self._last:
-            return "healing" if replica_id in self._history.healing() else "member"
-        return "idle" if replica_id in self._idle else "awaited"
+        is_healthy, is_last = replica_id in self._healthy, replica_id in self._last
+        is_left_out = replica_id in self._left_out or replica_id in self.facts.sick
+        states = {
+            "refused": replica_id in self.facts.refused and not is_healthy,
+            "spare": replica_id in self.facts.spares,
+            "suspect": self.lighthouse.is_suspect(replica_id),
+            "left out": replica_id in self._joined and is_left_out,
+            "joined": replica_id in self._joined,
+            "gone": replica_id in self._departed or not is_healthy,
+            "expected": self.lighthouse.sign_of(replica_id) == "expected",
+            "healing": is_last and replica_id in self._history.healing(),
+            "member": is_last,
+            "idle": replica_id in self._idle,
+        }
+        return next((state for state, holds in states.items() if holds), "awaited")
 
     def _trouble(self, replica_id: str) -> str:
         if replica_id not in self._healthy and (end := self._history.ends.get(replica_id)):
@@ -182,7 +196,7 @@ class _View:
             "state": "stands" if is_whole and facts.standing else state,
             "quorum_id": facts.last_id if facts.last else None,
             "round": quorum.round,
-            "formed": round(self._history.quorum_began, 3),
+            "formed": round(self._history.quorum_began, 3) or None,
             "members": len(facts.last),
             "gone": len(facts.departed),
             "min_replicas": facts.min_replicas,

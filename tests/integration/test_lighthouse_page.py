@@ -85,8 +85,9 @@ def test_it_shows_members_their_steps_a_loss_and_the_recovery(site: Site) -> Non
             client.join(step=step, address=ADDRESS)
         for client in (a, b, c):
             client.quorum()
-        a.send(progress=pb.Progress(step=12, waits_for="allreduce", waiting_permille=610))
-        b.send(progress=pb.Progress(step=12, waiting_permille=20))
+        for step in range(8, 13):
+            a.send(progress=pb.Progress(step=step, waits_for="allreduce", waiting_permille=610))
+            b.send(progress=pb.Progress(step=step, waiting_permille=20))
         c.send(progress=pb.Progress(step=1, heals_from="b"))
         status = site.wait_for(
             lambda s: [row["step"] for row in s["replicas"]] == [12, 12, 1] and rows(s)["c"]["heal"]["source"]

@@ -110,6 +110,7 @@ class ManagerServer:
         self._hostname = hostname
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
+        self._progress = ProgressLog()
         self._ranks: dict[int, RankListener] = {}
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
         self._dead_s = seconds_of(dead_after, "dead_after")
@@ -269,6 +270,7 @@ class ManagerServer:
         )
 
     def lighthouse_connected(self) -> None:
+        self._progress = ProgressLog()  # that lighthouse has heard nothing
         self._perform(self._group.lighthouse_connected())
         for rank in self._ranks.values():
             rank.lighthouse_connected()
@@ -391,23 +393,23 @@ class ManagerServer:
         """Check regularly whether the rank in this process waits for other replica groups longer than it used
         to.
         """
-        watch, log = StallWatch(), ProgressLog()
+        watch = StallWatch()
         while True:
             try:
                 self._look(watch, listener)
-                self._tell_progress(log, listener)
+                self._tell_progress(listener)
             except Exception:  # an error of the rank, perhaps of a user's process group
                 logger.exception("what a rank waits for could not be seen to")
             await asyncio.sleep(LOOK_EVERY_S)
 
-    def _tell_progress(self, log: ProgressLog, listener: LocalListener) -> None:
+    def _tell_progress(self, listener: LocalListener) -> None:
         """Tell the lighthouse how far the rank is, if it wants to hear that and has not heard it."""
         if not (interval_s := self._link.progress_interval_s):
             return
         wait, (step, source) = listener.waits_for(), listener.step_and_source()
         seen = Report(self._group.last_quorum_id, step, wait.kind if wait else "", heals_from=source)
         members = len(self._group.last_quorum_replica_ids)
-        if (news := log.look(seen, members, interval_s, self._loop.loop.time())) is not None:
+        if (news := self._progress.look(seen, members, interval_s, self._loop.loop.time())) is not None:
             self._link.report_progress(news)
 
     def _look(self, watch: StallWatch, listener: LocalListener) -> None:

@@ -89,7 +89,8 @@ def test_the_straggler_is_the_one_that_waits_for_nobody(
     job: Job, waiting: dict[str, int], slowest: str | None
 ) -> None:
     for replica_id, permille in waiting.items():
-        job.says(replica_id, 1, 0.0, permille)
+        for second in range(5):
+            job.says(replica_id, 1, float(second), permille)
     assert job.history.straggler([*waiting, "silent"]) == slowest
 
 
