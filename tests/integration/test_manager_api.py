@@ -365,7 +365,7 @@ def test_a_replica_that_loaded_a_part_of_a_state_has_no_version(lighthouse: Ligh
 
     before, after = on_both(train)[1]
     assert before["commit_quorum_id"] > 0
-    assert after == {**before, "commit_quorum_id": 0}
+    assert after == {**before, "commit_quorum_id": -1}
 
 
 def test_a_replica_heals_in_the_last_step_of_its_source(lighthouse: LighthouseServer) -> None:
@@ -583,6 +583,6 @@ def test_a_replica_whose_source_refuses_heals_from_another_one(lighthouse: Light
     torch.manual_seed(3)
     with ThreadPoolExecutor(3) as threads:
         (a, _), (b, _), (c, healed_to) = threads.map(train, "abc")
-    assert asked == ["a", "b"]
+    assert sorted(asked) == ["a", "a", "b", "b"], "each offers twice, as the source or to help it"
     assert a == b == c
     assert len(healed_to) == 1

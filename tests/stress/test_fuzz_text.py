@@ -112,7 +112,7 @@ def test_the_flags_are_a_configuration_or_are_refused(flags: list[tuple[str, str
     given_flags = [f"{flag}={value}" for flag, value in flags]
     found = parse_or_refuse(_parse, given_flags, refusals=(AddressError, ConfigError))
     if found is not None:
-        _, config, _ = found
+        config = found.config
         assert config.replicas_max * config.member_bytes_max <= MESSAGE_BYTES_MAX
         assert config.member_bytes_max >= 512
 

@@ -213,7 +213,8 @@ class StateExchange:
         if self._protocol.failure is not None:
             timeout_s *= PATIENCE_WHEN_FAILED
         sources = attempt.sources or self._ask(result, timeout_s)
-        own = self._registry.own()
+        # Before the first step its own state is as good as the peer's, if that dies: it is kept whole.
+        own = self._registry.own() if result.max_step > 0 else None
         destination = Destination[State](None if own is None else {"user": own}, partial(self._check, result))
         try:
             state = self._transport.recv_checkpoint_from(
