@@ -29,6 +29,7 @@ STATES = (
     "member",
     "healing",
     "joined",
+    "spare",
     "left out",
     "idle",
     "awaited",
