@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from benchmarks import peer
 
 # The packages that torchft_like needs, in the versions that constraints.txt pins.
-OURS = ("torch", "numpy", "grpcio", "protobuf", "psutil", "pyzmq", "isal")
+OURS = ("torch", "numpy", "grpcio", "protobuf", "psutil", "pyzmq", "isal", "uvicorn", "prometheus-client")
 
 RELEASE, NIGHTLY = str(peer.RELEASE), str(peer.NIGHTLY)
 ALIAS = "torchft_like.as_torchft"
