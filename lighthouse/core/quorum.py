@@ -21,9 +21,11 @@ Their servers answer, also for a training thread that hangs: they commit nothing
 more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
 counts as little as one that answers no PING.
 
-A quorum takes all replicas that have joined, or, if any of them asked to `shrink_only`, those that were in
-the last quorum; the others stay joined for the next round. These are torchft's rules, except for this: there
-the fast quorum and a shrinking one may fall below `min_replicas`, here nothing does.
+A quorum takes all replicas that have joined, or, if a member of the last quorum asked to `shrink_only`,
+those that were in that; the others stay joined for the next round. The wish is void where too few of these
+are there for any quorum, and where some of them have not joined by `join_timeout` and the rest is no
+majority, or fewer than `min_replicas`. These are torchft's rules, but there the fast quorum and a shrinking
+one may fall below `min_replicas`, a wish to shrink is never void, and that of a newcomer keeps it out.
 
 Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left out,
 and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer than
@@ -440,9 +442,9 @@ class QuorumCore:
             sick=self._sick(now, self._joined),
             standing=self._standing.describe(now) if self._standing is not None else "",
             state=self._state(now),
-            candidates=self._candidates(),
+            candidates=self._candidates(now),
             min_replicas=self._min_replicas,
-            is_shrinking=self._is_shrinking(),
+            is_shrinking=self._is_shrinking(now),
             majority=self._majority(now),
             idle=self._idle(now),
             spares=[spare.replica_id for spare in self._spares],
@@ -467,7 +469,7 @@ class QuorumCore:
         joined, healthy = len(self._joined), len(self._healthy)
         if not joined:
             return QuorumState.NOBODY
-        if self._candidates() < self._min_replicas:
+        if self._candidates(now) < self._min_replicas:
             return QuorumState.TOO_FEW
         if not self._last and now < (self._not_before or now):
             return QuorumState.STARTING
@@ -478,12 +480,25 @@ class QuorumCore:
         late = QuorumState.LATE if now >= self._late_at() else QuorumState.STRAGGLERS
         return QuorumState.COMPLETE if joined == healthy else late
 
-    def _candidates(self) -> int:
+    def _candidates(self, now: float) -> int:
         """Return how many members a quorum of the replicas that have joined would have."""
-        return len(self._last) - self._missing if self._is_shrinking() else len(self._joined)
+        return len(self._last) - self._missing if self._is_shrinking(now) else len(self._joined)
 
-    def _is_shrinking(self) -> bool:
-        return bool(self._shrinking and self._last)
+    def _is_shrinking(self, now: float) -> bool:
+        """Return whether new replicas are left out because a member of the last quorum wishes so.
+
+        The wish is void where fewer than `min_replicas` members are there, and once stragglers are left
+        behind unless the rest is a majority, and enough.
+        """
+        if not self._shrinking:
+            return False
+        members = [join for i in self._last if (join := self._joined.get(i)) is not None]
+        there = sum(i in self._healthy for i in self._last)
+        if there < self._min_replicas or not any(join.member.shrink_only for join in members):
+            return False
+        if len(members) == there or now < self._late_at():
+            return True
+        return len(members) >= max(self._min_replicas, self._majority(now))
 
     def _late_at(self) -> float:
         """Return when stragglers are left behind, by the first join of a replica that does not wait for a
@@ -517,15 +532,17 @@ class QuorumCore:
         return until
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
-        while self._state(now).forms and (foreign := self._of_one_job()[1]):
-            for replica_id, why in foreign.items():
-                self._refuse(replica_id, why, decisions)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
             self._find_members(now, decisions)
         self._fill_places(now, decisions)
         while (state := self._state(now)).forms:
+            if foreign := self._of_one_job()[1]:
+                for replica_id, why in foreign.items():
+                    self._refuse(replica_id, why, decisions)
+                self._form(now, decisions)  # anew: without them there may be no quorum
+                return
             last_id, sick = self._number.quorum_id, self._sick(now, self._joined)
             chosen, links = self._choose(now)
             formed = self._next_quorum(chosen, now)
@@ -542,7 +559,8 @@ class QuorumCore:
         self._deadline = min([self._healthy.next_expiry(), *pauses, *(end for end in ends if end > now)])
         if state is QuorumState.STARTING:
             self._deadline = min(self._deadline, self._not_before or now)
-        if state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
+        is_held = state is QuorumState.TOO_FEW and self._is_shrinking(now)
+        if is_held or state in (QuorumState.STRAGGLERS, QuorumState.NO_MAJORITY):
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
@@ -631,7 +649,7 @@ class QuorumCore:
         quorum beside the others.
         """
         chosen = self._joined
-        if self._is_shrinking():
+        if self._is_shrinking(now):
             chosen = {i: join for i, join in chosen.items() if i in self._last}
         if sick := self._sick(now, chosen):
             at_least = max(self._min_replicas, self._counted(now) - self._counted(now) // 2)
@@ -824,7 +842,7 @@ class QuorumCore:
 
     def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
         """Ask the members to hold for a replica, and name the step once all have answered. Where one has
-        asked, or left, before that step, another one does a step that it will not do: the quorum is broken.
+        asked, or left, at another step, the others cannot meet it there: the quorum is broken.
         """
         standing = self._standing
         if standing is None:
@@ -836,8 +854,8 @@ class QuorumCore:
             standing.settle()
         if (step := standing.ask_at) is None:
             return
-        if (early := standing.ended_before(step)) is not None:
-            self._break(early, decisions)
+        if (apart := standing.not_ended_at(step)) is not None:
+            self._break(apart, decisions)
         elif not was_named and (sessions := self._sessions(standing.holding)):
             decisions.append(QuorumReleased(*self._number, step, sessions))
 

@@ -10,12 +10,12 @@ no member loses one:
 2. each answers with the first step that it has not begun, and begins no step until it is told more. A member
    that has asked for a quorum has answered with the step for which it asked, one that has left with the step
    before which it left;
-3. the lighthouse names the greatest of these steps, and every member asks for a quorum at that step.
+3. the lighthouse names the greatest step of those that hold, and every member asks for a quorum at that step.
 
 INVARIANT: a member begins no step at which another one asks. Whoever answered in 2 begins none before 3, and
 no step that a member has begun is named in 3. Only one that asks by itself, or leaves, be it after 3, cannot
-do as it is told; where another member has begun a step that it will not do, the quorum is broken, as by a
-failed step.
+do as it is told; where another member has begun a step that it will not do, or it asks at a later step than
+others have come to, the quorum is broken, as by a failed step.
 
 A member whose session ends has been told nothing and promised nothing: it goes on. So what it promised in one
 session is asked again in the next one, and a step that was named is named again.
@@ -92,9 +92,11 @@ class StandingQuorum:
 
     def settle(self) -> None:
         """Name the step at which all ask."""
-        self.ask_at = max([*self._not_begun.values(), *self._not_done.values()])
+        self.ask_at = max((self._not_begun or self._not_done).values())
 
-    def ended_before(self, step: int) -> str | None:
-        """Return the first member, if there is one, that has asked or left before a step which others do."""
-        ended = min(self._not_done.items(), key=lambda item: item[1], default=("", step))
-        return ended[0] if ended[1] < step else None
+    def not_ended_at(self, step: int) -> str | None:
+        """Return a member, if there is one, that has asked or left before a step which others do, or at a
+        later one, to which it has not come with them: by a state that it loaded.
+        """
+        others = {member: ended for member, ended in self._not_done.items() if ended != step}
+        return min(others, key=others.__getitem__, default=None)

@@ -6,6 +6,7 @@ so the rules must be a function of that list alone. They are torchft's, with the
 * Replicas are up to date when both their step and the quorum in which they committed it are the newest.
   A step may be committed by a replica in a quorum that broke just then, and again by the survivors in
   the next one; the two states differ although their steps are equal.
+* If the newest states are disowned, no two of them are equal: all take over one, as in the first step.
 * If replicas report fingerprints of their state (`divergence.comparison`), those that differ from the rest
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
@@ -21,6 +22,7 @@ from typing import NamedTuple, Protocol
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
 SOURCES_MAX = 4  # of one healing member: each copies its state, and a few fill the member's link
+DISOWNED = -2  # in the place of the quorum in which a state was committed, of one that is of no version
 NO_STATE = -1  # in the place of the quorum in which its state was committed, of a rank that has none
 
 
@@ -128,7 +130,7 @@ def assign(
     versions = [(member.step, member.commit_quorum_id) for member in members]
     newest = max(versions)
     up_to_date = [rank for rank, version in enumerate(versions) if version == newest]
-    is_first = init_sync and newest[0] == 0
+    is_first = (init_sync and newest[0] == 0) or newest[1] == DISOWNED
     divergence = None if is_first else compare([members[rank] for rank in up_to_date])
     if divergence is not None and divergence.heals:
         wrong = set(divergence.replica_ids)

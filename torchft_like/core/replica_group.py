@@ -291,7 +291,7 @@ class ReplicaGroup:
             self._has_new_forms = True
         self._metadata[join.group_rank] = join.checkpoint_metadata
         if len(self._joins) < self.world_size:
-            return [*self._refuse_votes(), *self._hold_others()]
+            return [*self._refuse_votes(), *self._release_others(join), *self._hold_others()]
         self._held = None
         joins = [join for _, join in sorted(self._joins.items())]
         versions = {(j.step, j.commit_quorum_id) for j in joins}
@@ -307,7 +307,7 @@ class ReplicaGroup:
             fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([j.broken_quorum_id for j in joins]),
             reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
-            may_stand=all(j.may_stand for j in joins),
+            may_stand=not self._is_torn and all(j.may_stand for j in joins),
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
         )
@@ -325,6 +325,14 @@ class ReplicaGroup:
             room = CHARACTERS_MAX // len({form.digest for form in self._forms.values()})
             forms = tuple(bounded(form, room) for _, form in sorted(self._forms.items()))
         return Identity(self.job_id, min(j.first_quorum_id for j in joins), forms)
+
+    def _release_others(self, join: RankJoin) -> list[StepLostNotice]:
+        """Release the other ranks from a step that this one has given up, perhaps without a vote; the first
+        rank that says so is enough. After the alarm for a member they need no release, and have lost no step.
+        """
+        broken = [j for j in self._joins.values() if 0 < j.broken_quorum_id == self.last_quorum_id]
+        is_news = broken == [join] and not self._is_over
+        return [StepLostNotice(self._not_joined(), self.last_quorum_id)] if is_news else []
 
     def _say_join(self) -> list[GroupJoin]:
         return [] if self._open_join is None or self._links.is_unsettled else [self._open_join]
@@ -413,7 +421,8 @@ class ReplicaGroup:
         """Go on once all ranks hold: the lighthouse names the step or, if the quorum is over, the group."""
         if self._held is None or len(self._held) < self.world_size:
             return []
-        number, step = (self.last_quorum_id, self.last_quorum_round), max(self._held.values())
+        number = self.last_quorum_id, self.last_quorum_round
+        step = max([self._held[rank] for rank in self._not_joined()])  # one at least, or the group would join
         if self._is_over:
             return self.released(*number, step)
         return self._told_to_ask_at(step) or [GroupHolds(*number, step)]
@@ -435,14 +444,14 @@ class ReplicaGroup:
         return self.hold(self.last_quorum_id, self.last_quorum_round)
 
     def _told_to_ask_at(self, step: int) -> list[Effect]:
-        """Give the quorum up if a rank has asked for an earlier step, which others have begun; those that
-        hold fail it.
+        """Give the quorum up if a rank has asked for an earlier step, which others have begun, or for a later
+        one, with a state that it loaded; those that hold fail it.
         """
-        early = [rank for rank, join in self._joins.items() if join.step < step]
-        if not early:
+        apart = [rank for rank, join in self._joins.items() if join.step != step]
+        if not apart:
             return []
         self._held = None
-        given_up = self._give_up_for(f"rank {early[0]} asks for a quorum, and others go on")
+        given_up = self._give_up_for(f"rank {apart[0]} asks for a quorum, and others go on")
         return [given_up, ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
 
     def _not_joined(self) -> tuple[int, ...]:

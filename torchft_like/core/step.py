@@ -35,7 +35,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_like.core.assignment import NO_STATE, QuorumResult
+from torchft_like.core.assignment import DISOWNED, NO_STATE, QuorumResult
 
 
 class WorldSizeMode(Enum):
@@ -148,6 +148,7 @@ class StepProtocol:
             self._blame_itself(self.quorum_id, GIVEN_UP)
             self._broken.add(self.quorum_id)
         self.steps_given_up += self.in_step
+        self._failures.pop(self.quorum_id, None)  # of an earlier attempt; what it broke stays broken
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
         self.healing = self._lacks_state = False
@@ -269,18 +270,19 @@ class StepProtocol:
         self.healing = self._rules.use_async_quorum
 
     def disown_state(self) -> None:
-        """Declare the state not to be that of the step, so that a replica that has it is ahead of this
-        rank.
+        """Declare the state not to be that of the step, so that a replica that has it is ahead of this rank,
+        and one that has not either is not equal to it.
         """
-        self.commit_quorum_id = min(self.commit_quorum_id, 0)
-        self._stands = False
+        if self.commit_quorum_id != NO_STATE:
+            self.commit_quorum_id = DISOWNED
+        self._stands = self._was_bound = False
 
     def lose_state(self) -> None:
         """Declare that there is no state, as a part of it is a peer's: this rank takes over a peer's, or is
         lost.
         """
         self.commit_quorum_id = NO_STATE
-        self._stands = False
+        self._stands = self._was_bound = False
 
     def counters(self) -> dict[str, int]:
         """Return the state's version and origin, and the number of batches so far, for peers and periodic

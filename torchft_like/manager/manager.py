@@ -259,6 +259,8 @@ class Manager:
         attempt.ask = partial(self._ask, attempt, own, shrink_only)
         if not attempt.is_standing:
             attempt.ask()
+        if last is not None:
+            self._exchange.give_up(last)
         if not self._rules.use_async_quorum:
             self._driver.wait_configured(attempt)
             self._exchange_state(attempt)

@@ -30,7 +30,7 @@ import torch
 
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.step import StepProtocol
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
@@ -117,7 +117,7 @@ class StateExchange:
         plan, result = attempt.take_plan(), attempt.result
         if plan is None or result is None:
             return
-        serves = plan.serve or (plan.help and self._transport.takes_helpers)
+        serves = self._serves(plan)
         if not (serves or plan.heal or self._is_serving):
             return
         if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
@@ -130,6 +130,16 @@ class StateExchange:
                 self._heal(attempt, result)
         finally:
             attempt.is_exchanging = False
+
+    def give_up(self, attempt: Attempt) -> None:
+        """Tell peers that wait for the state of a step which this rank has given up that it does not come."""
+        plan, result = attempt.take_plan(), attempt.result
+        if plan is not None and result is not None and self._serves(plan):
+            self._is_serving = True
+            self._refuse(list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up")
+
+    def _serves(self, plan: Plan) -> bool:
+        return plan.serve or (plan.help and self._transport.takes_helpers)
 
     def _serve(self, serves: bool, result: QuorumResult) -> None:
         """Offer the state to healing replicas. A failure is reported to them, and spoils neither this rank

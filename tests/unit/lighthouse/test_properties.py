@@ -273,8 +273,10 @@ class LighthouseHistory(RuleBasedStateMachine):
         limit = self.config.join_timeout_ms / 1000
         is_late = any(self.now >= since + limit for since in self.since.values())
         assert fast or is_late or len(self.joined) > len(healthy) // 2
-        shrinking = any(m.shrink_only for m in self.joined.values())
-        candidates = self.joined.keys() & last if shrinking and last else set(self.joined)
+        members = self.joined.keys() & last
+        is_void = len(members) < self.config.min_replicas or (is_late and not ids <= members)
+        shrinking = any(self.joined[i].shrink_only for i in members) and not is_void
+        candidates = members if shrinking else set(self.joined)
         assert ids <= candidates
         self._check_links(ids, candidates, 0 if is_late else len(healthy))
 

@@ -225,9 +225,9 @@ class Twin:
         steps = standing.holds | standing.ends
         was_named = standing.ask_at is not None
         if not was_named and ids <= steps.keys():
-            standing.ask_at = max(steps.values())
+            standing.ask_at = max((standing.holds or steps).values())
         if (ask_at := standing.ask_at) is not None:
-            early = [i for i, step in standing.ends.items() if step < ask_at]
+            early = [i for i, step in standing.ends.items() if step != ask_at]
             if early:
                 self.break_quorum(min(early, key=standing.ends.__getitem__), out)
             elif not was_named and (told := self.numbers(set(standing.holds))):
@@ -413,19 +413,20 @@ class Twin:
 
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
-        while self.is_quorum(now) and not self.is_divided() and (foreign := self.foreign()):
-            for replica_id, why in foreign.items():
-                self.refuse(replica_id, why, out)
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
         is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
         if is_ready and self.may_go_on(now):
             out += self.look_for_members(now)
         while self.is_quorum(now) and not self.is_divided():
+            if foreign := self.foreign():
+                for replica_id, why in foreign.items():
+                    self.refuse(replica_id, why, out)
+                return out + self.form(now)
             last_id = self.last[0].quorum_id
             pauses = {j.member.replica_id: j for j in self.joined if now < j.let_in}
             sick = {i: j.member for i, j in pauses.items()}
-            well = self.without_sick(self.chosen(), sick, self.counted(now))
+            well = self.without_sick(self.chosen(now), sick, self.counted(now))
             chosen, links = self.without_broken_links(well, self.counted(now))
             formed = self.next_quorum(chosen, now)
             waiting = {j.member.replica_id for j in self.joined}
@@ -493,14 +494,19 @@ class Twin:
         left_out = LeftOut(self.last[0].quorum_id, tuple(sorted(out)), tuple(links), sessions, reasons)
         return [left_out] if is_news else []
 
-    def chosen(self) -> list[Joined]:
-        if self.last[1] and any(j.member.shrink_only for j in self.joined):
-            return [j for j in self.joined if j.member.replica_id in self.last[1]]
-        return self.joined
+    def chosen(self, now: float) -> list[Joined]:
+        last = self.last[1]
+        there, members = last & self.healthy(), [j for j in self.joined if j.member.replica_id in last]
+        if not any(j.member.shrink_only for j in members) or len(there) < self.config.min_replicas:
+            return self.joined
+        is_late = now >= self.first_join() + self.config.join_timeout_ms / 1000
+        needed = max(self.config.min_replicas, len(self.counted(now)) // 2 + 1)
+        is_void = is_late and len(members) < min(needed, len(there))
+        return self.joined if is_void else members
 
     def is_quorum(self, now: float) -> bool:
         joined, last = {j.member.replica_id for j in self.joined}, self.last[1]
-        if last and last <= joined and len(self.chosen()) >= self.config.min_replicas:
+        if last and last <= joined and len(self.chosen(now)) >= self.config.min_replicas:
             return True
         if not self.has_majority(now):
             return False
@@ -516,7 +522,7 @@ class Twin:
         return self.is_large_enough(now) and is_broken and not is_fast and not self.has_majority(now)
 
     def is_large_enough(self, now: float) -> bool:
-        if not self.joined or len(self.chosen()) < self.config.min_replicas:
+        if not self.joined or len(self.chosen(now)) < self.config.min_replicas:
             return False
         return bool(self.last[1]) or now >= (self.began or 0.0) + self.config.start_grace_ms / 1000
 

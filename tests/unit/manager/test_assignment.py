@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
+from torchft_like.core.assignment import DISOWNED, NotAMemberError, QuorumResult, assign
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,6 +77,16 @@ def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> N
     assert results["b"].recover_src_replica_rank == results["c"].recover_src_replica_rank == 0
     assert results["b"].max_replica_rank == 1, "they count as participants, as in torchft"
     assert not result_of(members, "b", init_sync=False).heal
+
+
+@pytest.mark.heal_is_clean
+def test_states_of_no_version_are_not_equal_and_all_take_over_one_of_them() -> None:
+    """The optimizers of a and b raised after the same commit, and left each a state of its own."""
+    members = [Member("a", 5, DISOWNED), Member("b", 5, DISOWNED), Member("c", 4, 9)]
+    assert result_of(members, "a", init_sync=False).recover_dst_replica_ranks == (1, 2)
+    assert result_of(members, "b", init_sync=False).recover_src_replica_rank == 0
+    owned = [*members, Member("d", 5, 8)]
+    assert result_of(owned, "d").recover_dst_replica_ranks == (0, 1, 2)
 
 
 @pytest.mark.heal_is_clean

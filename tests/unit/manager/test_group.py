@@ -128,6 +128,29 @@ def test_ranks_at_other_steps_are_released_too() -> None:
     assert group.rank_voted(1, Verdict(0, False)) == [StepLostNotice((0,), 10)]
 
 
+@pytest.mark.progress
+def test_the_first_rank_that_gives_a_step_up_without_a_vote_releases_the_others() -> None:
+    """Each may wait for a rank of another group that waits for the one that gave up, or one beside it."""
+    group = ReplicaGroup("a", 3)
+    for rank in range(3):
+        group.rank_joined(join(rank))
+    group.quorum_formed(9, members("a", "b"), 1, stands=True)
+    gave_up = {"commit_failures": 1, "broken_quorum_id": 9}
+    assert group.rank_joined(join(1, **gave_up)) == [StepLostNotice((0, 2), 9)]
+    assert group.rank_joined(join(2, **gave_up)) == []
+
+
+@pytest.mark.progress
+def test_ranks_that_ask_after_a_death_between_two_steps_lose_none() -> None:
+    group = ReplicaGroup("a", 2)
+    for rank in range(2):
+        group.rank_joined(join(rank))
+    group.quorum_formed(9, members("a", "b"), 1, stands=True)
+    group.member_lost(9, "b", "gone")
+    asks = {"commit_failures": 1, "broken_quorum_id": 9}
+    assert group.rank_joined(join(0, **asks)) == []
+
+
 @pytest.mark.agreement
 def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
     group = ReplicaGroup("a", 2)

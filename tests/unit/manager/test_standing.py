@@ -133,6 +133,17 @@ class TestRank:
         assert p.failure is ERROR
         assert not p.vote()
 
+    def test_an_error_that_came_before_the_attempt_is_none_of_it_and_what_it_broke_stays_broken(self) -> None:
+        p = standing()
+        p.fail(1, ERROR)
+        going_on(p)
+        assert not p.can_communicate
+        assert not p.vote()
+        assert p.ask_instead()
+        p.agreed(quorum(2), allow_heal=True)
+        p.bind()
+        assert p.vote()
+
     def test_without_a_lighthouse_it_goes_on(self) -> None:
         p = going_on(standing())
         p.hold(1)
@@ -211,12 +222,15 @@ class TestGroup:
         assert group.rank_joined(join(2)) == [GroupJoin(4, False, 0, 2)]
 
     def test_a_rank_that_asks_for_a_step_which_another_has_begun_breaks_the_quorum(self) -> None:
-        group = formed(2)
+        group = formed(3)
         group.rank_joined(join(1))
-        notice, release = group.rank_holds(0, 9, 5)
+        group.rank_holds(2, 9, 4)
+        notice, released = group.rank_holds(0, 9, 5)
         assert isinstance(notice, LossNotice)
         assert notice.is_alive
-        assert release == ReleaseRanks((0,), 9, None)
+        assert released == ReleaseRanks((0, 2), 9, None), (
+            "a rank that holds before step 4 would hold for ever"
+        )
         assert group.rank_voted(0, Verdict(4, committed=True)) == [
             RankVerdict(0, Verdict(4, committed=False))
         ]
@@ -250,6 +264,18 @@ class TestGroup:
         group.hold(9, 1)
         group.rank_holds(0, 9, 5)
         assert group.rank_left(1, "done") == [ReleaseRanks((0, 1), 9, None), GroupLeftNotice((), ANY)]
+
+    def test_a_rank_that_asks_with_a_state_of_a_later_step_breaks_the_quorum(self) -> None:
+        group = formed(2)
+        group.rank_joined(join(1)._replace(step=30))
+        notice, released = group.rank_holds(0, 9, 4)
+        assert isinstance(notice, LossNotice)
+        assert released == ReleaseRanks((0,), 9, None), (
+            "step 30 never comes: rank 1 takes no part in the steps before"
+        )
+        (asked,) = group.rank_joined(join(0, may_stand=True))
+        assert isinstance(asked, GroupJoin)
+        assert not asked.may_stand
 
     def test_a_loss_makes_all_ranks_ask_at_the_same_step(self) -> None:
         group = formed(2)

@@ -14,7 +14,7 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, qu
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
-from torchft_like.core.assignment import NO_STATE
+from torchft_like.core.assignment import DISOWNED, NO_STATE
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,
@@ -140,6 +140,18 @@ def test_a_replica_that_cannot_serve_commits_and_tells_who_asks(replica: Replica
     replica.registry.register("model", ignore, no_memory)
     assert replica.end(replica.begin(5, a=step, b=0))
     assert replica.transport.refused == [([1], step, "RuntimeError: no memory for a copy")]
+
+
+@pytest.mark.progress
+def test_a_replica_that_gives_a_step_up_tells_who_waits_for_its_state(replica: Replica) -> None:
+    replica.registry.register("model", ignore, dict)
+    given_up = replica.begin(5, **SERVES)
+    replica.exchange.give_up(given_up)
+    assert replica.transport.refused == [([1], 3, "it has given its step up")]
+    served = replica.begin(6, **SERVES)
+    assert replica.end(served)
+    replica.exchange.give_up(served)
+    assert len(replica.transport.refused) == 1
 
 
 @pytest.mark.heal_is_clean
@@ -332,7 +344,7 @@ def test_a_replica_whose_state_is_partly_a_peers_has_none(
     assert not replica.end(replica.begin(5, **HEALS))
     assert replica.protocol.begin().commit_quorum_id == (NO_STATE if is_written else 4)
     replica.protocol.disown_state()
-    assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else 0)
+    assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else DISOWNED)
 
 
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.core.assignment import QuorumResult, assign
+from torchft_like.core.assignment import DISOWNED, QuorumResult, assign
 from torchft_like.core.step import Plan, StepProtocol, StepRules, WorldSizeMode
 
 
@@ -279,6 +279,18 @@ def test_a_replica_that_was_to_heal_and_did_not_may_commit_again_once_it_need_no
     p.decide(committed=False)
     ready(p, 2)
     assert p.vote()
+
+
+@pytest.mark.heal_is_clean
+def test_a_state_that_was_changed_in_part_is_of_no_version_and_its_quorum_does_not_stand() -> None:
+    p = protocol()
+    ready(p)
+    p.bind()
+    p.decide(committed=True)
+    p.disown_state()
+    join = p.begin()
+    assert join.commit_quorum_id == DISOWNED
+    assert not join.may_stand
 
 
 @pytest.mark.no_zombie
