@@ -147,6 +147,48 @@ def test_a_delay_is_felt_when_steps_take_longer_by_it() -> None:
         assert bool(judge(injection, story.log, JOB, story.now).felt) is is_felt
 
 
+@pytest.mark.parametrize(("is_idle", "waited_s"), [(True, 8.0), (True, 0.0), (False, 8.0)])
+def test_idle_members_are_felt_by_a_survivor_that_waits(is_idle: bool, waited_s: float) -> None:
+    story = Story().steps(5)
+    injection = injection_of(story, "idle", "r1", "r2")
+    for name in ("r1", "r2"):
+        story.event("loss", "r0", member=f"{name}:1", reason="-")
+    if is_idle:
+        story.note("idle", "r1", seconds=15.0)
+    story.now += waited_s
+    story.new_quorum("r1", "r2").steps(5)
+    assert bool(judge(injection, story.log, JOB, story.now).felt) is (is_idle and waited_s > 0)
+
+
+def test_a_step_that_is_given_up_is_felt_by_another_replica() -> None:
+    story = Story().steps(5)
+    injection = injection_of(story, "give-up", "r2")
+    story.event("error", "r2", reason="-").note("given_up", "r2")
+    assert not judge(injection, story.log, JOB, story.now).felt
+    story.event("abort", "r0", reason="given up by r2:1: it begins another step")
+    assert judge(injection, story.log, JOB, story.now).felt
+
+
+@pytest.mark.parametrize("members", [["r2:1"], ["r1:1"], ["r1:1", "r2:1"]])
+def test_a_sick_replica_is_felt_when_it_alone_is_left_out_and_the_others_go_on(members: list[str]) -> None:
+    story = Story().steps(5)
+    injection = injection_of(story, "sick", "r2")
+    story.event("left_out", members=members, reasons=["-"], source="lighthouse")
+    assert not judge(injection, story.log, JOB, story.now).felt
+    story.new_quorum("r2").steps(5)
+    assert bool(judge(injection, story.log, JOB, story.now).felt) is (members == ["r2:1"])
+
+
+def test_a_stranger_is_felt_when_it_is_refused_and_nobody_notices() -> None:
+    story = Story().steps(5)
+    injection = injection_of(story, "foreign", stranger="stranger")
+    assert not judge(injection, story.log, JOB, story.now).felt
+    story.event("refused", member="stranger:1", reason="wider", source="lighthouse").steps(5)
+    assert judge(injection, story.log, JOB, story.now).felt
+    story.event("error", "r0", reason="-")
+    assert not judge(injection, story.log, JOB, story.now).felt
+
+
 def test_lost_packets_are_felt_when_segments_were_sent_again() -> None:
     story = Story().steps(5)
     assert not judge(injection_of(story, "loss", lost=9, retransmits=0), story.log, JOB, story.now).felt

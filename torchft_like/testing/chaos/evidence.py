@@ -22,6 +22,7 @@ from torchft_like.testing.log import Log, name_of, rank_of
 COMPARED_S = 3.0
 RECOVERY_S_MAX = 20.0
 WHOLE_S_MAX = 60.0
+WAITED_S = 1.0
 STALLS = ("loss", "abort", "error", "disconnected")
 
 
@@ -150,8 +151,9 @@ class View:
         told = (float(event["time"]) for event in self.events(*STALLS) if not self.is_victim(event))
         return min(told, default=self.injection.time)
 
-    def longest_pause(self, until: float) -> float:
+    def longest_pause(self, until: float | None = None) -> float:
         """Return the longest time, from the injection on, in which no survivor committed."""
+        until = self._until if until is None else until
         survivors = self.job.processes(without=self.injection.victims)
         times = [c.time for c in self.commits() if c.time <= until and rank_of(c) in survivors]
         moments = sorted({self.injection.time, *times, until})
@@ -224,6 +226,38 @@ def _came_and_went(view: View) -> str:
     names = [frozenset(map(name_of, commit.members)) for commit in view.commits()]
     gone = [victim for victim in view.injection.victims if any(victim not in members for members in names)]
     return f"quorums went on without {_and(gone)}" if len(gone) == len(view.injection.victims) else ""
+
+
+def _waited_for_the_idle(view: View) -> str:
+    """Check that replica groups were idle, that a survivor was told of each loss, and that it had to wait."""
+    idle = {str(note["replica"]) for note in view.notes("idle")}
+    felt, pause_s = _left_out(view), view.longest_pause()
+    has_waited = idle and felt and pause_s > WAITED_S
+    return f"{felt}; {_and(idle)} idle, no step for {pause_s:.2f} s" if has_waited else ""
+
+
+def _given_up(view: View) -> str:
+    """Check that a victim gave a step up, and that this ended the step of another one."""
+    gave_up = view.notes("given_up")
+    ended = [event for event in view.events("abort", "error") if not view.is_victim(event)]
+    return f"{name_of(str(ended[0]['replica_id']))}: {ended[0]['reason']}" if gave_up and ended else ""
+
+
+def _sick_left_out(view: View) -> str:
+    """Check that the lighthouse left the victim out for what it fails with by itself, and others went on."""
+    victims = set(view.injection.victims)
+    told = [e for e in view.events("left_out") if e["source"] == "lighthouse" and e["reasons"]]
+    named = [event for event in told if set(map(name_of, event["members"])) == victims]
+    without = [c for c in view.commits() if not victims & set(map(name_of, c.members))]
+    return f"left out: {named[0]['reasons'][0]}" if named and without else ""
+
+
+def _refused(view: View) -> str:
+    """Check that the lighthouse refused the stranger, and that nobody of the job noticed."""
+    stranger = view.injection.details["stranger"]
+    refused = [event for event in view.events("refused") if name_of(event["member"]) == stranger]
+    noticed = [*view.events(*STALLS), *view.notes("ended", "failed")]
+    return f"refused: {refused[0]['reason']}" if refused and not noticed else ""
 
 
 def _backend_lost(view: View) -> str:
@@ -323,6 +357,11 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "stop": _left_out,
         "stop-rank": _did_not_restart,
         "starve": _starved,
+        "slow": _slowed,
+        "idle": _waited_for_the_idle,
+        "give-up": _given_up,
+        "sick": _sick_left_out,
+        "foreign": _refused,
         "leave": _left_out,
         "leave-half": _left_out,
         "leave-in-join": _came_and_went,

@@ -7,12 +7,14 @@ when the run is interrupted in between. None of them waits.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +33,7 @@ from torchft_like.testing.processes import RunningProcess, run_tool
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
+_RUNS_S = 0.05  # how long a starved replica runs between two stops
 
 
 @dataclass
@@ -135,6 +138,79 @@ def _starve(target: Target, planned: Planned) -> Iterator[Injected]:
         for process in busy:
             process.kill()
             process.wait()
+
+
+@contextmanager
+def _slow(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Stop the victim again and again, for less than a PING may take; all replica groups have to go on."""
+    victim, is_over = target.replica(planned), threading.Event()
+    injected = Injected(details={"host": victim.name, "delay_s": planned.amount / 2, "delayed": 0})
+
+    def starve() -> None:
+        for times in itertools.count(1):
+            victim.signal(signal.SIGSTOP)
+            is_over.wait(planned.amount)
+            victim.signal(signal.SIGCONT)
+            injected.details["delayed"] = times
+            if is_over.wait(_RUNS_S):
+                return
+
+    thread = threading.Thread(target=starve, name="chaos_slow")
+    thread.start()
+    try:
+        yield injected
+    finally:
+        is_over.set()
+        thread.join()
+
+
+@contextmanager
+def _let_idle(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Let the victims start again without joining, and then kill another one, so that they are most of the
+    job.
+    """
+    idle, replicas = target.half(planned), target.job.replicas
+    victims = [*idle, replicas[(planned.victim + len(idle)) % len(replicas)]]
+    for victim in idle:
+        _ask_worker(target, "idle", victim, str(1.5 * target.job.settings.join_timeout_ms / 1000))
+        victim.signal(signal.SIGKILL)
+    try:
+        yield Injected(tuple(victim.name for victim in victims))
+    finally:
+        victims[-1].signal(signal.SIGKILL)
+
+
+@contextmanager
+def _give_up(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    _ask_worker(target, "give-up", victim)
+    yield Injected((victim.name,))
+
+
+@contextmanager
+def _sicken(target: Target, planned: Planned) -> Iterator[Injected]:
+    victim = target.replica(planned)
+    _ask_worker(target, "sick", victim)
+    victim.signal(signal.SIGKILL)
+    try:
+        yield Injected((victim.name,))
+    finally:
+        clear_triggers(target)
+
+
+@contextmanager
+def _invite_a_stranger(target: Target, planned: Planned) -> Iterator[Injected]:
+    """Start a foreign trainer; there is no victim, as nobody of the job may notice."""
+    stranger = target.job.start_stranger()
+    try:
+        yield Injected(details={"stranger": stranger.name})
+    finally:
+        for rank in stranger.ranks:
+            rank.kill()
+
+
+def _ask_worker(target: Target, what: str, victim: Group, text: str = "") -> None:
+    (target.job.triggers / f"{what}.{victim.name}").write_text(text)
 
 
 @contextmanager
@@ -306,6 +382,11 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "stop": _stop,
         "stop-rank": _stop_rank,
         "starve": _starve,
+        "slow": _slow,
+        "idle": _let_idle,
+        "give-up": _give_up,
+        "sick": _sicken,
+        "foreign": _invite_a_stranger,
         "leave": _leave,
         "leave-half": _leave_half,
         "leave-in-join": _leave_in_join,

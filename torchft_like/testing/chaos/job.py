@@ -29,6 +29,7 @@ from torchft_like.testing.processes import OutputError, kill_all
 
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29600
+STRANGER = "stranger"  # the name of a trainer that is no part of the job
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
@@ -143,7 +144,8 @@ class ChaosJob(Cluster):
         """Return the address and the network namespace of a host."""
         if self.network is None:
             return super().host_of(name)
-        return self.network.address(name), self.network.namespace(name)
+        host = LIGHTHOUSE if name == STRANGER else name
+        return self.network.address(host), self.network.namespace(host)
 
     def _start_replica(self, name: str) -> Group:
         settings, index = self.settings, self.index_of(name)
@@ -162,6 +164,14 @@ class ChaosJob(Cluster):
         if is_cold:
             variables |= _importable()
         return self.launch(name, command, size=settings.ranks, variables=variables, is_cold=is_cold)
+
+    def start_stranger(self) -> Group:
+        """Start a trainer of a wider model; it is no part of the job, and is not started again."""
+        order = self._order(STRANGER, 0)
+        order = replace(order, training=replace(order.training, width=2 * order.training.width))
+        variables = {"CHAOS_HOST": self.host_of(STRANGER)[0]}
+        command = [WORKER, order.to_json()]
+        return self.launch(STRANGER, command, size=self.settings.ranks, variables=variables)
 
     def _order(self, name: str, index: int) -> Order:
         training = self.settings.training

@@ -19,6 +19,7 @@ class Training:
           recovery depends on it unseen.
         quorum_timeout_s: how long a replica waits for a quorum.
         checkpoint_every: the steps between two checkpoints on disk.
+        width: the width of the model; a trainer of a wider one is foreign to the job.
         backend: "gloo", "baby-gloo", or "mixed" for baby-gloo in the last replica group only.
     """
 
@@ -27,6 +28,7 @@ class Training:
     timeout_s: float = 30.0
     quorum_timeout_s: float = 60.0
     checkpoint_every: int = 5
+    width: int = 16
     backend: str = "gloo"
 
 

@@ -47,6 +47,27 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
         "starve": Kind(
             "busy processes take the processor from every process of the job", (3.0, 10.0), (5.0, 5.0)
         ),
+        "slow": Kind(
+            "a replica group is starved: stopped again and again for a moment", (3.0, 5.0), (0.1, 0.3)
+        ),
+        "idle": Kind(
+            "half of the replica groups are killed and come back, but do not join; another one is killed",
+            (2.0, 3.0),
+            needs=("third", "worker"),
+        ),
+        "give-up": Kind("a script gives a step up in its backward pass", needs=("worker",)),
+        "sick": Kind(
+            "a replica group is killed and comes back, and cannot be configured for a while",
+            (3.0, 5.0),
+            needs=("worker",),
+            is_lifted_when_felt=True,
+        ),
+        "foreign": Kind(
+            "a trainer of a wider model comes to the job's lighthouse",
+            (0.5, 1.0),
+            needs=("worker",),
+            is_lifted_when_felt=True,
+        ),
         "leave": Kind("a replica group leaves in good order, and is started again"),
         "leave-half": Kind("half of the replica groups leave at once, and come back at once"),
         "leave-in-join": Kind(

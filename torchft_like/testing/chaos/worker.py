@@ -2,8 +2,9 @@
 
 It writes every step that it commits into a journal, with a digest of its parameters and a ledger of the
 replicas that took part (`invariants.Commit`), and every checkpoint that it saved, or could not save. Its
-state goes to healing peers through a relay that can spoil it; the engine asks for that by putting a file into
-the folder of triggers. It knows nothing of any other fault.
+state goes to healing peers through a relay that can spoil it; the engine asks for that, for a step that is
+given up, for a start that joins no quorum at first, and for a process group that cannot be configured, by
+putting a file into the folder of triggers. It knows nothing of any other fault.
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from __future__ import annotations
 import errno
 import os
 import sys
+import time
 from datetime import timedelta
+from functools import wraps
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
 from torchft_like import Manager, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.shutdown_signals import Stop, stop_on_signals
 from torchft_like.testing.chaos.orders import Order
 from torchft_like.testing.journal import JOURNAL_ENV, Journal
 from torchft_like.testing.relay import Filter, at, cut, flip_bit
@@ -25,6 +29,7 @@ from torchft_like.testing.training import Loop, Model, RelayedTransport, prepare
 
 # The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
+IDLE_LOOK_S = 0.1
 TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
 
 
@@ -33,13 +38,55 @@ def main() -> None:
     prepare_process()
     order = Order.from_json(sys.argv[1])
     training, journal = order.training, Journal.of_this_process()
-    model = Model(f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024)
+    name, ballast_bytes = f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024
+    model = Model(name, ballast_bytes, width=training.width)
     checkpoint = Checkpoint(Path(order.checkpoints), Path(os.environ[JOURNAL_ENV]).stem, journal)
     with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
-        loop = Loop(model, manager, journal, order.index, training.pause_s)
+        script = Script(order, journal)
+        script.idle(stop)
+        loop = Loop(model, manager, journal, order.index, training.pause_s, script.visit)
         while not stop.requested:
-            if loop.attempt_step() and manager.current_step() % training.checkpoint_every == 0:
+            try:
+                has_committed = loop.attempt_step()
+            except StepGivenUpError:
+                continue
+            if has_committed and manager.current_step() % training.checkpoint_every == 0:
                 checkpoint.save(manager.current_step(), model.net)
+
+
+class StepGivenUpError(Exception):
+    """The engine wants a step to be given up."""
+
+
+class Script:
+    """What a script may do by itself, when the engine asks this replica group for it."""
+
+    def __init__(self, order: Order, journal: Journal) -> None:
+        self._triggers, self._name = Path(order.triggers), order.name
+        self._journal = journal
+
+    def idle(self, stop: Stop) -> None:
+        """Be registered, and do nothing, for as long as the engine wants."""
+        if seconds := self._asked_for("idle"):
+            self._journal.write("idle", seconds=float(seconds))
+            end = time.monotonic() + float(seconds)
+            while time.monotonic() < end and not stop.requested:
+                time.sleep(IDLE_LOOK_S)
+
+    def visit(self, place: str) -> None:
+        """Raise in the backward pass if the engine wants this step to be given up."""
+        if place == "backward" and self._asked_for("give-up") is not None:
+            self._journal.write("given_up")
+            raise StepGivenUpError
+
+    def _asked_for(self, what: str) -> str | None:
+        trigger = self._triggers / f"{what}.{self._name}"
+        try:
+            text = trigger.read_text()
+            trigger.unlink()
+        except FileNotFoundError:
+            return None
+        return text
 
 
 class Checkpoint:
@@ -106,9 +153,19 @@ def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
 
 
 def _process_group(order: Order, timeout: timedelta) -> ProcessGroup:
-    if order.training.backend == "baby-gloo":
-        return ProcessGroupBabyGloo(timeout)
-    return ProcessGroupGloo(timeout)
+    """Return a process group that cannot be configured while the engine wants this replica group sick."""
+    is_baby = order.training.backend == "baby-gloo"
+    group: ProcessGroup = ProcessGroupBabyGloo(timeout) if is_baby else ProcessGroupGloo(timeout)
+    trigger, configure = Path(order.triggers) / f"sick.{order.name}", group.configure
+
+    @wraps(configure)
+    def configure_if_well(*arguments: Any, **named: Any) -> None:
+        if trigger.exists():
+            raise OSError(errno.ENOMEM, "the engine wants it so")
+        configure(*arguments, **named)
+
+    group.configure = configure_if_well  # type: ignore[method-assign]
+    return group
 
 
 if __name__ == "__main__":
