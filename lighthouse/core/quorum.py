@@ -573,7 +573,11 @@ class QuorumCore:
         """
         while len(self._healthy) < self._places and (spare := self._spares.first_joined()) is not None:
             state, is_known = self._state(now), self._last or now >= spare.since + self._join_timeout
-            if spare.member is None or not is_known or not (state.forms or self._is_short_of_spares(state)):
+            if (
+                spare.member is None
+                or not is_known
+                or not (state.forms or self._is_short_of_spares(state, now))
+            ):
                 return self._hold(spare.replica_id, decisions)
             self._spares.close(spare.session.number)
             self._open(spare.replica_id, spare.session, now, decisions)
@@ -582,9 +586,11 @@ class QuorumCore:
             self._ask(spare.member, now, decisions)
         return None
 
-    def _is_short_of_spares(self, state: QuorumState) -> bool:
+    def _is_short_of_spares(self, state: QuorumState, now: float) -> bool:
         """Return whether all others have joined, and there would be a quorum with spares."""
-        is_over = len(self._joined) == len(self._healthy) and not self._may_go_on and not self._is_shrinking()
+        is_over = (
+            len(self._joined) == len(self._healthy) and not self._may_go_on and not self._is_shrinking(now)
+        )
         return (
             state is QuorumState.TOO_FEW
             and is_over

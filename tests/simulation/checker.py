@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lighthouse.core.membership import QuorumNumber
+from tests.simulation.scenario import STRANGER
 
 if TYPE_CHECKING:
     from tests.simulation.mesh import Part
@@ -48,7 +49,6 @@ class Checker:
         "_standing",
         "_states",
         "_steps",
-        "_steps_of",
         "_stronghold",
         "_told_at",
         "_verdicts",
@@ -83,12 +83,14 @@ class Checker:
         # The state after a step, in a quorum.
         self._states: dict[tuple[int, int, Ids, int], tuple[int, str]] = {}
         self._order: dict[tuple[int, Ids], int] = {}  # quorums in the order in which they were formed
-        self._committed: dict[str, tuple[int, int]] = {}  # by replica: its newest step, and its quorum there
+        # By replica group and rank: its newest step, and the quorum of that.
+        self._committed: dict[str, dict[int, tuple[int, int]]] = {}
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
-        self._steps_of: dict[str, int] = {}  # by process: how many steps it has committed
         self._verdicts: dict[tuple[str, int, int], bool] = {}  # by replica group, quorum and step
         self._lives: dict[tuple[str, int], bytes] = {}  # by replica group and rank: the process that is it
-        self._left_at: dict[str, int] = {}  # by replica group: after how many steps it left
+        self._left_at: dict[
+            str, tuple[int, int | None]
+        ] = {}  # by replica group: the verdict after which it left
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
@@ -155,15 +157,18 @@ class Checker:
             self._given_up.add(replica_id)
             self._promised.add((replica_id, number.quorum_id))
 
-    def announced(self, number: QuorumNumber, ids: Ids, stands: bool) -> None:
+    def announced(self, number: QuorumNumber, ids: Ids, stands: bool, shrinks: bool) -> None:
         """Check a quorum that was formed: it must share a member with any older one that could still commit.
 
-        Also, the replicas that are left out must not be so many that they could form a quorum themselves.
-        Members of the last quorum count until they have given it up, or said nothing for `join_timeout`.
+        Also, the replicas that are left out must not be so many that they could form a quorum themselves,
+        unless they are new, and were not to be let in. Members of the last quorum count until they have given
+        it up, or said nothing for `join_timeout`.
         """
         quorum_id = number.quorum_id
         if len(ids) < self._world.scenario.min_replicas:
             self.violate("one_quorum_per_step", f"quorum {quorum_id} of {' '.join(ids)} is too small")
+        if strangers := [i for i in ids if i.startswith(STRANGER)]:
+            self.violate("heal_is_clean", f"quorum {quorum_id} has the state of {' '.join(strangers)} in it")
         self._order.setdefault((quorum_id, ids), len(self._order))
         for spare in sorted(self._waiting.intersection(ids)):
             if len(self._connected) >= self._world.scenario.replicas:
@@ -183,7 +188,7 @@ class Checker:
         has_waited = now >= self._told_at + patience
         bound = set(ids) if has_waited else members - (self._given_up - set(ids))
         count = len([i for i, t in self._connected.items() if i in bound or now < t + patience])
-        missing = set(self._previous) - set(ids)
+        missing = {i for i in self._previous if i in self._connected or not shrinks} - set(ids)
         willing = {*ids, *(self._free & self._connected.keys())}  # some of them may be left out as sick
         is_agreed = missing & self._connected.keys() <= self._free or 2 * len(willing) > count
         is_half = 2 * len(ids) == count and (has_waited or is_agreed)
@@ -216,7 +221,7 @@ class Checker:
         if before is not None and quorum_id == before[0] and ids != before[1]:
             self.violate("monotonic", f"{process} saw quorum {quorum_id} with two sets of members")
         self._seen[process] = quorum_id, ids
-        if "clock_jump" not in self._world.scenario.kinds and self._ids.setdefault(quorum_id, ids) != ids:
+        if self._ids.setdefault(quorum_id, ids) != ids:
             self.violate(
                 "monotonic",
                 f"quorum {quorum_id} is {' '.join(ids)} for {process}, and was "
@@ -256,13 +261,27 @@ class Checker:
         """Check a process that took over a peer's state."""
         protocol = rank.protocol
         replica_id = rank.replica.replica_id
-        known = self._committed.get(replica_id)
-        if len(rank.replica.ranks) > 1:
-            self._committed.pop(replica_id, None)  # the state of a group is that of all its ranks
-            return
+        known = self._version(replica_id, len(rank.replica.ranks))
         if known is not None and protocol.step < known[0]:
             self.violate("no_regress", f"{rank.name} was at step {known[0]} and healed to {protocol.step}")
-        self._committed[replica_id] = protocol.step, self._order[self._seen[rank.name]]
+        self._record(rank, self._order[self._seen[rank.name]])
+
+    def disowned(self, rank: Rank) -> None:
+        """Note a process that has lost, by its script's doing, the state that it had committed."""
+        replica_id = rank.replica.replica_id
+        self._committed.get(replica_id, {}).pop(rank.number, None)
+        # It may commit these steps again, in the same quorum if that is its own alone.
+        self._states = {key: state for key, state in self._states.items() if replica_id not in key[2]}
+        self._verdicts = {key: verdict for key, verdict in self._verdicts.items() if key[0] != replica_id}
+
+    def _version(self, replica_id: str, ranks: int) -> tuple[int, int] | None:
+        """Return the newest step of a replica group; None where its ranks have none, or different ones."""
+        versions = self._committed.get(replica_id, {})
+        is_whole = len(versions) == ranks and len(set(versions.values())) == 1
+        return versions[0] if is_whole else None
+
+    def _record(self, rank: Rank, order: int) -> None:
+        self._committed.setdefault(rank.replica.replica_id, {})[rank.number] = rank.protocol.step, order
 
     def committed(self, rank: Rank, ids: Ids, base: int | None, before: int, gradients: int) -> None:
         """Check a committed step; `base` is the state from which so many gradients were made."""
@@ -271,11 +290,10 @@ class Checker:
         step, quorum_id = protocol.step, protocol.quorum_id
         if rank.parameters < 0 or before < 0:
             self.violate("heal_is_clean", f"{rank.name} commits with a state of which a part is another's")
-        if base != before:
+        if base != before and rank.has_collectives:
             what = "gradients of other parameters than its own" if base is not None else "no sum of gradients"
             self.violate("heal_is_clean", f"{rank.name} commits step {step} with {what}")
-        # In the first step, a replica that takes over a state counts.
-        if gradients != protocol.num_participants and step > 1:
+        if gradients != protocol.num_participants and rank.has_collectives and not rank.is_anew:
             what = f"divides a sum of {gradients} gradients by {protocol.num_participants}"
             self.violate("no_zombie", f"{rank.name} commits step {step} in quorum {quorum_id} and {what}")
         place = rank.replica.replica_id, rank.number
@@ -289,7 +307,8 @@ class Checker:
                 f"{rank.name} and {state[1]} commit step {step} in quorum {quorum_id}, and differ after it",
             )
         self._check_step(rank, step, quorum_id, ids)
-        if (rank.replica.replica_id, quorum_id) in self._promised:
+        is_told = (rank.replica.replica_id, quorum_id, step) in self._verdicts  # another rank heard it before
+        if (rank.replica.replica_id, quorum_id) in self._promised and not is_told:
             self.violate(
                 "one_quorum_per_step",
                 f"{rank.name} commits step {step} in quorum {quorum_id}, given up before",
@@ -309,7 +328,7 @@ class Checker:
         order = self._order[quorum_id, ids]
         if (quorum_id, ids) not in quorums:
             for member in ids:
-                known = self._committed.get(member)
+                known = self._version(member, self._world.scenario.ranks)
                 if known is not None and known[0] >= step and known[1] < order:
                     self.violate(
                         "no_regress",
@@ -318,7 +337,7 @@ class Checker:
                     )
             self._check_overlap(step, quorum_id, ids, quorums)
             quorums.append((quorum_id, ids))
-        self._committed[rank.replica.replica_id] = step, order
+        self._record(rank, order)
 
     def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
         """Check that any two quorums share a replica group, or a start of it, where `min_replicas` is above
@@ -340,7 +359,6 @@ class Checker:
         if len(replica.ranks) == 1:
             return
         step = protocol.step if committed else protocol.step + 1
-        self._steps_of[rank.name] = self._steps_of.get(rank.name, 0) + committed
         if self._verdicts.setdefault((replica.replica_id, protocol.quorum_id, step), committed) != committed:
             self.violate(
                 "agreement", f"{rank.name} decides otherwise than another rank of its group at {step}"
@@ -371,15 +389,22 @@ class Checker:
         """Report a process that was silent for longer than the dead time, and whose group goes on."""
         self.violate("suspicion", f"the group of {process} waits for it after the dead time")
 
-    def left(self, rank: Rank) -> None:
-        """Check that a process leaves in good order after the same step as the other ranks of its group."""
-        step = self._steps_of.get(rank.name, 0)
-        if self._left_at.setdefault(rank.replica.replica_id, step) != step:
+    def left(self, rank: Rank, committed: bool) -> None:
+        """Check that a process leaves after the same verdict as the other ranks of its group."""
+        verdict = rank.protocol.quorum_id, rank.protocol.step if committed else None
+        if self._left_at.setdefault(rank.replica.replica_id, verdict) != verdict:
             self.violate(
                 "leave_together",
-                f"{rank.name} leaves after {step} steps, another rank of its group after "
-                f"{self._left_at[rank.replica.replica_id]}",
+                f"{rank.name} leaves after {verdict}, another rank of its group after "
+                f"{self._left_at[rank.replica.replica_id]} (quorum, committed step)",
             )
+
+    def left_behind(self, rank: Rank) -> None:
+        """Check that a process which has begun another step than the one after which its group leaves had
+        no part in that verdict.
+        """
+        if (verdict := self._left_at.get(rank.replica.replica_id)) is not None:
+            self.violate("leave_together", f"{rank.name} goes on when its group leaves after {verdict}")
 
     def died(self, rank: Rank) -> None:
         """Note that a process is gone; one that comes back as a spare owes nothing more."""
@@ -422,7 +447,7 @@ class Checker:
 
     def give_up(self) -> None:
         """Report the processes that owe commits when the time of the quiet phase is over."""
-        if self.is_over:
+        if self.is_over or self._is_paid():  # the last debtor may have left
             return
         waiting = sorted(self._awaited)
         with contextlib.suppress(RunOverError):

@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tests.simulation.checker import RunOverError
 from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.replica import Replica
-from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN
+from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN, ORDER_KINDS
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
 
 if TYPE_CHECKING:
@@ -42,7 +43,9 @@ class Faults:
         self._injected_max = math.inf if injections is None else injections
         self._felt_max = FAULTS_MIN if injections is None else math.inf
         self._kinds: list[tuple[str, Callable[[Draws], str | None]]] = [
-            (kind, getattr(self, f"_{kind}")) for kind in EVENT_KINDS if kind in scenario.kinds
+            (kind, partial(self._order, kind) if kind in ORDER_KINDS else getattr(self, f"_{kind}"))
+            for kind in (*EVENT_KINDS, *ORDER_KINDS)
+            if kind in scenario.kinds
         ]
         self._cut: list[list[tuple[int, int]]] = []
         self._cut_off_s = 0.0  # for so long, a quorum that stands is to be cut off from the lighthouse
@@ -228,10 +231,14 @@ class Faults:
         return rank.name
 
     def _lighthouse_crash(self, draws: Draws) -> str | None:
-        """Kill the lighthouse, and start it again with nothing in its memory."""
+        """Kill the lighthouse, perhaps before what it said last has reached all replica groups, and start it
+        again with nothing in its memory.
+        """
         lighthouse = self._world.lighthouse
         if lighthouse.state == DEAD:
             return None
+        for number, session in lighthouse.sessions.items() if draws[1] < 0.5 else ():
+            session.lost_down = number % 2 == int(draws[2] * 2)
         lighthouse.crash()
         self._simulation.restart_lighthouse(self._long(draws[0]) * 0.5)
         return f"for {self._long(draws[0]) * 0.5:.3f} s"
@@ -281,16 +288,17 @@ class Faults:
             self._world.checker.outlasted(rank.name)
 
     def _rank_session_break(self, draws: Draws) -> str | None:
-        """Break the session of a rank, with the messages that are on their way; perhaps of one that waits for
-        the votes of others, and is stopped as well.
+        """Break the session of a rank, with the messages that are on their way; of one that waits for the
+        votes of others, if there is any, which is stopped as well.
         """
-        replica = self._replica(draws[0])
-        if replica is None or len(replica.ranks) == 1:
+        ranks = [rank for replica in self._replicas() for rank in replica.ranks[1:]]
+        waiting = [rank for rank in ranks if rank.phase == VERDICT and rank.state == RUNNING]
+        if not ranks:
             return None
-        rank = replica.ranks[1 + int(draws[1] * (len(replica.ranks) - 1))]
-        if not replica.lines[rank.number].break_off():
+        rank = (waiting or ranks)[int(draws[1] * len(waiting or ranks))]
+        if not rank.replica.lines[rank.number].break_off():
             return None
-        if rank.phase == VERDICT and rank.state == RUNNING:
+        if waiting:
             self._stop(rank, self._long(draws[2]))
         return rank.name
 
@@ -368,6 +376,25 @@ class Faults:
             return None
         rank = replica.ranks[int(draws[1] * len(replica.ranks))]
         return rank.name if rank.state == RUNNING and rank.report_error() else None
+
+    def _give_up(self, draws: Draws) -> str | None:
+        """Let the script begin the next step without a verdict on this one."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        return rank.name if rank.state == RUNNING and rank.give_up() else None
+
+    def _order(self, kind: str, draws: Draws) -> None:
+        """Have the script of a rank do something once, at the next place where it can; that is felt then."""
+        if (replica := self._replica(draws[0])) is not None:
+            rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+            rank.orders.setdefault(kind, draws[2])
+
+    def _foreign(self, draws: Draws) -> str | None:
+        """Let a trainer of another job come to this lighthouse."""
+        lighthouse = self._world.lighthouse
+        return lighthouse.hear_stranger() if lighthouse.state == RUNNING else None
 
     def _late_error(self, draws: Draws) -> str | None:
         """Let a callback of a past quorum report its error only now."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
     NO_QUORUM,
@@ -23,17 +24,31 @@ from lighthouse.core.quorum import (
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
+    Refused,
 )
+from tests.simulation.scenario import STRANGER
 from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
+STRANGERS_STEP = 1_000_000
+
 
 class SimLighthouse(Process):
     """A lighthouse that comes and goes; its sessions and its memory go with it."""
 
-    __slots__ = ("_armed", "_config", "_core", "_life", "_numbers", "_opening", "_world", "sessions")
+    __slots__ = (
+        "_armed",
+        "_config",
+        "_core",
+        "_life",
+        "_numbers",
+        "_opening",
+        "_strangers",
+        "_world",
+        "sessions",
+    )
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -51,7 +66,7 @@ class SimLighthouse(Process):
             keepalive_time_ms=max(10, int(scenario.keepalive_s * 500)),
             keepalive_timeout_ms=max(10, int(scenario.keepalive_s * 500)),
         )
-        self._numbers = 0
+        self._numbers = self._strangers = 0
         self._life = 0
         self.sessions: dict[int, Session] = {}
         self._opening: dict[Session, None] = {}  # connected, not registered yet
@@ -121,6 +136,25 @@ class SimLighthouse(Process):
         world.send_down(session, replica.hear_registered, session)
         seen = last, last_ids, self._now, stands
         self._apply(core.register(session.number, replica.replica_id, *seen, replica.is_spare))
+
+    def hear_identity(self, session: Session, identity: Identity) -> None:
+        """Handle what a replica group says of itself."""
+        if not (session.lost_up or not session.server_open):
+            self._apply(self._core.identify(session.number, identity, self._now))
+
+    def hear_stranger(self) -> str | None:
+        """Handle a trainer of another job, which says who it is and asks at a step that is far ahead; return
+        its id. While it is neither refused nor let in, no other comes: two could be a job.
+        """
+        if f"{STRANGER}:{self._strangers}" in self._core:
+            return None
+        self._strangers += 1
+        session, replica_id = -1000 - self._strangers, f"{STRANGER}:{self._strangers}"
+        core, identity = self._core, Identity("another job", first_quorum_id=1)
+        self._apply(core.register(session, replica_id, QuorumNumber(NO_QUORUM, 0), (), self._now))
+        self._apply(core.identify(session, identity, self._now))
+        self._apply(core.join(session, Member(replica_id, STRANGERS_STEP), self._now))
+        return replica_id
 
     def hear_join(self, session: Session, member: Member) -> None:
         """Handle a replica group's request for a quorum."""
@@ -204,6 +238,8 @@ class SimLighthouse(Process):
                 self._alarm(decision, decision.sessions)
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
+            elif isinstance(decision, Refused):
+                self._refuse(decision)
             elif isinstance(decision, HoldQuorum | QuorumReleased):
                 self._hold_or_release(decision)
             elif isinstance(decision, FindMembers):
@@ -245,6 +281,12 @@ class SimLighthouse(Process):
             if (session := self.sessions.get(number)) is not None:
                 self._world.send_down(session, session.replica.hear_left_out, session, left.quorum_id)
 
+    def _refuse(self, refused: Refused) -> None:
+        self._world.tell("lighthouse", "refuses", refused.replica_id, refused.reason)
+        if (session := self.sessions.get(refused.session)) is not None:
+            self._world.checker.disconnected(refused.replica_id)
+            self._world.send_down(session, session.replica.hear_refused, session)
+
     def _hold_or_release(self, decision: HoldQuorum | QuorumReleased) -> None:
         world, number = self._world, QuorumNumber(decision.quorum_id, decision.round)
         for each in decision.sessions:
@@ -264,7 +306,9 @@ class SimLighthouse(Process):
         if world.story is not None:
             verb = "forms, to stand," if quorum.stands else "forms"
             world.tell("lighthouse", verb, f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
-        world.checker.announced(QuorumNumber(quorum.quorum_id, quorum.round), ids, quorum.stands)
+        shrinks = any(member.shrink_only for member in quorum.participants)
+        last = QuorumNumber(quorum.quorum_id, quorum.round)
+        world.checker.announced(last, ids, quorum.stands, shrinks)
         for number in formed.sessions:
             session = self.sessions.get(number)
             if session is not None:

@@ -11,7 +11,8 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.core.decisions import Decision, Link, QuorumState
+from lighthouse.core.decisions import Decision, Link, QuorumOver, QuorumState
+from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.standing import StandingQuorum
@@ -24,7 +25,7 @@ from torchft_like.core import replica_group as group_module
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.peer_links import Probe
-from torchft_like.core.replica_group import Effect, RankJoin, RankVerdict, ReplicaGroup
+from torchft_like.core.replica_group import Effect, RankJoin, RankQuorum, RankVerdict, ReplicaGroup
 from torchft_like.core.step import Join, Plan, StepProtocol
 
 SEEDS_MAX = 3000
@@ -84,8 +85,8 @@ class _NoMajority(QuorumCore):
 
 
 class _IgnoresMinReplicas(QuorumCore):
-    def _candidates(self) -> int:
-        return max(super()._candidates(), self._min_replicas)
+    def _candidates(self, now: float) -> int:
+        return max(super()._candidates(now), self._min_replicas)
 
     def _of_one_job(self) -> tuple[int, dict[str, str]]:
         count, foreign = super()._of_one_job()
@@ -173,6 +174,18 @@ class _AwaitsTheIdleForEver(QuorumCore):
         return {i: math.inf for i in self._healthy.ids() if i not in self._joined}
 
 
+class _ShrinksForEver(QuorumCore):
+    def _is_shrinking(self, now: float) -> bool:
+        return bool(self._shrinking and self._last)
+
+
+class _ShrinksToAMinority(QuorumCore):
+    def _is_shrinking(self, now: float) -> bool:
+        members = [join.member for i, join in self._joined.items() if i in self._last]
+        is_enough = len(members) >= self._min_replicas
+        return super()._is_shrinking(now) or (is_enough and any(member.shrink_only for member in members))
+
+
 class _FormsBesideTheSilent(QuorumCore):
     def _stands(self, stands: bool, now: float) -> None:
         super()._stands(stands, now)
@@ -212,11 +225,44 @@ class _LeavesAllSickOut(QuorumCore):
         return well or chosen, links
 
 
+class _LetsAForeignStateIn(QuorumCore):
+    def identify(self, session: int, identity: Identity, now: float) -> list[Decision]:
+        return self.advance(now)
+
+
+class _RefusesAtTheFirstQuorumOnly(QuorumCore):
+    def _of_one_job(self) -> tuple[int, dict[str, str]]:
+        return super()._of_one_job() if not self._last else (len(self._joined), {})
+
+    def _refuse_foreign(self, replica_id: str, decisions: list[Decision]) -> bool:
+        return False
+
+
+class _TakesTheFarthestForTheJob(QuorumCore):
+    def _of_one_job(self) -> tuple[int, dict[str, str]]:
+        count, foreign = super()._of_one_job()
+        farthest = max(self._joined.values(), key=lambda join: join.member.step).member.replica_id
+        others = {i: foreign[farthest] for i in self._joined if i != farthest} if farthest in foreign else {}
+        return (1, others) if others else (count, foreign)
+
+
 class _StandsInTheWayOfTheCured(QuorumCore):
     def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
         join = self._joined.get(replica_id)
         if join is None or not join.let_in_at:
             super()._hold(replica_id, decisions)
+
+
+class _LeavesBehindInSilence(QuorumCore):
+    def _form(self, now: float, decisions: list[Decision]) -> None:
+        before = len(decisions)
+        super()._form(now, decisions)
+        decisions[before:] = [each for each in decisions[before:] if not isinstance(each, QuorumOver)]
+
+
+class _KeepsNoDistance(QuorumCore):
+    def _use_up(self, quorum_id: int) -> None:
+        self._highest_id = max(self._highest_id, quorum_id)
 
 
 # -- the replica group
@@ -279,9 +325,9 @@ class _SpeaksForItsFirstRank(ReplicaGroup):
     def rank_joined(self, join: RankJoin) -> list[Effect]:
         effects = super().rank_joined(join)
         self._is_torn = False
-        first = self._joins[min(self._joins)]
         if self._open_join is None or len(self._joins) < self.world_size:
             return effects
+        first = self._joins[min(self._joins)]
         told = self._open_join._replace(step=first.step, commit_quorum_id=first.commit_quorum_id)
         self._open_join = told
         return [told if isinstance(effect, group_module.GroupJoin) else effect for effect in effects]
@@ -311,6 +357,127 @@ class _ReportsLinksOnce(ReplicaGroup):
     def lighthouse_connected(self) -> list[Effect]:
         effects = super().lighthouse_connected()
         return [effect for effect in effects if not isinstance(effect, group_module.BrokenLinks)]
+
+
+class _SaysNotWhoItIs(ReplicaGroup):
+    def _identify(self, joins: Sequence[RankJoin]) -> Identity:
+        return Identity()
+
+
+class _SaysOnceWhoItIs(ReplicaGroup):
+    def lighthouse_connected(self) -> list[Effect]:
+        effects = super().lighthouse_connected()
+        return [effect for effect in effects if not isinstance(effect, group_module.GroupIdentity)]
+
+
+class _WaitsForWhoJumps(StandingQuorum):
+    def not_ended_at(self, step: int) -> str | None:
+        apart = super().not_ended_at(step)
+        return apart if apart is not None and self._not_done[apart] < step else None
+
+
+class _NamesAnyStep(QuorumCore):
+    def _stands(self, stands: bool, now: float) -> None:
+        super()._stands(stands, now)
+        self._standing = _WaitsForWhoJumps(self._last, now) if stands else None
+
+
+class _LetsThemHold(ReplicaGroup):
+    def _told_to_ask_at(self, step: int) -> list[Effect]:
+        return super()._told_to_ask_at(step)[:1]
+
+
+class _GivesUpQuietly(ReplicaGroup):
+    def _release_others(self, join: RankJoin) -> list[group_module.StepLostNotice]:
+        return []
+
+
+class _RefusesNoVotes(ReplicaGroup):
+    def _refuse_votes(self) -> list[Effect]:
+        return []
+
+
+class _AnswersNobodyLate(ReplicaGroup):
+    def rank_joined(self, join: RankJoin) -> list[Effect]:
+        return [] if self.lost_reason is not None else super().rank_joined(join)
+
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        return [] if self.lost_reason is not None else super().rank_voted(group_rank, vote)
+
+
+class _LeavesWithoutAWord(ReplicaGroup):
+    def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
+        super().rank_left(group_rank, reason)
+        return []
+
+
+class _StopsOneRankOnly(ReplicaGroup):
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        votes = {**self._votes, group_rank: vote}
+        return [
+            RankVerdict(e.group_rank, e.verdict._replace(stop=votes[e.group_rank].stop))
+            if isinstance(e, RankVerdict)
+            else e
+            for e in super().rank_voted(group_rank, vote)
+        ]
+
+
+class _ReleasesTheSameStepOnly(ReplicaGroup):
+    max_step = 0
+
+    def quorum_formed(
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
+        first_quorum_id: int = 0,
+    ) -> list[Effect]:
+        self.max_step = max([member.step for member in participants])
+        return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
+
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        effects = super().rank_voted(group_rank, vote)
+        is_same = vote.step == self.max_step
+        return [e for e in effects if is_same or not isinstance(e, group_module.StepLostNotice)]
+
+
+class _GoesOnTorn(ReplicaGroup):
+    def quorum_formed(
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
+        first_quorum_id: int = 0,
+    ) -> list[Effect]:
+        self._is_torn = False
+        return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
+
+
+class _HealsFromManyGroups(ReplicaGroup):
+    def quorum_formed(
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
+        first_quorum_id: int = 0,
+    ) -> list[Effect]:
+        by_id = {member.replica_id: member for member in participants}
+        effects: list[Effect] = []
+        for e in super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id):
+            if isinstance(e, RankQuorum) and e.result.heal and e.group_rank > 0:
+                sources = [i for i in e.result.replica_ids if i not in e.result.healing_replica_ids]
+                source = sources[e.group_rank % len(sources)]
+                result = e.result._replace(
+                    recover_src_replica_rank=e.result.replica_ids.index(source),
+                    recover_src_manager_address=by_id[source].address,
+                )
+                effects.append(RankQuorum(e.group_rank, result))
+            else:
+                effects.append(e)
+        return effects
 
 
 class _ProbesNobody(ReplicaGroup):
@@ -576,6 +743,52 @@ class _HidesBrokenGroups(StepProtocol):
         return super().begin()._replace(commit_failures=0, broken_quorum_id=0)
 
 
+class _GoesOnAfterGivingUp(StepProtocol):
+    def begin(self) -> Join:
+        self._is_entered = False
+        return super().begin()
+
+
+class _VotesYesUnhealed(StepProtocol):
+    def vote(self) -> bool:
+        self._lacks_state = False
+        return super().vote()
+
+
+class _KeepsAnEarlyErrorToItself(StepProtocol):
+    def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        early, self._failure_before_quorum = self._failure_before_quorum, None
+        plan = super().agreed(result, allow_heal)
+        if early is not None:
+            self._failure_before_quorum = early
+            self._failures.setdefault(result.quorum_id, early)
+        return plan
+
+
+class _OwnsWhatItSpoilt(StepProtocol):
+    def disown_state(self) -> None:
+        self._stands = False
+
+
+class _TakesTheSpoiltForEqual(StepProtocol):
+    def disown_state(self) -> None:
+        super().disown_state()
+        self.commit_quorum_id = 0
+
+
+class _TakesEveryStepForBound(StepProtocol):
+    def stand(self) -> None:
+        super().stand()
+        self.bind()
+
+
+class _StandsAfterARestore(StepProtocol):
+    def restore(self, counters: Any) -> None:
+        stands = self._stands
+        super().restore(counters)
+        self._stands = stands
+
+
 class _ForgetsRestoredCounters(StepProtocol):
     def restore(self, counters: Any) -> None:
         super().restore({**counters, "commit_quorum_id": self.commit_quorum_id})
@@ -627,6 +840,10 @@ MUTANTS = (
     _lighthouse(
         "awaits the idle for ever", _AwaitsTheIdleForEver, "who does not join counts until join_timeout only"
     ),
+    _lighthouse("shrinks for ever", _ShrinksForEver, "a wish to shrink that no quorum can heed is void"),
+    _lighthouse(
+        "shrinks to a minority", _ShrinksToAMinority, "a wish to shrink is void if stragglers are most"
+    ),
     _lighthouse("leaves too many out", _LeavesTooManyOut, "more than half stay where some are left out"),
     _lighthouse("never lets back", _NeverLetsBack, "whoever can be reached again is let in"),
     _lighthouse("forgets the sick", _ForgetsTheSick, "who spoils quorums by itself is left out of them"),
@@ -639,6 +856,42 @@ MUTANTS = (
         "the end of a pause ends a quorum that stands",
     ),
     _lighthouse("counts members only", _CountsMembersOnly, "a new id where one is out for another one"),
+    _lighthouse("leaves behind in silence", _LeavesBehindInSilence, "who was too slow hears that it is over"),
+    _lighthouse("keeps no distance", _KeepsNoDistance, "no id twice where the clock was set back"),
+    _lighthouse(
+        "waits for who jumps", _NamesAnyStep, "who asks at a later step has not come there with others"
+    ),
+    _lighthouse("lets a foreign state in", _LetsAForeignStateIn, "who differs from the job is refused"),
+    _lighthouse(
+        "refuses at the first quorum only", _RefusesAtTheFirstQuorumOnly, "the job is that of the members"
+    ),
+    _lighthouse(
+        "takes the farthest for the job", _TakesTheFarthestForTheJob, "the job is that of most of them"
+    ),
+    _group("says not who it is", _SaysNotWhoItIs, "a replica group says whose state it has"),
+    _group("says once who it is", _SaysOnceWhoItIs, "a new lighthouse hears whose state it is"),
+    _group("lets them hold", _LetsThemHold, "who holds when its quorum is given up goes on"),
+    _group("gives up quietly", _GivesUpQuietly, "a rank that gives a step up releases the others"),
+    _group("refuses no votes", _RefusesNoVotes, "votes on a step that a rank gave up are answered"),
+    _group("answers nobody late", _AnswersNobodyLate, "a rank that asks when its group has left is told"),
+    _group("leaves without a word", _LeavesWithoutAWord, "a leave is told to ranks that wait"),
+    _group("stops one rank only", _StopsOneRankOnly, "all ranks leave after the same step"),
+    _group(
+        "releases the same step only", _ReleasesTheSameStepOnly, "a no releases ranks that have healed, too"
+    ),
+    _group("goes on torn", _GoesOnTorn, "a group whose ranks hold different states heals or ends"),
+    _group("heals from many groups", _HealsFromManyGroups, "all ranks of a group heal from the same one"),
+    _step("goes on after giving up", _GoesOnAfterGivingUp, "a step given up leaves its process group"),
+    _step("votes yes unhealed", _VotesYesUnhealed, "who could not heal does not commit"),
+    _step(
+        "keeps an early error to itself",
+        _KeepsAnEarlyErrorToItself,
+        "peers hear of an early error",
+    ),
+    _step("owns what it spoilt", _OwnsWhatItSpoilt, "a state that was changed in part is of no version"),
+    _step("takes the spoilt for equal", _TakesTheSpoiltForEqual, "states of no version are not equal"),
+    _step("takes every step for bound", _TakesEveryStepForBound, "a step without a collective asks first"),
+    _step("stands after a restore", _StandsAfterARestore, "who has loaded a state asks for a quorum"),
     _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
     _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
     _group("every rank its own verdict", _TellsEachRankItsOwnVote, "one verdict for all ranks"),
@@ -707,77 +960,103 @@ MUTANTS = (
 CAUGHT_BY = {
     "reuses ids": Caught(0, "monotonic"),
     "forgets reported ids": Caught(5, "monotonic"),
-    "forgets the majority": Caught(61, "one_quorum_per_step"),
-    "ignores min_replicas": Caught(1, "one_quorum_per_step"),
-    "keeps the id after a failure": Caught(7, "progress"),
-    "forgets rounds": Caught(798, "progress"),
-    "does not say it is over": Caught(27, "progress"),
-    "does not warn of broken groups": Caught(2, "progress"),
-    "learns too late": Caught(146, "one_quorum_per_step"),
-    "keeps the dead": Caught(0, "progress"),
-    "leaves nobody out": Caught(16, "progress"),
+    "forgets the majority": Caught(250, "one_quorum_per_step"),
+    "ignores min_replicas": Caught(3, "one_quorum_per_step"),
+    "keeps the id after a failure": Caught(0, "progress"),
+    "forgets rounds": Caught(447, "progress"),
+    "does not say it is over": Caught(359, "progress"),
+    "does not warn of broken groups": Caught(9, "progress"),
+    "learns too late": Caught(78, "one_quorum_per_step"),
+    "keeps the dead": Caught(2, "progress"),
+    "leaves nobody out": Caught(7, "progress"),
     "leaves both ends out": Caught(1, "progress"),
-    "awaits the idle for ever": Caught(72, "progress"),
-    "leaves too many out": Caught(61, "one_quorum_per_step"),
-    "never lets back": Caught(2, "progress"),
-    "counts members only": Caught(200, "monotonic"),
-    "drops member_lost": Caught(5, "progress"),
+    "awaits the idle for ever": Caught(1, "progress"),
+    "shrinks for ever": Caught(1, "progress"),
+    "shrinks to a minority": Caught(1071, "one_quorum_per_step"),
+    "leaves too many out": Caught(271, "one_quorum_per_step"),
+    "never lets back": Caught(3, "progress"),
+    "forgets the sick": Caught(1, "progress"),
+    "leaves the sick out for ever": Caught(0, "progress"),
+    "blames the victims": Caught(1, "progress"),
+    "leaves all sick out": Caught(26, "one_quorum_per_step"),
+    "stands in the way of the cured": Caught(0, "progress"),
+    "counts members only": Caught(169, "progress"),
+    "leaves behind in silence": Caught(250, "progress"),
+    "keeps no distance": Caught(14, "monotonic"),
+    "waits for who jumps": Caught(46, "progress"),
+    "lets a foreign state in": Caught(1, "heal_is_clean"),
+    "refuses at the first quorum only": Caught(1, "heal_is_clean"),
+    "takes the farthest for the job": Caught(32, "progress"),
+    "says not who it is": Caught(1, "heal_is_clean"),
+    "says once who it is": Caught(7, "heal_is_clean"),
+    "lets them hold": Caught(145, "progress"),
+    "gives up quietly": Caught(587, "progress"),
+    "refuses no votes": Caught(0, "progress"),
+    "answers nobody late": Caught(2174, "progress"),
+    "leaves without a word": Caught(8, "progress"),
+    "stops one rank only": Caught(36, "leave_together"),
+    "releases the same step only": Caught(1325, "progress"),
+    "goes on torn": Caught(129, "heal_is_clean"),
+    "heals from many groups": Caught(0, "progress"),
+    "goes on after giving up": Caught(4, "progress"),
+    "votes yes unhealed": Caught(10, "heal_is_clean"),
+    "keeps an early error to itself": Caught(0, "progress"),
+    "owns what it spoilt": Caught(1, "heal_is_clean"),
+    "takes the spoilt for equal": Caught(54, "heal_is_clean"),
+    "takes every step for bound": Caught(0, "progress"),
+    "stands after a restore": Caught(45, "heal_is_clean"),
+    "drops member_lost": Caught(2, "progress"),
     "one vote is enough": Caught(0, "heal_is_clean"),
     "every rank its own verdict": Caught(0, "agreement"),
-    "keeps its no to itself": Caught(226, "progress"),
+    "keeps its no to itself": Caught(237, "progress"),
     "joins once only": Caught(0, "progress"),
-    "compares steps only": Caught(88, "heal_is_clean"),
-    "speaks for its first rank": Caught(0, "progress"),
+    "compares steps only": Caught(5, "heal_is_clean"),
+    "speaks for its first rank": Caught(0, "heal_is_clean"),
     "survives its ranks": Caught(0, "progress"),
-    "probes nobody": Caught(26, "progress"),
-    "probes once": Caught(2, "progress"),
-    "never tries again": Caught(61, "progress"),
-    "gives nothing up": Caught(16, "progress"),
-    "reports links once": Caught(22, "progress"),
-    "applies late errors": Caught(13, "no_zombie"),
+    "probes nobody": Caught(7, "progress"),
+    "probes once": Caught(3, "progress"),
+    "never tries again": Caught(64, "progress"),
+    "gives nothing up": Caught(64, "progress"),
+    "reports links once": Caught(65, "progress"),
+    "applies late errors": Caught(34, "no_zombie"),
     "commits before healing": Caught(0, "heal_is_clean"),
     "healing takes part": Caught(0, "heal_is_clean"),
     "counts who heals": Caught(0, "no_zombie"),
-    "lets others go on": Caught(103, "no_zombie"),
-    "keeps a torn state": Caught(103, "heal_is_clean"),
+    "lets others go on": Caught(14, "no_zombie"),
+    "keeps a torn state": Caught(58, "heal_is_clean"),
     "votes yes after an error": Caught(0, "heal_is_clean"),
-    "keeps the old commit quorum": Caught(88, "heal_is_clean"),
-    "keeps its process group": Caught(0, "heal_is_clean"),
-    "leaves quietly": Caught(39, "progress"),
-    "hides broken groups": Caught(0, "progress"),
-    "forgets the healed version": Caught(0, "progress"),
+    "keeps the old commit quorum": Caught(189, "heal_is_clean"),
+    "keeps its process group": Caught(0, "no_zombie"),
+    "leaves quietly": Caught(11, "progress"),
+    "hides broken groups": Caught(0, "no_zombie"),
+    "forgets the healed version": Caught(2, "progress"),
     "lets spares in": Caught(12, "spares_wait"),
     "leaves places empty": Caught(4, "progress"),
-    "holds nobody for spares": Caught(180, "progress"),
-    "holds nobody": Caught(2, "progress"),
-    "asks nobody again": Caught(16, "progress"),
-    "forgets that it stands": Caught(16, "progress"),
-    "names the first step": Caught(14, "no_zombie"),
-    "waits for one answer": Caught(14, "no_zombie"),
-    "lets all quorums stand": Caught(5, "progress"),
-    "forms beside the silent": Caught(88, "one_quorum_per_step"),
-    "goes on for ever": Caught(1791, "one_quorum_per_step"),
-    "answers for one rank": Caught(575, "no_zombie"),
-    "tells one rank only": Caught(2, "progress"),
-    "does not hold": Caught(102, "no_zombie"),
-    "forgets what it began": Caught(56, "no_zombie"),
-    "asks at once": Caught(14, "no_zombie"),
-    "goes on after failures": Caught(26, "no_zombie"),
-    "holds without a lighthouse": Caught(16, "progress"),
-    "forgets the sick": Caught(1, "progress"),
-    "leaves the sick out for ever": Caught(1, "progress"),
-    "blames the victims": Caught(1, "progress"),
-    "leaves all sick out": Caught(13, "one_quorum_per_step"),
-    "stands in the way of the cured": Caught(2, "progress"),
+    "holds nobody for spares": Caught(236, "spares_wait"),
+    "holds nobody": Caught(0, "progress"),
+    "asks nobody again": Caught(2017, "progress"),
+    "forgets that it stands": Caught(857, "progress"),
+    "names the first step": Caught(8, "no_zombie"),
+    "waits for one answer": Caught(8, "no_zombie"),
+    "lets all quorums stand": Caught(22, "progress"),
+    "forms beside the silent": Caught(255, "one_quorum_per_step"),
+    "goes on for ever": Caught(255, "one_quorum_per_step"),
+    "answers for one rank": Caught(8, "no_zombie"),
+    "holds without a lighthouse": Caught(851, "progress"),
+    "tells one rank only": Caught(0, "progress"),
+    "does not hold": Caught(383, "no_zombie"),
+    "forgets what it began": Caught(0, "no_zombie"),
+    "asks at once": Caught(8, "no_zombie"),
     "keeps its failures to itself": Caught(1, "progress"),
     "takes all errors for its own": Caught(1, "progress"),
-    "lets any process in": Caught(0, "suspicion"),
-    "takes suspects for dead": Caught(1, "suspicion"),
-    "repeats everything": Caught(1, "monotonic"),
-    "counts its own absence": Caught(1, "suspicion"),
-    "waits for ever": Caught(2, "progress"),
-    "repeats nothing": Caught(6, "progress"),
-    "stays away": Caught(19, "progress"),
-    "lets others wait": Caught(24, "progress"),
-    "commits without suspects": Caught(322, "suspicion"),
+    "goes on after failures": Caught(27, "no_zombie"),
+    "takes suspects for dead": Caught(2, "suspicion"),
+    "commits without suspects": Caught(191, "suspicion"),
+    "lets others wait": Caught(25, "progress"),
+    "stays away": Caught(2, "progress"),
+    "lets any process in": Caught(23, "suspicion"),
+    "waits for ever": Caught(59, "progress"),
+    "repeats nothing": Caught(2, "progress"),
+    "repeats everything": Caught(0, "monotonic"),
+    "counts its own absence": Caught(67, "suspicion"),
 }

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 
 from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
-from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.assignment import DISOWNED, QuorumResult
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
 from torchft_like.core.step import Join, Plan, StepRules
 
 if TYPE_CHECKING:
     from tests.simulation.replica import Replica
 
-FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL = range(7)
+FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP = range(8)
 
 MASK = 2**61 - 1
+OF_EARLIER_RUN = 40, {"step": 40, "batches_committed": 0, "commit_quorum_id": 1, "first_quorum_id": 1}
 
 BROKEN = ConnectionError("a connection of the process group broke")
 LOST = ConnectionError("a member was lost")
@@ -50,6 +51,7 @@ class Rank(Process):
     __slots__ = (
         "_attempt",
         "_bucket",
+        "_collectives",
         "_configured",
         "_configuring",
         "_has_computed",
@@ -64,6 +66,7 @@ class Rank(Process):
         "_own",
         "_plan",
         "_promised",
+        "_refused",
         "_replica_rank",
         "_result",
         "_source",
@@ -77,6 +80,7 @@ class Rank(Process):
         "name",
         "number",
         "offer",
+        "orders",
         "parameters",
         "phase",
         "process",
@@ -101,7 +105,9 @@ class Rank(Process):
         self.group_mesh: Mesh | None = None
         self.stop_wanted = False
         self.sick_until = 0.0  # until then its process group fails whenever it is configured
+        self.orders: dict[str, float] = {}  # by kind: what the script does next, as a fault has made it
         self.offer: Snapshot | None = None
+        self._refused = -1  # the step whose state is not offered, as it was given up
         self._waiters: list[tuple[Rank, int, int]] = []
         self._attempt = 0
         self._operation = 0
@@ -120,14 +126,14 @@ class Rank(Process):
         self._source: Rank | None = None
         self._heal_until = 0.0
         self._sum: Sum | None = None
-        self._bucket = 0
+        self._bucket = self._collectives = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
         self._trouble_attempt = 0  # the newest attempt in which the training script had an error
         self.entered_at = 0.0
         self._hurt: Mesh | None = None  # a group with a connection that broke while no collective used it
         self.failed_quorum = 0
         saved = world.saved.get((replica.slot, number))
-        if saved is not None:
+        if saved is not None and scenario.saves:
             self.parameters = saved[0]
             self.protocol.restore(saved[1])
 
@@ -140,20 +146,81 @@ class Rank(Process):
 
     def begin(self) -> None:
         """Begin a step, as start_quorum does."""
+        if self._does("leave_alone") is not None:
+            self._leave()
+            return
+        if self.protocol.goes_on or self.orders.get("restore", 1.0) % 0.5 < 0.25:  # many wait for quiet steps
+            self._restore()
         scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
+        self._refuse_state()
         self._own = self.protocol.begin()
         self._attempt += 1
-        self._has_computed = False
-        self._plan = None
+        self._has_computed = self._is_waiting = False
+        self._plan, self._source = None, None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
         self._is_agreed = self._configured = goes_on
         if goes_on:
             self.protocol.stand()
+            self._collectives = scenario.collectives(self.protocol.step)
         else:
             self._ask()
+            if self._does("report_early") is not None:
+                self.report_error()
         if scenario.async_quorum:
             self._compute()
+
+    @property
+    def has_collectives(self) -> bool:
+        """Whether the step has any."""
+        return self._collectives > 0
+
+    @property
+    def is_anew(self) -> bool:
+        """Whether members count that take over the state of another one, as all do in the first step."""
+        result = self._result
+        return result is not None and (
+            len(result.healing_replica_ids) + result.max_world_size > result.replica_world_size
+        )
+
+    def give_up(self) -> bool:
+        """Begin the next step without a verdict on this one, as after an exception in it; return False if
+        there is no step.
+
+        Where the quorum of this one is not known yet, start_quorum waits for it.
+        """
+        if not self.protocol.in_step or self.phase == GIVEN_UP:
+            return False
+        self.phase = GIVEN_UP
+        self._named = None  # it asks at the step that it has given up
+        if self._configured:
+            self.replica.world.after(0.0, self, self._begin_after, self._attempt)
+        return True
+
+    def _begin_after(self, attempt: int) -> None:
+        if attempt == self._attempt and self._configured:
+            self.begin()
+
+    def _does(self, kind: str) -> float | None:
+        """Return whether the script does this now, and how much of it: a fault has made it do so once."""
+        amount = self.orders.pop(kind, None) if self.orders else None
+        if amount is not None:
+            world = self.replica.world
+            world.feel(kind)
+            world.tell("FAULT", kind, "in the script of", self.name)
+        return amount
+
+    def _restore(self) -> None:
+        """Load a checkpoint: the state that this rank has, an older one, or that of an earlier run."""
+        if (amount := self._does("restore")) is None:
+            return
+        world, counters = self.replica.world, self.protocol.counters()
+        saved = world.saved.get((self.replica.slot, self.number)) if amount % 0.25 < 0.125 else OF_EARLIER_RUN
+        if amount < 0.5 and saved is not None:
+            self.parameters, counters = saved
+            world.checker.disowned(self)
+        self.protocol.restore(counters)
+        self._named = None  # it asks with the state that it has loaded
 
     def _enter(self) -> bool:
         """Take part in the attempt, if this rank need not hold."""
@@ -165,13 +232,14 @@ class Rank(Process):
     def _ask(self) -> None:
         replica, scenario, own = self.replica, self.replica.world.scenario, self._own
         has_failed = own.commit_failures or self.protocol.is_broken(self.protocol.quorum_id)
-        if self._named is not None and self._named != own.step and not has_failed:
+        has_reason = has_failed or own.commit_quorum_id == DISOWNED
+        if self._named is not None and self._named != own.step and not has_reason:
             replica.world.checker.asked_elsewhere(self.name, own.step, self._named)
         join = RankJoin(
             self.number,
             own.step,
             "",
-            False,
+            self._does("shrink") is not None,
             scenario.init_sync,
             own.commit_failures,
             own.commit_quorum_id,
@@ -180,6 +248,7 @@ class Rank(Process):
             may_stand=own.may_stand and scenario.stands,
             own_failure=own.own_failure,
             own_failures=own.own_failures,
+            first_quorum_id=own.first_quorum_id,
         )
         replica.say(self.number, replica.join, join)
 
@@ -187,28 +256,32 @@ class Rank(Process):
         world = self.replica.world
         self.phase = FORWARD
         time = world.scenario.compute_s * (0.7 + 0.6 * world.random()) * self.replica.slow
-        world.after(time, self, self._computed)
+        world.after(time, self, self._computed, self._attempt)
 
-    def _computed(self) -> None:
-        self.phase = GATE
-        if self._configured:
-            self._reduce()
+    def _computed(self, attempt: int) -> None:
+        if attempt == self._attempt and self.phase == FORWARD:
+            self.phase = GATE
+            if self._configured:
+                self._reduce()
 
     def _reduce(self) -> None:
         """Begin the allreduce of the next bucket, or end the step."""
         protocol, world = self.protocol, self.replica.world
+        if not self._collectives and protocol.needs_asking:
+            self._ask_instead()
+            return
         if not self._enter():
             return
-        protocol.bind()
         mesh = self.group_mesh
-        if self._bucket == world.scenario.buckets or not protocol.can_communicate or mesh is None:
-            if self._bucket < world.scenario.buckets:
+        if self._bucket == self._collectives or not protocol.can_communicate or mesh is None:
+            if self._bucket < self._collectives:
                 self._sum = None
                 if protocol.failure is None:
                     protocol.fail(protocol.quorum_id, LOST)
             self.phase = READY
             self._end_step()
             return
+        protocol.bind()
         part = None
         if protocol.is_participating:
             gradient = mix(self.parameters, mix(self.replica.slot * 64 + self._bucket, self._attempt))
@@ -229,8 +302,17 @@ class Rank(Process):
             self._reduce()
 
     def _end_step(self) -> None:
-        """Go on to should_commit, once nothing more happens in the background."""
-        if self._configured:
+        """Go on to should_commit, unless the script leaves that out or is late with it."""
+        if self._does("skip_commit") is not None:
+            self.give_up()
+        elif (amount := self._does("vote_late")) is not None:
+            world = self.replica.world
+            world.after(world.scenario.keepalive_s * 4 * amount, self, self._commit, self._attempt)
+        else:
+            self._exchange()
+
+    def _commit(self, attempt: int) -> None:
+        if attempt == self._attempt and self.phase == READY:
             self._exchange()
 
     def _vote(self) -> None:
@@ -274,19 +356,37 @@ class Rank(Process):
             self.parameters = mix(before, mix(total, protocol.num_participants))
             assert result is not None
             world.checker.committed(self, result.replica_ids, base, before, count)
-            if world.scenario.saves and protocol.step % 3 == 0:
+            if not self._collectives:
+                world.felt["bare_step"] += 1
+            elif self._collectives > 1:
+                world.felt["long_step"] += 1
+            if protocol.step % 3 == 0:
                 world.saved[(replica.slot, self.number)] = (self.parameters, protocol.counters())
         world.checker.decided(self, committed)
         if self._is_leaving:
-            world.checker.left(self)
-            if not protocol.leaves_in_order:
-                self.die("left after a step that was not committed")
-                return
-            replica.say(self.number, replica.leave, self.number, protocol.step)
-            if self.number > 0:
-                world.after(world.scenario.compute_s * 5, self, self.die, "left")
-        else:
-            world.after(world.latency(), self, self.begin)
+            world.checker.left(self, committed)
+            self._leave()
+            return
+        if committed and self._does("optimizer_error") is not None:
+            self._spoil()
+        world.after(world.latency(), self, self._begin_after, self._attempt)
+
+    def _leave(self) -> None:
+        """Shut the Manager down between two steps."""
+        protocol, replica = self.protocol, self.replica
+        self._is_leaving = True
+        if not protocol.leaves_in_order:
+            self.die("left after a step that was not committed")
+            return
+        replica.say(self.number, replica.leave, self.number, protocol.step)
+        if self.number > 0:
+            replica.world.after(replica.world.scenario.compute_s * 5, self, self.die, "left")
+
+    def _spoil(self) -> None:
+        """Have a part of the state changed, and say so."""
+        self.parameters = mix(self.parameters, self.replica.slot * 64 + self._attempt)
+        self.protocol.disown_state()
+        self.replica.world.checker.disowned(self)
 
     # -- the quorum, on the coordination loop
 
@@ -298,6 +398,7 @@ class Rank(Process):
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)
         self._result, self._is_agreed = result, True
+        self._collectives = world.scenario.collectives(result.max_step)
         self._promised = self._named = None
         if self.protocol.is_broken(result.quorum_id):
             self._abort(result.quorum_id)
@@ -323,17 +424,17 @@ class Rank(Process):
             if promised is not None and quorum_id == protocol.quorum_id:
                 self.replica.world.checker.released(self.name, promised, ask_at)
             self._fail(quorum_id, TOO_LATE)
-        if protocol.is_due and protocol.ask_instead():
-            self.replica.world.tell(self.name, "asks at attempt", protocol.step)
+        if protocol.is_due:
+            self._ask_instead()
+        elif self._is_waiting:
+            self._reduce()
+
+    def _ask_instead(self) -> None:
+        """Ask for a quorum in an attempt that has begun in the one that stands."""
+        if self.protocol.ask_instead():
+            self.replica.world.tell(self.name, "asks at attempt", self.protocol.step)
             self._is_agreed = self._configured = self._is_waiting = False
             self._ask()
-        else:
-            self._go_on()
-
-    def _go_on(self) -> None:
-        """Enter the attempt that waits as this rank holds, if it need not any longer."""
-        if self._is_waiting:
-            self._reduce()
 
     def hear_lost(self, notice: LossNotice) -> None:
         """Abort what waits for a member that is gone."""
@@ -354,6 +455,12 @@ class Rank(Process):
     def hear_suspected(self) -> None:
         """Give the quorum up, as a rank of this replica group is silent."""
         self.hear_lost(LossNotice(self.protocol.quorum_id, self.replica.replica_id, "silent", is_alive=True))
+
+    def hear_group_left(self) -> None:
+        """Die because another rank of this replica group has left."""
+        if not self._is_leaving and not self.protocol.steps_given_up:
+            self.replica.world.checker.left_behind(self)
+        self.hear_group_lost()
 
     def hear_group_lost(self) -> None:
         """Die because another rank of this replica group is gone."""
@@ -471,8 +578,10 @@ class Rank(Process):
         self._configured = True
         if self.phase == GATE:
             self._reduce()
-        elif self.phase in (READY, PREPARE):
+        elif self.phase == PREPARE:
             self._exchange()
+        elif self.phase == GIVEN_UP:
+            self.begin()
 
     def _exchange(self) -> None:
         """Serve the state to others, heal, or do neither."""
@@ -480,7 +589,7 @@ class Rank(Process):
         if plan is not None and plan.serve:
             self._serve()
         elif plan is not None:
-            self.offer = None
+            self.offer, self._refused = None, -1
         if plan is None or not plan.heal:
             self._exchanged()
             return
@@ -501,9 +610,17 @@ class Rank(Process):
         else:
             self._compute()
 
+    def _refuse_state(self) -> None:
+        """Tell whoever waits for the state of a step that was given up that it does not come."""
+        if self._plan is not None and self._plan.serve and self._result is not None:
+            self._refused = self._result.max_step
+            for rank, attempt, _ in self._waiters:
+                self.replica.world.after(self.replica.world.latency(), rank, rank._heal_failed, attempt)
+            self._waiters.clear()
+
     def _serve(self) -> None:
         self.replica.world.checker.serves(self)
-        self.offer = (self.protocol.step, self.parameters, self.protocol.counters())
+        self.offer, self._refused = (self.protocol.step, self.parameters, self.protocol.counters()), -1
         waiters, self._waiters = self._waiters, []
         for rank, attempt, step in waiters:
             self._send_state(rank, attempt, step)
@@ -533,7 +650,10 @@ class Rank(Process):
 
     def asked_for_state(self, rank: Rank, attempt: int, step: int) -> None:
         """Send the state of a step to a healing rank, or keep the request until that state is offered."""
-        if self.offer is None or self.offer[0] < step:
+        if step == self._refused:
+            world = self.replica.world
+            world.after(world.latency(), rank, rank._heal_failed, attempt)
+        elif self.offer is None or self.offer[0] < step:
             self._waiters.append((rank, attempt, step))
         else:
             self._send_state(rank, attempt, step)
@@ -561,7 +681,6 @@ class Rank(Process):
         else:
             self._source = None
             self._load(state)
-            self._exchanged()
 
     def _heal_broke(self, attempt: int) -> None:
         """Lose the state: a part of it is the peer's by now."""
@@ -579,11 +698,23 @@ class Rank(Process):
             self._exchanged()
 
     def _load(self, state: Snapshot) -> None:
+        """Load a peer's state; where that raises, the script ends the step, or gives it up."""
+        world = self.replica.world
+        if (amount := self._does("load_error")) is not None:
+            self._trouble_attempt = self._attempt
+            self.parameters = TORN
+            self.protocol.lose_state()
+            world.checker.disowned(self)
+            if self._has_computed and amount < 0.5:
+                self._exchanged()
+            else:
+                self.give_up()
+            return
         self.parameters = state[1]
         self.protocol.heal(state[2])
-        world = self.replica.world
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)
+        self._exchanged()
 
     # -- ends
 

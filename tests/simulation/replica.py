@@ -22,6 +22,7 @@ from torchft_like.core.replica_group import (
     Effect,
     GroupAway,
     GroupHolds,
+    GroupIdentity,
     GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
@@ -86,7 +87,8 @@ class Replica:
         self.replica_id = f"{name_of(slot)}:{incarnation}"
         self.address = f"http://{self.replica_id}"
         scenario = world.scenario
-        self.core = world.cores.group(self.replica_id, scenario.ranks, scenario.waits)
+        job_id = "job" if scenario.is_named else ""
+        self.core = world.cores.group(self.replica_id, scenario.ranks, scenario.waits, job_id)
         self.slow = 1.0
         self.session: Session | None = None
         self._connected = False
@@ -154,7 +156,8 @@ class Replica:
         """Handle the lighthouse's announcement of a quorum."""
         if session is self.session and not session.lost_down:
             members = [cast(JoinMessage, member.message) for member in quorum.participants]
-            self.perform(self.core.quorum_formed(quorum.quorum_id, members, quorum.round, quorum.stands))
+            facts = quorum.round, quorum.stands, quorum.first_quorum_id
+            self.perform(self.core.quorum_formed(quorum.quorum_id, members, *facts))
 
     def hear_hold(self, session: Session, number: QuorumNumber) -> None:
         """Handle the request to begin no further step in the quorum that stands."""
@@ -177,6 +180,11 @@ class Replica:
         """Handle that a quorum was formed without this replica group, which has to be patient."""
         if session is self.session and not session.lost_down:
             self.perform(self.core.left_out(quorum_id, ()))
+
+    def hear_refused(self, session: Session) -> None:
+        """Handle that this replica group is foreign to the job."""
+        if session is self.session and not session.lost_down:
+            self.perform(self.core.refused("its state began elsewhere"))
 
     def line_ended(self, session: Session) -> None:
         """Open the next session: this one is over."""
@@ -301,7 +309,7 @@ class Replica:
                     self._tell(number, Rank.hear_step_lost, effect.quorum_id)
             elif isinstance(effect, GroupLeftNotice):
                 for number in effect.group_ranks:
-                    self._tell(number, Rank.hear_group_lost)
+                    self._tell(number, Rank.hear_group_left)
             elif isinstance(effect, GroupLostNotice):
                 self._hang_up()
                 for number in range(len(self.ranks)):
@@ -310,6 +318,8 @@ class Replica:
                 self._probe(effect)
             elif isinstance(effect, BrokenLinks):
                 self._report(effect)
+            elif isinstance(effect, GroupIdentity):
+                self._identify(effect)
 
     def _probe(self, probe: Probe) -> None:
         """Connect to each peer, as `manager/probing.py` does; a refusal is an answer."""
@@ -336,6 +346,10 @@ class Replica:
         if (session := self.session) is not None and self._connected:
             self.world.tell(self.replica_id, "cannot reach", *(links.unreachable or ("nobody",)))
             self.world.send_up(session, self.world.lighthouse.hear_links, session, links.unreachable)
+
+    def _identify(self, who: GroupIdentity) -> None:
+        if (session := self.session) is not None and self._connected:
+            self.world.send_up(session, self.world.lighthouse.hear_identity, session, who.identity)
 
     def _hold(self, holds: GroupHolds) -> None:
         if (session := self.session) is not None and self._connected:

@@ -17,7 +17,7 @@ from lighthouse.core.quorum import Member, QuorumCore, QuorumFormed
 from tests.simulation.cores import Cores
 from tests.simulation.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
 from tests.simulation.replica import JoinMessage
-from tests.simulation.scenario import HELD_UP, MESSAGE_KINDS, draw
+from tests.simulation.scenario import HELD_UP, MESSAGE_KINDS, STEP_KINDS, draw
 from tests.simulation.shrink import shrink, words
 from tests.simulation.simulation import run
 from torchft_like.core.assignment import assign
@@ -89,7 +89,7 @@ def many(seeds: range, jobs: int) -> int:
 def _print_tally(total: Tally, wall_s: float, jobs: int) -> None:
     seeds = max(1, total.seeds)
     messages = sum(total.felt[kind] for kind in (*MESSAGE_KINDS, HELD_UP))
-    faults = sum(total.felt.values())
+    faults = sum(total.felt.values()) - sum(total.felt[kind] for kind in STEP_KINDS)
     print(
         f"{total.seeds} schedules in {wall_s:.1f} s with {jobs} processes: "
         f"{total.seeds / wall_s:.0f} per second ({total.cpu_s / seeds * 1000:.2f} ms of CPU each)"

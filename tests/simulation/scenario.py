@@ -34,18 +34,37 @@ EVENT_KINDS = (
     "clock_jump",
     "report_error",
     "late_error",
+    "give_up",
     "leave",
     "link",
+    "foreign",
     "sick",
     "rank_session_break",
     "rank_replaced",
 )
 RANK_KINDS = EVENT_KINDS[-2:]  # to what is between the ranks of a replica group
 
+# What training scripts do at a place of their own, once a fault has told them to.
+ORDER_KINDS = (
+    "skip_commit",
+    "vote_late",
+    "report_early",
+    "leave_alone",
+    "shrink",
+    "restore",
+    "optimizer_error",
+    "load_error",
+)
+
+# Steps that are no fault: they are counted when they are committed.
+STEP_KINDS = ("bare_step", "long_step")
+
 # A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"
 
-KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, HELD_UP)
+STRANGER = "stranger"  # the name of trainers of another job
+
+KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, *ORDER_KINDS, HELD_UP)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +84,7 @@ class Scenario:
         dead_s: how long a rank may be silent before its group is lost.
         join_timeout_s: as in the lighthouse's settings. Where it is short, slow replicas are left behind.
         buckets: collectives in a step.
+        is_even: whether every step has so many; otherwise each has up to that, by its number.
         saves: whether a replica that starts again begins with its own periodic checkpoint.
         init_sync, async_quorum: as in the Manager's constructor.
         probe_s: how long a replica group waits for others to answer a probe.
@@ -78,6 +98,9 @@ class Scenario:
         lease_s: how long members of a quorum that stands go on without a word from the lighthouse.
         sick: a replica group whose process group fails in the first part of the quiet phase whenever it is
             configured.
+        is_named: whether replica groups give a job id, as they do where strangers come, of which one that is
+            yet to begin could otherwise not tell. Without it states that began apart are of two jobs, so runs
+            in which scripts load older ones have one.
         idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
             majority until `join_timeout_s`, so only runs in which that is short have them.
         spares: how many replica groups wait for a place beside those of the job.
@@ -100,6 +123,7 @@ class Scenario:
     keepalive_s: float
     join_timeout_s: float
     buckets: int
+    is_even: bool
     saves: bool
     init_sync: bool
     async_quorum: bool
@@ -111,11 +135,16 @@ class Scenario:
     stands: bool
     waits: bool
     sick: int | None
+    is_named: bool
     idle: int
     lease_s: float
     dead_s: float
     spares: int = 0
     is_vacant: bool = False
+
+    def collectives(self, step: int) -> int:
+        """Return how many collectives this step has on all ranks."""
+        return self.buckets if self.is_even else (self.seed + step * step) % (self.buckets + 1)
 
     def without(self, kinds: Collection[str]) -> Scenario:
         """Return the same job with these kinds of faults switched off."""
@@ -128,7 +157,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-3] if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-4] + ORDER_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where no messages are held up, all of the same number of faults are events: they come faster, then.
@@ -155,6 +184,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         keepalive_s=keepalive_s,
         join_timeout_s=compute_s * (2 + 10 * flip()) if flip() < 0.25 else 3600.0,
         buckets=1 if flip() < 0.8 else 2,
+        is_even=flip() < 0.8,
         saves=flip() < 0.3,
         init_sync=flip() < 0.8,
         async_quorum=flip() < 0.8,
@@ -166,6 +196,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         stands=flip() < 0.6,
         waits=flip() < 0.2,
         sick=None,
+        is_named=False,
         idle=int(flip() * 5),
         lease_s=keepalive_s * (0.5 + 3 * flip()),
         dead_s=0.0,
@@ -175,14 +206,21 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     else:  # as it should be, it is longer than a step of a replica that nothing has slowed down
         messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * scenario.delay_s
         scenario = replace(scenario, join_timeout_s=scenario.join_timeout_s + messages_s)
-    sick = random.Random(seed * 3 + 1).random  # drawn apart: without it, the seeds of before are as they were
-    if sick() < 0.25:
+    apart = random.Random(seed * 3 + 1).random  # without what is drawn by it, seeds are as they were
+    if apart() < 0.25:
         scenario = replace(scenario, kinds=(*scenario.kinds, "sick"))
-    if scenario.bad_link is None and sick() < 0.25:
-        scenario = replace(scenario, sick=int(sick() * count))
+    if scenario.bad_link is None and apart() < 0.25:
+        scenario = replace(scenario, sick=int(apart() * count))
     if seed % 128 == 127:  # with few faults of these kinds, quorums stand for long enough to be cut off whole
         kinds = ["partition", "crash", "rank_crash"]
         scenario = replace(scenario, kinds=tuple(kinds), gap_s=12 * compute_s, min_replicas=1, stands=True)
+    if seed % 128 == 63:  # with few other faults, the lighthouse dies while it hands out an id that is kept
+        kinds = ["delay", "overtake", "lighthouse_crash"]
+        scenario = replace(scenario, kinds=tuple(kinds), stands=False, gap_s=4 * compute_s)
+    if scenario.min_replicas > 1 and apart() < 0.4:  # a stranger is no quorum by itself
+        scenario = replace(scenario, kinds=(*scenario.kinds, "foreign"))
+    needs_name = scenario.saves or not {"restore", "foreign"}.isdisjoint(scenario.kinds)
+    scenario = replace(scenario, is_named=needs_name or apart() < 0.5)
     scenario = replace(scenario, dead_s=keepalive_s * (0.5 + 2 * flip()))
     if ranks > 1:
         kinds = [*scenario.kinds, *(kind for kind in RANK_KINDS if flip() < 0.5)]

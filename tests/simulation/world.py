@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tests.simulation.checker import Checker, RunOverError
-from tests.simulation.scenario import HELD_UP, KINDS, Scenario
+from tests.simulation.scenario import HELD_UP, KINDS, STEP_KINDS, Scenario
 
 if TYPE_CHECKING:
     from tests.simulation.cores import Cores
@@ -91,7 +91,7 @@ class World:
         self.random = random.Random(scenario.seed * 2 + 1).random
         self.checker = Checker(self)
         self.story: list[tuple[Any, ...]] | None = [] if story else None
-        self.felt = dict.fromkeys(KINDS, 0)
+        self.felt = dict.fromkeys((*KINDS, *STEP_KINDS), 0)
         self.faults = 0
         self.events = 0
         self.wall_clock_s = 1_000.0  # the lead of the wall clock over virtual time
