@@ -1032,7 +1032,7 @@ CAUGHT_BY = {
     "forgets the healed version": Caught(2, "progress"),
     "lets spares in": Caught(12, "spares_wait"),
     "leaves places empty": Caught(4, "progress"),
-    "holds nobody for spares": Caught(236, "spares_wait"),
+    "holds nobody for spares": Caught(1802, "no_regress"),
     "holds nobody": Caught(0, "progress"),
     "asks nobody again": Caught(2017, "progress"),
     "forgets that it stands": Caught(857, "progress"),

@@ -687,6 +687,7 @@ class Rank(Process):
         if attempt == self._attempt and self.phase == HEAL:
             self.parameters = TORN
             self.protocol.lose_state()
+            self.replica.world.checker.disowned(self)
             self._heal_failed(attempt)
 
     def _heal_failed(self, attempt: int) -> None:
