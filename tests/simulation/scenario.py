@@ -211,12 +211,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         scenario = replace(scenario, kinds=(*scenario.kinds, "sick"))
     if scenario.bad_link is None and apart() < 0.25:
         scenario = replace(scenario, sick=int(apart() * count))
-    if seed % 128 == 127:  # with few faults of these kinds, quorums stand for long enough to be cut off whole
-        kinds = ["partition", "crash", "rank_crash"]
-        scenario = replace(scenario, kinds=tuple(kinds), gap_s=12 * compute_s, min_replicas=1, stands=True)
-    if seed % 128 == 63:  # with few other faults, the lighthouse dies while it hands out an id that is kept
-        kinds = ["delay", "overtake", "lighthouse_crash"]
-        scenario = replace(scenario, kinds=tuple(kinds), stands=False, gap_s=4 * compute_s)
+    scenario = _with_few_kinds(scenario)
     if scenario.min_replicas > 1 and apart() < 0.4:  # a stranger is no quorum by itself
         scenario = replace(scenario, kinds=(*scenario.kinds, "foreign"))
     needs_name = scenario.saves or not {"restore", "foreign"}.isdisjoint(scenario.kinds)
@@ -230,6 +225,18 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
+
+
+def _with_few_kinds(scenario: Scenario) -> Scenario:
+    """Return a job in which what is rare beside many kinds of faults comes about, for some seeds."""
+    place, compute_s = scenario.seed % 128, scenario.compute_s
+    if place == 127:  # quorums stand for long enough to be cut off whole
+        kinds = ("partition", "crash", "rank_crash")
+        return replace(scenario, kinds=kinds, gap_s=12 * compute_s, min_replicas=1, stands=True)
+    if place == 63:  # the lighthouse dies while it hands out an id that is kept
+        kinds = ("delay", "overtake", "lighthouse_crash")
+        return replace(scenario, kinds=kinds, gap_s=4 * compute_s, stands=False)
+    return scenario
 
 
 def _with_spares(scenario: Scenario) -> Scenario:
