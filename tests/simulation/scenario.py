@@ -206,16 +206,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     else:  # as it should be, it is longer than a step of a replica that nothing has slowed down
         messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * scenario.delay_s
         scenario = replace(scenario, join_timeout_s=scenario.join_timeout_s + messages_s)
-    apart = random.Random(seed * 3 + 1).random  # without what is drawn by it, seeds are as they were
-    if apart() < 0.25:
-        scenario = replace(scenario, kinds=(*scenario.kinds, "sick"))
-    if scenario.bad_link is None and apart() < 0.25:
-        scenario = replace(scenario, sick=int(apart() * count))
-    scenario = _with_few_kinds(scenario)
-    if scenario.min_replicas > 1 and apart() < 0.4:  # a stranger is no quorum by itself
-        scenario = replace(scenario, kinds=(*scenario.kinds, "foreign"))
-    needs_name = scenario.saves or not {"restore", "foreign"}.isdisjoint(scenario.kinds)
-    scenario = replace(scenario, is_named=needs_name or apart() < 0.5)
+    scenario = _with_sick_and_foreign(scenario)
     scenario = replace(scenario, dead_s=keepalive_s * (0.5 + 2 * flip()))
     if ranks > 1:
         kinds = [*scenario.kinds, *(kind for kind in RANK_KINDS if flip() < 0.5)]
@@ -225,6 +216,20 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
+
+
+def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
+    """Return the job with members that are sick or foreign, which are drawn apart from the rest."""
+    apart = random.Random(scenario.seed * 3 + 1).random
+    if apart() < 0.25:
+        scenario = replace(scenario, kinds=(*scenario.kinds, "sick"))
+    if scenario.bad_link is None and apart() < 0.25:
+        scenario = replace(scenario, sick=int(apart() * scenario.replicas))
+    scenario = _with_few_kinds(scenario)
+    if scenario.min_replicas > 1 and apart() < 0.4:  # a stranger is no quorum by itself
+        scenario = replace(scenario, kinds=(*scenario.kinds, "foreign"))
+    needs_name = scenario.saves or not {"restore", "foreign"}.isdisjoint(scenario.kinds)
+    return replace(scenario, is_named=needs_name or apart() < 0.5)
 
 
 def _with_few_kinds(scenario: Scenario) -> Scenario:
