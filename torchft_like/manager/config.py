@@ -8,6 +8,8 @@ The environment is read here and nowhere else, and only through the mapping that
 
 from __future__ import annotations
 
+import os
+import resource
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,9 @@ DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
 AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
+FREE_FILES_MIN = (
+    64  # a Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing
+)
 CONTINUE, WAIT = "continue", "wait"
 
 
@@ -127,9 +132,11 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
     """Resolve every setting.
 
     Raises:
-        ConfigError: a value is missing or not of its type; the text names the argument and the variable.
+        ConfigError: a value is missing or not of its type; the text names the argument and the variable. Or
+          this process may open too few files.
         AddressError: an address is malformed.
     """
+    _check_open_files()
     given = _Settings(environ)
     place = _place(arguments, given)
     lighthouse = _lighthouse(arguments, given) if place.rank == 0 else None
@@ -160,6 +167,15 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         incarnation=place.incarnation,
         sources=tuple(given.sources),
     )
+
+
+def _check_open_files() -> None:
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if (free := most - len(os.listdir("/proc/self/fd"))) < FREE_FILES_MIN:
+        raise ConfigError(
+            f"this process may open {most} files, of which {free} are left, and a Manager needs "
+            f"{FREE_FILES_MIN} and one for each replica group: raise the limit (ulimit -n)"
+        )
 
 
 def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> timedelta:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 from datetime import timedelta
 from typing import Any
 
@@ -134,3 +136,10 @@ def test_the_helper_of_torchft_takes_the_variable_or_the_default() -> None:
     assert get_timeout(None, default) == default
     with pytest.raises(ConfigError, match="'soon'"):
         get_timeout("soon", default)
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    most = len(os.listdir("/proc/self/fd")) + 40
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (most, most))
+    with pytest.raises(ConfigError, match=rf"may open {most} files, .*ulimit -n"):
+        config()
