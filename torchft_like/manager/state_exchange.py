@@ -183,14 +183,14 @@ class StateExchange:
         """
         began = time.monotonic()
         names = result.replica_ids
-        source, own = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
-        self._fetching = _Fetching(own, {names[rank]: rank for rank in result.source_ranks})
+        source, member = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
+        self._fetching = _Fetching(member, {names[rank]: rank for rank in result.source_ranks})
         try:
             attempt.raise_error()
-            lost = any((result.quorum_id, member) in self._lost for member in (source, own))
+            lost = any((result.quorum_id, one) in self._lost for one in (source, member))
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
-            state, received = self._fetch(attempt, result)
+            state, own, received = self._fetch(attempt, result)
         except Exception as error:  # it may be an error of a user's transport, or a lack of memory or threads
             attempt.raise_error()
             self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
@@ -208,11 +208,13 @@ class StateExchange:
             gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
             addresses=[f"{address} ({part} B)" for address, part in received.items()],
         )
-        self._load(state)
+        self._load(state, own)
 
-    def _fetch(self, attempt: Attempt, result: QuorumResult) -> tuple[PeerState, dict[str, int]]:
-        """Fetch the whole state of the up-to-date peer that the quorum assigned; return the bytes from each
-        source, too.
+    def _fetch(
+        self, attempt: Attempt, result: QuorumResult
+    ) -> tuple[PeerState, dict[str, object] | None, dict[str, int]]:
+        """Fetch the whole state of the up-to-date peer that the quorum assigned; return this rank's own, in
+        which it has arrived, and the bytes from each source, too.
 
         Raises:
             ForeignStateError: the peer's state is none for this replica.
@@ -235,7 +237,7 @@ class StateExchange:
                 with self._group.lock:
                     self._protocol.lose_state()
             raise
-        return PeerState.of(state), destination.received
+        return PeerState.of(state), own, destination.received
 
     def _check(self, result: QuorumResult, arriving: State) -> None:
         """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""
@@ -275,9 +277,9 @@ class StateExchange:
                 client.close()
         return sources
 
-    def _load(self, state: PeerState) -> None:
+    def _load(self, state: PeerState, own: dict[str, object] | None) -> None:
         try:
-            self._registry.load(state.user)
+            self._registry.load(state.user, own)
             with self._group.lock:
                 self._protocol.heal(state.counters)
         except BaseException:  # a part of the state may be the peer's by now

@@ -130,8 +130,12 @@ class StateRegistry:
         """Return the user's whole state, in which a peer's may arrive; None if it may not be read."""
         return self._save() if self._is_read_allowed else None
 
-    def load(self, state: Mapping[str, object]) -> None:
+    def load(self, state: Mapping[str, object], own: dict[str, object] | None = None) -> None:
         """Pass every part to its load function.
+
+        Args:
+            own: what `own` returned, if the state has arrived in it. It is not asked for again: a function
+              that keeps tensors to return may write the old values into them.
 
         Raises:
             CheckpointError: the peer registered other keys, because the replicas do not run the same script.
@@ -142,7 +146,7 @@ class StateRegistry:
                 "every replica must register the same keys"
             )
         if next(shards_in(dict(state)), None) is not None:
-            state = place(dict(state), self._save())
+            state = place(dict(state), self._save() if own is None else own)
         for key, (load, _) in self._functions.items():
             load(state[key])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.testing._internal.distributed import fake_pg
 
-from tests.unit.checkpointing.states import round_trip
+from tests.unit.checkpointing.states import dump_state, round_trip
 from torchft_like.checkpointing.shards import place, shards_in
-from torchft_like.checkpointing.state_stream import flatten_state
+from torchft_like.checkpointing.state_stream import IncomingState, flatten_state, read_header
 from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.plain_data import Shard as Sent
@@ -114,6 +115,24 @@ def test_a_registry_places_what_it_loads(mesh: DeviceMesh) -> None:
     with registry.reading() as state:
         registry.load(round_trip(state))
     assert torch.equal(loaded[1]["w"].to_local(), torch.ones(2))
+
+
+def test_a_state_that_arrived_in_kept_tensors_is_not_overwritten(mesh: DeviceMesh) -> None:
+    """A function may copy the parameters into tensors that it keeps, whenever it is called (torchtitan)."""
+    parameter, kept = torch.zeros(2), {"w": lying(mesh, torch.zeros(2))}
+
+    def save() -> dict[str, Any]:
+        kept["w"].to_local().copy_(parameter)
+        return kept
+
+    registry, loaded = StateRegistry(), list[Any]()
+    registry.register("model", loaded.append, save)
+    own = registry.own()
+    source = io.BytesIO(dump_state({"model": {"w": lying(mesh, torch.ones(2))}}))
+    incoming = IncomingState(read_header(source))
+    assert incoming.land_in(own)
+    registry.load(incoming.read_all(source), own)  # type: ignore[arg-type]
+    assert torch.equal(loaded[0]["w"].to_local(), torch.ones(2))
 
 
 def test_what_a_function_raises_when_it_is_looked_at_meets_the_script() -> None:
