@@ -40,7 +40,7 @@ LEVELS: Mapping[str, int] = {
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
-    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, addresses
+    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, addresses, refused
     "heal_sent": logging.INFO,  # state is offered to healing members: members
     "commit": logging.DEBUG,  # the vote on a step: committed, participants
     "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
@@ -108,8 +108,8 @@ def _names(value: Field) -> str:
     return " ".join(map(short_name, names[:NAMES_MAX])) + more or "nobody"
 
 
-def _each(addresses: Field) -> str:
-    return f" from {', '.join(addresses)}" if isinstance(addresses, list) and addresses else ""
+def _each(addresses: Field, before: str = " from ") -> str:
+    return f"{before}{', '.join(addresses)}" if isinstance(addresses, list) and addresses else ""
 
 
 def _quorum_sentence(fields: Fields) -> str:
@@ -170,6 +170,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "heal": lambda f: (
         f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s, "
         f"{f['gb_per_s']:.2f} GB/s{_each(f['addresses'])}"
+        f"{_each(f['refused'], '; not from ')}"
     ),
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
     "commit": _commit_sentence,

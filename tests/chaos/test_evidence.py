@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 
 import pytest
@@ -101,7 +102,12 @@ def test_a_spoilt_transfer_is_felt_only_when_it_was_refused(kind: str) -> None:
     injection = injection_of(story, kind, "r2")
     story.note("spoilt", "r0", how=kind)
     assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("error", "r2", reason="CheckpointFormatError: state of step 5 could not be fetched from -")
+    story.event("heal", "r2", refused=[])
+    assert not judge(injection, story.log, JOB, story.now).felt
+    gone = deepcopy(story)
+    gone.event("error", "r2", reason="CheckpointFormatError: state of step 5 could not be fetched from -")
+    assert judge(injection, gone.log, JOB, gone.now).felt
+    story.event("heal", "r2", refused=["http://10.0.0.1:4711: the stream is truncated"])
     assert judge(injection, story.log, JOB, story.now).felt
 
 

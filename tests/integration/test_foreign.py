@@ -23,9 +23,11 @@ def assert_refused(cluster: Cluster, foreign: Group, text: str) -> None:
         assert rank.exit_code == 1
         assert "ForeignMemberError" in rank.last_error
         assert text in rank.last_error
-    (refused,) = cluster.lighthouse_events.records("refused")
-    assert str(refused["member"]).startswith(f"{foreign.name}:")
-    assert text in str(refused["reason"])
+    refusals = cluster.lighthouse_events.records("refused")
+    assert refusals
+    for refusal in refusals:  # one who is slow to end may have registered again
+        assert str(refusal["member"]).startswith(f"{foreign.name}:")
+        assert text in str(refusal["reason"])
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -61,6 +61,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
         "seconds": 0.0081,
         "gb_per_s": 0.1,
         "addresses": ["http://10.0.0.1:4711 (872 B)"],
+        "refused": ["http://10.0.0.2:4711: the stream is truncated"],
     },
     "heal_sent": {"members": ["b:89abcde"]},
     "commit": {"committed": False, "participants": 2},

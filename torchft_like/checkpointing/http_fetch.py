@@ -291,7 +291,7 @@ class Fetch:
             if incoming.matches(self._sums, *stripe):
                 self._left_nbytes -= stripe.stop - stripe.start
             elif not source.is_first and self._first.failure is None:
-                _logger.info("bytes %s to %s of %s differ", *stripe, source.address.url)
+                self._refuse(source, f"its bytes {stripe.start} to {stripe.stop} differ")
                 self._again.append(stripe)
             else:
                 error = CheckpointFormatError(f"bytes {stripe.start} to {stripe.stop} {CORRUPT}")
@@ -308,11 +308,15 @@ class Fetch:
             needs_it = source.is_first and (self._sums is None or self._again)
             if needs_it or all(other.failure is not None for other in self._sources):
                 self._ended = self._cause_of(error)
-            _logger.info("%s sends no more of the state: %s", source.address.url, error)
+            self._refuse(source, self._cause_of(error)[1])
             for connection, of in self._sockets.items():
                 if of is source or self._ended is not None:
                     shut(connection)
             self._changed.notify_all()
+
+    def _refuse(self, source: _Source, reason: str) -> None:
+        self._destination.refused[source.address.url] = reason
+        _logger.info("%s is no source of the rest of the state: %s", source.address.url, reason)
 
     # -- connections
 

@@ -33,12 +33,14 @@ class Destination(Generic[T]):
           without memory, on the device "meta".
         is_written: whether the tensors of `own` may have been changed.
         received: the bytes that came from each source, if the transport tells.
+        refused: why the rest did not come from a source that had been asked for it.
     """
 
     own: T | None = None
     check: Callable[[T], object] = lambda _: None
     is_written: bool = False
     received: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
 
 
 class CheckpointTransport(ABC, Generic[T]):

@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -190,7 +191,7 @@ class StateExchange:
             lost = any((result.quorum_id, one) in self._lost for one in (source, member))
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
-            state, own, received = self._fetch(attempt, result)
+            state, destination = self._fetch(attempt, result)
         except Exception as error:  # it may be an error of a user's transport, or a lack of memory or threads
             attempt.raise_error()
             self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
@@ -206,15 +207,14 @@ class StateExchange:
             bytes=nbytes,
             seconds=seconds,
             gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
-            addresses=[f"{address} ({part} B)" for address, part in received.items()],
+            addresses=[f"{address} ({part} B)" for address, part in destination.received.items()],
+            refused=[f"{address}: {reason}" for address, reason in destination.refused.items()],
         )
-        self._load(state, own)
+        self._load(state, cast("dict[str, object]", destination.own["user"]) if destination.own else None)
 
-    def _fetch(
-        self, attempt: Attempt, result: QuorumResult
-    ) -> tuple[PeerState, dict[str, object] | None, dict[str, int]]:
-        """Fetch the whole state of the up-to-date peer that the quorum assigned; return this rank's own, in
-        which it has arrived, and the bytes from each source, too.
+    def _fetch(self, attempt: Attempt, result: QuorumResult) -> tuple[PeerState, Destination[State]]:
+        """Fetch the whole state of the up-to-date peer that the quorum assigned; return it, and where it has
+        arrived.
 
         Raises:
             ForeignStateError: the peer's state is none for this replica.
@@ -237,7 +237,7 @@ class StateExchange:
                 with self._group.lock:
                     self._protocol.lose_state()
             raise
-        return PeerState.of(state), own, destination.received
+        return PeerState.of(state), destination
 
     def _check(self, result: QuorumResult, arriving: State) -> None:
         """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""

@@ -299,9 +299,11 @@ class TestSeveralSources:
 
         address = parse_address(helper.metadata())
         relay = Relay((address.host, address.port), lambda: at(where, strike))
-        received, _ = self.receive(transports, [first.metadata(), f"http://{LOOPBACK}:{relay.port}"])
+        through = f"http://{LOOPBACK}:{relay.port}"
+        received, into = self.receive(transports, [first.metadata(), through])
         assert_same(received, state)
         assert struck
+        assert list(into.refused) == [through]
 
     @pytest.mark.progress
     def test_who_is_stopped_in_its_last_stripe_loses_it(self, transports: Make, state: State) -> None:
@@ -349,6 +351,7 @@ class TestSeveralSources:
         received, into = self.receive(transports, [first.metadata(), address])
         assert_same(received, state)
         assert sum(into.received.values()) >= self.MEGABYTES << 20
+        assert list(into.refused) == [address]
 
     def test_without_the_first_there_is_no_state(self, transports: Make, state: State) -> None:
         first, helper = self.offer(transports, state, state)

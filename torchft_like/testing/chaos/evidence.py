@@ -271,9 +271,10 @@ def _backend_lost(view: View) -> str:
 
 
 def _transfer_refused(view: View) -> str:
-    """Check that the relay spoilt a transfer, and the healing replica refused it."""
+    """Check that the relay spoilt a transfer, and the healing replica refused it; others may have sent it."""
     struck = view.notes("spoilt")
     refused = [str(e["reason"]) for e in view.events("error") if "could not be fetched" in str(e["reason"])]
+    refused += [str(source) for event in view.events("heal") for source in event["refused"]]
     return f"the healing replica: {refused[0]}" if struck and refused else ""
 
 

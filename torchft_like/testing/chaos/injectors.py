@@ -12,7 +12,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -29,7 +28,7 @@ from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.cluster import Group
-from torchft_like.testing.processes import RunningProcess, run_tool
+from torchft_like.testing.processes import RunningProcess, kill_all, run_tool
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
@@ -128,16 +127,17 @@ def _stop_rank(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _starve(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Run so many busy processes on each core; there is no victim, as all replica groups have to stay."""
+    """Run so many busy processes on each core; there is no victim, as all replica groups have to stay.
+
+    Each has a session of its own: Linux gives the processor to sessions, and to processes within them.
+    """
     cores = len(os.sched_getaffinity(0))
     command = [sys.executable, "-c", "while True: pass"]
-    busy = [subprocess.Popen(command) for _ in range(int(planned.amount) * cores)]  # noqa: S603 - fixed
+    busy = [RunningProcess(command) for _ in range(int(planned.amount) * cores)]
     try:
         yield Injected(details={"busy": len(busy), "cores": cores})
     finally:
-        for process in busy:
-            process.kill()
-            process.wait()
+        kill_all(busy)
 
 
 @contextmanager
