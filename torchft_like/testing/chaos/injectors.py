@@ -155,10 +155,17 @@ def _slow(target: Target, planned: Planned) -> Iterator[Injected]:
             if is_over.wait(_RUNS_S):
                 return
 
-    thread = threading.Thread(target=starve, name="chaos_slow")
+    with _in_thread(starve, is_over):
+        yield injected
+
+
+@contextmanager
+def _in_thread(act: Callable[[], None], is_over: threading.Event) -> Iterator[None]:
+    """Act beside a block; its end is told by the event, and waits for the act's."""
+    thread = threading.Thread(target=act, name="chaos_act")
     thread.start()
     try:
-        yield injected
+        yield
     finally:
         is_over.set()
         thread.join()
@@ -166,18 +173,23 @@ def _slow(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _let_idle(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Let the victims start again without joining, and then kill another one, so that they are most of the
-    job.
+    """Let the victims start again without joining, and then kill another one, so that most of the job does
+    not train.
     """
     idle, replicas = target.half(planned), target.job.replicas
-    victims = [*idle, replicas[(planned.victim + len(idle)) % len(replicas)]]
+    victims, is_over = [*idle, replicas[(planned.victim + len(idle)) % len(replicas)]], threading.Event()
     for victim in idle:
         _ask_worker(target, "idle", victim, str(1.5 * target.job.settings.join_timeout_ms / 1000))
         victim.signal(signal.SIGKILL)
-    try:
-        yield Injected(tuple(victim.name for victim in victims))
-    finally:
+
+    def kill_another() -> None:
+        while any(target.job.triggers.iterdir()):  # a worker takes its own once it is registered
+            if is_over.wait(_RUNS_S):
+                return
         victims[-1].signal(signal.SIGKILL)
+
+    with _in_thread(kill_another, is_over):
+        yield Injected(tuple(victim.name for victim in victims))
 
 
 @contextmanager

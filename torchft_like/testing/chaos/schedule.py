@@ -45,7 +45,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "SIGSTOP of one rank of a replica group of several, later SIGCONT", (1.5, 5.0), needs=("ranks",)
         ),
         "starve": Kind(
-            "busy processes take the processor from every process of the job", (3.0, 10.0), (5.0, 5.0)
+            "busy processes take the processor from every process of the job", (3.0, 10.0), (20.0, 20.0)
         ),
         "slow": Kind(
             "a replica group is starved: stopped again and again for a moment", (3.0, 5.0), (0.1, 0.3)
@@ -54,6 +54,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             "half of the replica groups are killed and come back, but do not join; another one is killed",
             (2.0, 3.0),
             needs=("third", "worker"),
+            is_lifted_when_felt=True,
         ),
         "give-up": Kind("a script gives a step up in its backward pass", needs=("worker",)),
         "sick": Kind(
