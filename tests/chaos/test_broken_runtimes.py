@@ -28,7 +28,8 @@ FAILED_STEP_APPLIED = """
 """
 STATE_NOT_LOADED = """
     from torchft_like.manager.state_registry import StateRegistry
-    StateRegistry.load = lambda registry, state: None
+    StateRegistry.own = lambda registry: None
+    StateRegistry.load = lambda registry, state, own: None
 """
 
 
