@@ -83,17 +83,13 @@ class Event:
 
 
 def short_name(replica_id: str) -> str:
-    """Abbreviate `name:1b4e28ba-2fa1-...` to `name:1b4e`, which is unique enough among the restarts of one
-    name.
-    """
+    """Abbreviate `name:1b4e28ba-2fa1-...` to `name:1b4e`, which tells the restarts of one name apart."""
     name, _, incarnation = replica_id.rpartition(":")
     return f"{name}:{incarnation[:4]}" if name else replica_id[:12]
 
 
 def printable(text: str) -> str:
-    """Return the text on one line that moves no cursor: the names that peers give themselves end up in
-    terminals.
-    """
+    """Return the text on one line that moves no cursor: names that peers choose end up in terminals."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -72,18 +72,14 @@ def lock_of_each_process(kind: Callable[[], L]) -> L: ...
 
 
 def lock_of_each_process(kind: Callable[[], Any] = threading.Lock) -> Any:
-    """Make a lock for a module's life, which every fork finds free even if a thread of its parent holds
-    it.
-    """
+    """Make a lock for a module's life, which every fork finds free even if its parent held it."""
     lock = kind()
     in_each_fork(Turn.LOCKS, lock._at_fork_reinit)  # the logging module does the same
     return lock
 
 
 def keep_for_ever(inherited: object) -> None:
-    """Keep this object alive until the process ends: its destructor might wait for threads that only the
-    parent has.
-    """
+    """Keep this object alive until the process ends: its destructor might wait for the parent's threads."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(inherited))
 
 

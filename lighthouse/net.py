@@ -35,9 +35,7 @@ DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
 
 @dataclass(frozen=True)
 class Keepalive:
-    """How long a connection may be silent before it is probed, and a probe unanswered, both in
-    milliseconds.
-    """
+    """How many milliseconds a connection may be silent before a probe, and a probe unanswered."""
 
     time_ms: int = 500
     timeout_ms: int = 500

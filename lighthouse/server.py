@@ -135,9 +135,7 @@ class Lighthouse:
         return self._core.sign_of(replica_id)
 
     def is_suspect(self, replica_id: str) -> bool:
-        """Return whether a replica's session has ended, and it has time to come back: this process was
-        starved.
-        """
+        """Return whether a replica has time to come back after its session, as this process was starved."""
         number = self._core.session_of(replica_id)
         return number is not None and number not in self._sessions
 
@@ -190,9 +188,7 @@ class Lighthouse:
         self._send_all(list(self._sessions), codec.config_changed(self.config, is_watched=False))
 
     async def stop(self, reason: str = "stopped") -> None:
-        """End every session and call with a status that says so, and close the port. It may be called
-        again.
-        """
+        """End every session and call with a status that says so, and close the port. May be called again."""
         if self._server is None:
             return
         server, self._server = self._server, None
@@ -375,9 +371,7 @@ class Lighthouse:
         return admission.believable(time.time_ns() // 1_000_000, self._core.highest)
 
     def _check_owner(self, register: pb.Register) -> None:
-        """Refuse a replica id that is in use: the same replica comes back with its address, another one has
-        another.
-        """
+        """Refuse a replica id that is in use; the same replica comes back with its own address."""
         number = self._core.session_of(register.replica_id)
         live = None if number is None else self._sessions.get(number)
         if live is not None and live.ended is None and live.address != register.address:
@@ -544,9 +538,7 @@ def _exists(text: str) -> RefusedError:
 
 
 def _foreign(reason: str) -> Refusal:
-    """Return the status that ends the session of a replica that is foreign to the job; it is not to try
-    again.
-    """
+    """Return the status that ends the session of a replica foreign to the job; it is not to try again."""
     return Refusal(grpc.StatusCode.FAILED_PRECONDITION, printable(reason[:_REASON_MAX]))
 
 
@@ -567,9 +559,7 @@ def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, C
 
 
 def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
-    """Make the handlers. They refuse malformed requests instead of failing, and send answers that are bytes
-    already.
-    """
+    """Make the handlers. They refuse malformed requests instead of failing, and send bytes as answers."""
     return grpc.method_handlers_generic_handler(
         _SERVICE,
         {

@@ -86,9 +86,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         manager.check_before_vote(self._check_all_were_used)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's forward pass. A backward pass that an exception ended, and the step with it, is
-        forgotten.
-        """
+        """Run the module's forward pass. A backward pass that an exception ended is forgotten."""
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
@@ -96,9 +94,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def _check_all_were_used(self) -> Exception | None:
-        """Return an error if the last backward pass has left parameters out, and look for such ones from now
-        on.
-        """
+        """Return an error if the last backward pass left parameters out; look for such ones from now on."""
         if self.find_unused_parameters:
             return None
         try:
@@ -191,9 +187,7 @@ class _OfReducer(ProcessGroupDummy):
 
     @contextlib.contextmanager
     def dictating(self, buckets: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Answer the reducer's broadcasts of its buckets, within the block: the parameters of each bucket by
-        their numbers.
-        """
+        """Answer, within the block, the reducer's broadcasts of its buckets' parameters, by their numbers."""
         flat = [number for bucket in buckets for number in bucket]
         self._dictated = [[*flat, len(buckets)], list(map(len, buckets))]
         try:

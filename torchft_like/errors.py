@@ -63,9 +63,7 @@ class HealthCheckError(FaultToleranceError):
 
 
 class UnusedParametersError(FaultToleranceError):
-    """A backward pass left parameters out; the step is tried again, and such ones are looked for from now
-    on.
-    """
+    """A backward pass left parameters out; the step is tried again, and such ones are looked for."""
 
 
 class ShutdownError(FaultToleranceError):

@@ -145,9 +145,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class Shard:
-    """A rank's part of a DTensor, on its way between replica groups; `mesh` numbers the meshes of the
-    sender's state.
-    """
+    """A rank's part of a DTensor between replica groups; `mesh` numbers the meshes of the sender's state."""
 
     local: Tensor
     layout: Layout
@@ -286,9 +284,7 @@ def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
 
 
 def encode(values: Sequence[object]) -> bytes:
-    """Encode values without leaves, one after the other, for `decode`; a PlainDataError says what does not
-    fit.
-    """
+    """Encode values without leaves, in a row, for `decode`; a PlainDataError says what does not fit."""
     sheet = Sheet(CALLS)
     index = 0
     try:
@@ -839,9 +835,7 @@ class Structure(Reader):
             self.copies_left = limits.leaves - len(self.specs)
 
     def value(self, leaves: LeafSource) -> object:
-        """Read the value; a PlainDataError says that the bytes are none. Errors of the source of the leaves
-        pass.
-        """
+        """Read the value; a PlainDataError says that the bytes are none. The source's errors pass."""
         self.leaves = leaves
         try:
             (value,), end = self.values(self._start, 1)

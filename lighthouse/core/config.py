@@ -147,9 +147,7 @@ class LighthouseConfig:
 
     @property
     def connections_max(self) -> int:
-        """The most connections: one for each replica, as many that are about to be closed, and some for
-        operators.
-        """
+        """The most connections: one for each replica, as many about to be closed, and some for operators."""
         return 2 * self.replicas_max + 1000
 
     def __post_init__(self) -> None:

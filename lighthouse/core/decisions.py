@@ -118,9 +118,7 @@ class QuorumOver(NamedTuple):
 
 
 class QuorumBroken(NamedTuple):
-    """A member cannot go on in the last quorum: tell these sessions, all of which are in it, not to wait for
-    it.
-    """
+    """A member cannot go on in the last quorum: tell these sessions, which are in it, not to wait for it."""
 
     quorum_id: int
     replica_id: str

@@ -39,9 +39,7 @@ class Facts:
 
 
 def describe(facts: Facts) -> str:
-    """Describe the last quorum, who has joined, who is awaited or left out, and why there is no quorum
-    yet.
-    """
+    """Describe the last quorum, who has joined, is awaited or left out, and why there is no quorum yet."""
     joined, expected = set(facts.joined), set(facts.expected)
     awaited = [i for i in facts.healthy if i not in joined and i not in expected and i not in facts.idle]
     links = [f"{one} - {other}" for one, other in facts.links]

@@ -90,9 +90,7 @@ class HealthyReplicas:
         return self._sessions.get(replica_id)
 
     def owner_of(self, session: int) -> str | None:
-        """Return the replica that speaks through a session; None if it ended or a newer one took its
-        place.
-        """
+        """Return the replica that speaks through a session; None if it ended or a newer one took over."""
         return self._owners.get(session)
 
     def since(self, replica_id: str) -> float:
@@ -104,9 +102,7 @@ class HealthyReplicas:
         self._since.update({i: now for i in replica_ids if i in self})
 
     def open_session(self, replica_id: str, session: Session, now: float) -> int | None:
-        """Count the replica as healthy by this session; return the number of the session whose place it
-        takes.
-        """
+        """Count the replica as healthy by this session; return the number of the session that it replaces."""
         older = self._sessions.get(replica_id)
         if older is None:
             self.forget(replica_id)
@@ -127,9 +123,7 @@ class HealthyReplicas:
         self._since[replica_id] = since
 
     def close_call(self, replica_id: str, now: float) -> None:
-        """Record that the call was answered or withdrawn: a sign of life, as its connection was up until
-        now.
-        """
+        """Record that the call was answered or withdrawn: a sign of life, as it was connected until now."""
         if replica_id in self._calling:
             self._calling.remove(replica_id)
             self._seen[replica_id] = now
@@ -172,9 +166,7 @@ class HealthyReplicas:
         return expiry
 
     def expire(self, now: float) -> tuple[list[str], list[str]]:
-        """Forget the replicas whose time is over; return those that fell silent and those that did not come
-        back.
-        """
+        """Forget the replicas whose time is over; return the silent ones and those that did not come back."""
         silent = []
         while self._seen:
             replica_id, seen = next(iter(self._seen.items()))

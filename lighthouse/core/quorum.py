@@ -242,9 +242,7 @@ class QuorumCore:
         return decisions
 
     def join(self, session: int, member: Member, now: float) -> list[Decision]:
-        """Handle a join: the replica of this session asks for the next quorum. A join of another replica is
-        ignored.
-        """
+        """Handle a join: this session's replica asks for the next quorum. That of another one is ignored."""
         decisions = self.advance(now)
         spare = self._spares.of_session(session)
         if spare is not None and spare.replica_id == member.replica_id:
@@ -274,9 +272,7 @@ class QuorumCore:
         return decisions
 
     def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
-        """Record that the replica of this session cannot reach these others, but all the rest; later quorums
-        heed it.
-        """
+        """Record that this session's replica cannot reach these others, and only these, for later quorums."""
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if replica_id is not None:
@@ -359,9 +355,7 @@ class QuorumCore:
         return decisions
 
     def heartbeat(self, replica_id: str, now: float) -> list[Decision]:
-        """Handle a unary Heartbeat. It never forms a quorum: it adds a healthy replica that has not
-        joined.
-        """
+        """Handle a unary Heartbeat. It adds a healthy replica that has not joined, so it forms no quorum."""
         decisions = self.advance(now)
         self._healthy.saw(replica_id, now)
         self._form(now, decisions)
@@ -518,9 +512,7 @@ class QuorumCore:
         return len(self._joined) + len(self._awaited(now))
 
     def _awaited(self, now: float) -> dict[str, float]:
-        """Return until when each healthy replica that has not joined counts for a majority, those that count
-        no more left out.
-        """
+        """Return until when each healthy replica that has not joined still counts for a majority."""
         until: dict[str, float] = {}
         for replica_id in self._healthy.ids():
             if replica_id not in self._joined:
@@ -761,9 +753,7 @@ class QuorumCore:
         self._stand_no_more(member.replica_id, member.step, now, decisions)
 
     def _enter(self, member: Member, now: float) -> _Join:
-        """Enter a replica into the round; if it has joined before, its news counts and its place in time
-        stays.
-        """
+        """Enter a replica into the round; if it has joined before, its news counts and its place stays."""
         self._use_up(member.commit_quorum_id)
         self._goes_on_no_more(member.replica_id)
         join = self._joined.get(member.replica_id)
@@ -896,9 +886,7 @@ class QuorumCore:
         decisions: list[Decision],
         stands: bool,
     ) -> None:
-        """Learn from the last quorum that a replica knows of, which is news only after this lighthouse was
-        restarted.
-        """
+        """Learn from the last quorum that a replica knows of: news only after this lighthouse restarted."""
         self._use_up(number.quorum_id)
         self._highest_round = max(self._highest_round, number.round)
         ids = frozenset(ids)

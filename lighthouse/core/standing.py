@@ -45,9 +45,7 @@ class StandingQuorum:
         self._not_done: dict[str, int] = {}  # by member that has asked or left: the first that it will not do
 
     def hold(self, replica_id: str) -> list[str]:
-        """Begin to hold for a replica; return the members that have to be asked to, none if they were asked
-        before.
-        """
+        """Begin to hold for a replica; return the members to be asked, none if they were asked before."""
         if self.held_for is not None:
             return []
         self.held_for = replica_id

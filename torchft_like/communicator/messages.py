@@ -66,9 +66,7 @@ UNTIL_THE_GROUP_ENDS = timedelta(days=365)
 
 
 class Begun(NamedTuple):
-    """A message that was announced, and whose tensors are under way; `value` is that of `wait` unless
-    `finish` makes it.
-    """
+    """An announced message whose tensors are under way; `wait` returns `value` unless `finish` makes it."""
 
     started: Sequence[Started]
     finish: Callable[[], Any] | None = None

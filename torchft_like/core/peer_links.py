@@ -72,9 +72,7 @@ class PeerLinks:
         self._lost, self._has_failed = set(), False
 
     def members_out_of_reach(self, *, since_quorum: bool = False) -> list[str]:
-        """Return the members of the last quorum that are unreachable, or only those found so since it was
-        formed.
-        """
+        """Return the unreachable members of the last quorum, or those found so since it was formed."""
         members = {member.replica_id for member in self._members} - (self._known if since_quorum else set())
         return [replica_id for replica_id in self.unreachable if replica_id in members]
 
@@ -94,9 +92,7 @@ class PeerLinks:
         return [] if self._lost else self._ask()
 
     def step_stalled(self) -> list[Probe]:
-        """Begin to probe because a step takes long, even after a death: that ends no heal from a live
-        member.
-        """
+        """Begin to probe as a step takes long, even after a death: that ends no heal from a live member."""
         return self._ask()
 
     def _ask(self) -> list[Probe]:

@@ -119,18 +119,14 @@ class Verdict(NamedTuple):
 
 
 class HoldRanks(NamedTuple):
-    """Effect: tell these ranks to begin no further step in this quorum, and to say which they have not
-    begun.
-    """
+    """Effect: tell these ranks to begin no further step in this quorum, and to say the first not begun."""
 
     group_ranks: tuple[int, ...]
     quorum_id: int
 
 
 class ReleaseRanks(NamedTuple):
-    """Effect: tell these ranks to go on, and to ask for a quorum at this step; with None, until they hear
-    more.
-    """
+    """Effect: tell these ranks to go on, and to ask for a quorum at this step; with None, when told to."""
 
     group_ranks: tuple[int, ...]
     quorum_id: int
@@ -346,9 +342,7 @@ class ReplicaGroup:
         return group_rank in self._processes
 
     def rank_withdrew(self, group_rank: int) -> None:
-        """Handle a rank that gave up waiting for a quorum; the group's join stays open until it is
-        replaced.
-        """
+        """Handle a rank that gave up waiting for a quorum; the group's join stays open until replaced."""
         self._joins.pop(group_rank, None)
 
     def lighthouse_connected(self) -> list[Effect]:
@@ -432,9 +426,7 @@ class ReplicaGroup:
         return is_last and self.last_quorum_stands and self.lost_reason is None
 
     def _hold_others(self) -> list[Effect]:
-        """Tell the other ranks to hold: one asks for a quorum by itself, and not after a failed step, as all
-        would.
-        """
+        """Tell the other ranks to hold: one asks for a quorum, and not as all do after a failed step."""
         has_failed = any(join.commit_failures for join in self._joins.values())
         if has_failed or not self.last_quorum_stands or self._is_released or self.lost_reason is not None:
             return []
@@ -465,9 +457,7 @@ class ReplicaGroup:
         stands: bool = False,
         first_quorum_id: int = 0,
     ) -> list[Effect]:
-        """Handle a quorum of the lighthouse; the round is 0 for torchft's lighthouse, which does not count
-        rounds.
-        """
+        """Handle a quorum of the lighthouse; the round is 0 for torchft's, which does not count rounds."""
         replica_ids = tuple(sorted([member.replica_id for member in participants]))
         if self._open_join is None or self.replica_id not in replica_ids:
             return []
@@ -523,9 +513,7 @@ class ReplicaGroup:
         return [notice, *hold, *self._settle(lambda: self._links.member_lost(replica_id))]
 
     def _end_quorum(self) -> list[Effect]:
-        """Have all ranks ask for the next quorum at the same step, which those that have begun none need not
-        lose.
-        """
+        """Have all ranks ask for the next quorum at one step, which those yet to begin it need not lose."""
         self._is_over = True
         return self.hold(self.last_quorum_id, self.last_quorum_round) or self._all_hold()
 
@@ -570,9 +558,7 @@ class ReplicaGroup:
         return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)
 
     def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
-        """Return what follows from news of the links: a report, further probes, and the join if it had to
-        wait.
-        """
+        """Return what follows from news of the links: a report, more probes, and a join that had to wait."""
         was_unsettled, before = self._links.is_unsettled, tuple(self._links.unreachable)
         probes = change()
         if self.lost_reason is not None:

@@ -278,16 +278,12 @@ class StepProtocol:
         self._stands = self._was_bound = False
 
     def lose_state(self) -> None:
-        """Declare that there is no state, as a part of it is a peer's: this rank takes over a peer's, or is
-        lost.
-        """
+        """Declare that there is no state, as a part is a peer's: this rank takes one over, or is lost."""
         self.commit_quorum_id = NO_STATE
         self._stands = self._was_bound = False
 
     def counters(self) -> dict[str, int]:
-        """Return the state's version and origin, and the number of batches so far, for peers and periodic
-        checkpoints.
-        """
+        """Return the state's version, origin and number of batches, for peers and periodic checkpoints."""
         return {
             "step": self.step,
             "batches_committed": self.batches_committed,
@@ -348,9 +344,7 @@ class StepProtocol:
 
     @property
     def may_wait_for_state(self) -> bool:
-        """Whether a source comes to the end of the step: it may wait in `configure` for a rank that it never
-        met.
-        """
+        """Whether a source comes to the end of the step: it may wait in `configure` for a rank not met."""
         return self._configured_quorum_id == self.quorum_id
 
     @property

@@ -26,9 +26,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64}
 
 
 class ReduceOperation(Enum):
-    """The operation by which `all_reduce` makes one tensor of many. For bools SUM and MAX mean "or", PRODUCT
-    and MIN "and".
-    """
+    """The operation of `all_reduce`. For bools SUM and MAX mean "or", PRODUCT and MIN "and"."""
 
     SUM = 1
     MEAN = 2

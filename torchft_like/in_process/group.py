@@ -162,9 +162,7 @@ class RestartGroup:
 
     @contextlib.contextmanager
     def _watching(self, store: AbortableStore) -> Iterator[list[str]]:
-        """End a wait in the store once the process of another rank has ended; yield a list, to which that is
-        added in words.
-        """
+        """End a wait in the store once another rank's process has ended; yield a list for the reason."""
         ended: list[str] = []
 
         async def watch_one(rank: int, address: Address) -> None:

@@ -99,9 +99,7 @@ class DivergenceWatch:
         )
 
     def _incurable(self, result: QuorumResult, fingerprint: StateFingerprint) -> DivergenceError | None:
-        """Return an error for a replica that heals again and again: it costs its peers more than it
-        contributes.
-        """
+        """Return an error for a replica that heals again and again, which costs its peers too much."""
         divergence, own_id = result.divergence, result.replica_ids[result.replica_rank]
         if divergence is None or not divergence.heals or own_id not in divergence.replica_ids:
             return None

@@ -143,9 +143,7 @@ class Reduction(Operation):
 
 
 class GroupReduction(Reduction):
-    """The reduction of a process group: its future carries a list, and a wait that ends too early loses the
-    step.
-    """
+    """A process group's reduction: its future carries a list; a wait that ends too early loses the step."""
 
     def wait(self, deadline: float = FOREVER) -> None:
         """Block until the operation was followed up, or until the deadline, which is an error."""

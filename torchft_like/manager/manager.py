@@ -372,9 +372,7 @@ class Manager:
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | float | None = None
     ) -> torch.futures.Future[T]:
-        """Return a future that gives `default`, and spoils the step, if `fut` fails or is not done in
-        time.
-        """
+        """Return a future that gives `default`, and spoils the step, if `fut` fails or takes too long."""
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         attempt = self._driver.attempt
 
@@ -449,16 +447,12 @@ class Manager:
 
     @property
     def quorum_id(self) -> int:
-        """The number of the last quorum that this rank has learned of; another one follows each failed
-        step.
-        """
+        """The number of the last quorum that this rank knows of; another one follows each failed step."""
         return self._protocol.quorum_id
 
     @property
     def steps_given_up(self) -> int:
-        """How often a step began while the last one had no `should_commit`, for example after an
-        exception.
-        """
+        """How often a step began while the last one had no `should_commit`, as after an exception."""
         return self._protocol.steps_given_up
 
     def batches_committed(self) -> int:
@@ -501,9 +495,7 @@ class Manager:
         return self._protocol.is_participating
 
     def replica_rank(self) -> int | None:
-        """Return this replica group's rank among all members of the quorum, healing ones and spares
-        included.
-        """
+        """Return this replica group's rank among all members of the quorum, healing and spare ones too."""
         result = self._last_result()
         return None if result is None else result.replica_rank
 
@@ -513,16 +505,12 @@ class Manager:
         return 0 if result is None else result.replica_world_size
 
     def healing_ranks(self) -> frozenset[int]:
-        """Return the members of the quorum, by rank, that compute this step with a state other than the
-        others'.
-        """
+        """Return the members of the quorum, by rank, that compute this step with another state."""
         result = self._last_result() if self._rules.use_async_quorum else None
         return frozenset() if result is None else result.healing_ranks
 
     def is_exchanging_state(self) -> bool:
-        """Return whether this replica reads its state for a peer or loads a peer's; no other replica takes
-        part in that.
-        """
+        """Return whether this replica reads its state for a peer or loads a peer's, in which it is alone."""
         attempt = self._driver.attempt
         return attempt is not None and attempt.is_exchanging
 

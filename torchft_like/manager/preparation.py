@@ -37,9 +37,7 @@ class QuorumWorker:
         self._jobs.put((job, on_error))
 
     def stop(self, timeout_s: float | None) -> None:
-        """End after the jobs submitted so far, and wait for that for at most `timeout_s` (None: not at
-        all).
-        """
+        """End after the jobs submitted so far; wait for that `timeout_s` at most (None: not at all)."""
         self._jobs.put(None)
         if timeout_s is not None:
             self._thread.join(timeout_s)

@@ -79,9 +79,7 @@ class QuorumDriver:
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
     def begin(self, attempt: Attempt) -> Join:
-        """Make `attempt` the current one, in the present quorum if that stands; return what its join says of
-        this rank.
-        """
+        """Make `attempt` the current one, in the present quorum if that stands; return its join."""
         with self._group.lock:
             last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
@@ -98,9 +96,7 @@ class QuorumDriver:
             return own
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
-        """Join, with the fingerprint of the state once the device has computed it, for which no thread
-        waits.
-        """
+        """Join, with the fingerprint of the state once the device has computed it: no thread waits for it."""
         pending = attempt.fingerprint
         if pending is None or pending.is_ready:
             self._join(join, link, pending)
@@ -155,9 +151,7 @@ class QuorumDriver:
         return operation
 
     def wait_for_turn(self) -> None:
-        """Wait until the worker has issued the collectives of all that was deferred: ranks do so in one
-        order.
-        """
+        """Wait until the worker has issued the collectives of what was deferred: ranks keep one order."""
         if (deferred := self._deferred()) is not None:
             deferred.wait_begun()
 
@@ -288,9 +282,7 @@ class QuorumDriver:
         self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links, reasons=reasons)
 
     def asked_to_stop(self) -> None:
-        """Wait no longer than `quorum_timeout` for a quorum that takes this replica in. Safe in a signal
-        handler.
-        """
+        """Wait `quorum_timeout` at most for a quorum that takes this replica in. Safe in a signal handler."""
         self._is_asked_to_stop = True
         self._be_patient()
 

@@ -143,9 +143,7 @@ class StateExchange:
         return plan.serve or (plan.help and self._transport.takes_helpers)
 
     def _serve(self, serves: bool, result: QuorumResult) -> None:
-        """Offer the state to healing replicas. A failure is reported to them, and spoils neither this rank
-        nor its step.
-        """
+        """Offer the state to healing replicas, which hear of a failure; the failure spoils no step."""
         if serves:
             self._is_serving = True
             self._offer(result)
@@ -288,9 +286,7 @@ class StateExchange:
             raise
 
     def linger(self) -> None:
-        """Wait, before this replica leaves, for a replica that has begun to fetch its state in the last
-        step.
-        """
+        """Wait, before this replica leaves, for one that has begun to fetch its state in the last step."""
         if self._is_serving:
             self._transport.wait_fetched(timedelta(seconds=LINGER_S))
 
@@ -304,9 +300,7 @@ class StateExchange:
             logger.warning("the source of a state cannot be reached yet: %s", error)
 
     def member_lost(self, quorum_id: int, replica_id: str) -> None:
-        """End a fetch that needs the lost member, even one that is yet to begin; runs on the coordination
-        loop.
-        """
+        """End a fetch that needs the lost member, even before it begins; runs on the coordination loop."""
         newest = self._protocol.quorum_id
         self._lost = frozenset(lost for lost in self._lost if lost[0] >= newest) | {(quorum_id, replica_id)}
         fetching, reason = self._fetching, f"lost {replica_id}"
@@ -316,9 +310,7 @@ class StateExchange:
             self._end(fetching, reason)
 
     def end_fetch(self, reason: str) -> None:
-        """End a fetch because the attempt has failed: the training thread need not wait for a state any
-        longer.
-        """
+        """End a fetch, as the attempt has failed: the training thread need not wait for a state."""
         self._end(self._fetching, reason)
 
     def _end(self, fetching: _Fetching | None, reason: str) -> None:

@@ -133,9 +133,7 @@ class LighthouseLink:
             self._say(pb.SessionRequest(progress=pb.Progress(**report._asdict())))
 
     async def leave(self, reason: str, step: int) -> None:
-        """Send a leave before this step, so that the lighthouse alarms no replica that has not begun it, and
-        close.
-        """
+        """Send a leave before this step, so that no replica that has not begun it is alarmed, and close."""
         self._leaving = True
         if self._say is not None:
             self._say(pb.SessionRequest(leave=pb.Leave(reason=reason, step=step)))

@@ -225,9 +225,7 @@ def _written(group: Communicator, queue: MessageQueue, obj: object) -> object:
 
 
 def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[bytes]) -> MessageQueue:
-    """Return a queue from the caller to `readers`: the members that read, and what the queue calls each of
-    them.
-    """
+    """Return a queue from the caller to `readers`: the members that read, and the queue's rank for each."""
     here = places[group.rank]
     near = [called for rank, called in readers.items() if places[rank] == here]
     are_elsewhere = any(_machine(places[rank]) != _machine(here) for rank in readers)

@@ -33,9 +33,7 @@ def reserve(nbytes: int, purpose: str) -> int:
 
 @contextlib.contextmanager
 def creating(nbytes: int, purpose: str) -> Iterator[int]:
-    """Yield the descriptor of a new file in memory, which the block fills; it is closed if there is no room
-    for that.
-    """
+    """Yield the descriptor of a new file in memory, which the block fills; it is closed if that fails."""
     with descriptors_for(purpose):
         available = available_bytes()
         if nbytes > available:

@@ -264,9 +264,7 @@ class MessageOperation(GroupOperation):
 
 
 class AbandonableOperation(BackendOperation):
-    """An operation of a backend whose wait nothing can end, so that a thread of its own waits: `abort` ends
-    the caller's wait.
-    """
+    """An operation whose wait nothing can end, so another thread waits: `abort` ends the caller's wait."""
 
     def __init__(self, work: Work, abort: AbortSignal) -> None:
         self.work = work

@@ -63,9 +63,7 @@ class Handle(NamedTuple):
 
 
 def parse_handle(text: str) -> Handle:
-    """Read a handle; fields that this version does not know are ignored. A ProcessGroupError says that it is
-    no handle of this package.
-    """
+    """Read a handle, without unknown fields; a ProcessGroupError says that it is none of this package."""
     try:
         said = json.loads(text)
         handle = Handle(said["id"], said["store"], said.get("global_rank"))

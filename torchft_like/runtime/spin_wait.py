@@ -57,9 +57,7 @@ class AdaptiveSpin:
 
 
 def growing_pauses() -> Iterator[float]:
-    """Yield seconds to sleep between queries: few queries are in vain, and a short operation is noticed
-    soon.
-    """
+    """Yield seconds to sleep between queries: few are in vain, and a short operation is noticed soon."""
     pause_s = PAUSE_S_MIN
     while True:
         yield pause_s

@@ -251,9 +251,7 @@ def pack_statement(statement: Statement, number: int = 0, payload: bytes = b"") 
 
 
 def encode_briefly(statement: Statement) -> bytes:
-    """Encode in at most `CALL_BYTES_MAX` bytes that `decode` takes: long values are cut, or all joined into
-    one.
-    """
+    """Encode in at most `CALL_BYTES_MAX` bytes that `decode` takes: long values are cut, or joined."""
     brief = statement
     if brief.refusal is not None:  # a refusal need not be the same on other ranks
         brief = replace(brief, terms=(), inputs=(), refusal=_cut(brief.refusal, _REASON_CHARACTERS_MAX))

@@ -51,9 +51,7 @@ WATCHED_MAX = 16  # operations that are watched, of many that are asked for at o
 
 
 def serve(channel: Channel, heartbeat: socket.socket, trainer: int) -> None:
-    """Serve a trainer until it has gone; on `heartbeat` it asks whether this process runs, and `trainer` is
-    its pidfd.
-    """
+    """Serve a trainer, whose pidfd is `trainer`, until it has gone; on `heartbeat` it sends its pings."""
     watch = threading.Thread(target=echo, args=(heartbeat, trainer), name="torchft-baby-watch", daemon=True)
     watch.start()
     try:

@@ -155,17 +155,13 @@ class ForkPool:
                 self._takers -= 1
 
     def prepare_spare(self, first_message: Message | None = None) -> None:
-        """Ask for a fork for the next `take`, which gets the message as soon as it exists. This does not
-        wait.
-        """
+        """Ask for a fork for the next `take`, which gets the message at once. This does not wait."""
         with self._changed:
             if self._server is not None and not self._server.is_gone:
                 self._server.expect(1, first_message)
 
     def wait_for_spare(self, timeout_s: float, first_message: Message | None = None) -> bool:
-        """Do as `prepare_spare`, and wait until there is a fork, or none can be had now; return whether there
-        is one.
-        """
+        """Do as `prepare_spare`, and wait until a fork is there or none can be had; return whether one is."""
         with self._changed:
             server = self._running()
             asked = server.asked

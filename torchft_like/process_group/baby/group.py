@@ -225,9 +225,7 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
 
 
 class RemoteBackend:
-    """A `generation.Backend` whose collectives run in a subprocess, which belongs to this object and ends
-    with the signal.
-    """
+    """A `generation.Backend` that runs collectives in a subprocess of its own, which the signal ends."""
 
     rest_s_max = None
 

@@ -82,9 +82,7 @@ def why_silent(silent_s: float, *, is_stopped: bool) -> str | None:
 
 
 class Heartbeat:
-    """The trainer's end, of which the subprocess passes the other one to `echo`; one thread at a time may use
-    it.
-    """
+    """The trainer's end; the subprocess passes the other one to `echo`. One thread at a time may use it."""
 
     def __init__(self, pid: int, end: socket.socket) -> None:
         self._pid = pid

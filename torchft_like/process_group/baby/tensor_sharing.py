@@ -65,9 +65,7 @@ _numbers = itertools.count(1)
 
 
 class Segment:
-    """Memory that both processes see: a number, which never stands for two segments, and what the subprocess
-    needs to map it.
-    """
+    """Memory that both processes see: a number of its own, and what the subprocess needs to map it."""
 
     def __init__(self, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
         self.number = next(_numbers)

@@ -224,9 +224,7 @@ def _make_device(host: str) -> object:
 
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, int, tuple[object, ...]]]:
-    """Yield each epoll descriptor that watches a listening socket not in `before`, and the family and address
-    of that socket.
-    """
+    """Yield each epoll descriptor that watches a listening socket not in `before`, its family and address."""
     for fd, status in _open_descriptors():
         with contextlib.suppress(OSError):
             if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"{_descriptors}/{fd}"):

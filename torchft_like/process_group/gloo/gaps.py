@@ -58,9 +58,7 @@ _SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the op
 
 
 class GlooGaps:
-    """Methods of a Gloo group, or else of torch's shell around it, under the names of the table of
-    collectives.
-    """
+    """Methods of a Gloo group, or of torch's shell around it, by the names of the table of collectives."""
 
     def __init__(self, gloo: TorchGloo, shell: object, rank: int, world_size: int) -> None:
         self._gloo = methods_of(gloo, shell)
