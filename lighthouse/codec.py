@@ -55,6 +55,30 @@ def unknown_fields(message: Message) -> bytes:
     return rest.SerializeToString()
 
 
+def fields_of(message: Message, kind: type) -> dict[str, Any]:
+    """Read the fields of a message that a NamedTuple or dataclass has under the same names, to make one.
+
+    A repeated field is a tuple, and an optional one that is not set None. Messages within it are left out.
+    """
+    found: dict[str, Any] = {}
+    of: Any = type(message)
+    for name, has_presence in _common(of, kind):
+        value = getattr(message, name)
+        if has_presence and not message.HasField(name):
+            value = None
+        elif not isinstance(value, int | float | str | bytes):
+            value = tuple(value)
+        found[name] = value
+    return found
+
+
+@lru_cache
+def _common(message: Any, kind: Any) -> list[tuple[str, bool]]:
+    """Return the names that a message and a class have in common, and whether the field may be unset."""
+    fields = (field for field in message.DESCRIPTOR.fields if field.message_type is None)
+    return [(field.name, field.has_presence) for field in fields if field.name in kind.__match_args__]
+
+
 def member_from_wire(message: pb.QuorumMember) -> Member:
     """Read a replica group's join.
 
@@ -182,9 +206,7 @@ def quorum_over(over: QuorumOver) -> bytes:
 
 
 def quorum_broken(broken: QuorumBroken) -> bytes:
-    """Serialize the alarm that a member gave its quorum up: to the other members it is lost in this
-    quorum.
-    """
+    """Serialize the alarm that a member gave its quorum up: for the other members it is lost in it."""
     reason = "its process group of this quorum broke, and it asks for the next quorum"
     message = pb.MemberLost(
         quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason, is_alive=True

@@ -40,9 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 class RankListener(Protocol):
-    """The receiver of messages to a rank. Methods run on the coordination loop: they must be quick, and never
-    block.
-    """
+    """The receiver of messages to a rank. Methods run on the coordination loop, and must never block."""
 
     def quorum(self, result: QuorumResult) -> None:
         """Handle the quorum that was asked for."""
@@ -90,9 +88,7 @@ class LocalListener(RankListener, Protocol):
         """Return which operation of other replica groups the rank waits for in its step."""
 
     def step_and_source(self) -> tuple[int, str]:
-        """Return how many steps the rank has committed, and the replica whose state it is taking over, ""
-        for none.
-        """
+        """Return how many steps the rank has committed, and the replica it heals from, "" for none."""
 
 
 class RankLink(Protocol):
@@ -354,32 +350,10 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
           have none.
     """
     _check_ranks(response)
-    source = response.recover_src_replica_rank if response.HasField("recover_src_replica_rank") else None
-    max_rank = response.max_replica_rank if response.HasField("max_replica_rank") else None
-    return QuorumResult(
-        quorum_id=response.quorum_id,
-        replica_rank=response.replica_rank,
-        replica_world_size=response.replica_world_size,
-        recover_src_manager_address=response.recover_src_manager_address,
-        recover_src_replica_rank=source,
-        recover_dst_replica_ranks=tuple(response.recover_dst_replica_ranks),
-        store_address=response.store_address,
-        max_step=response.max_step,
-        max_replica_rank=max_rank,
-        max_world_size=response.max_world_size,
-        heal=response.heal,
-        commit_failures=response.commit_failures,
-        replica_ids=tuple(response.replica_ids),
-        healing_replica_ids=tuple(response.healing_replica_ids),
-        divergence=_divergence(response.divergence) if response.HasField("divergence") else None,
-        reconfigure_handles=tuple(response.reconfigure_handles),
-        stands=response.stands,
-        watched=response.watched,
-        first_quorum_id=response.first_quorum_id,
-        source_ranks=tuple(response.source_ranks),
-        source_addresses=tuple(response.source_addresses),
-        helps=response.helps,
-    )
+    divergence = None
+    if response.HasField("divergence"):
+        divergence = Divergence(**codec.fields_of(response.divergence, Divergence))
+    return QuorumResult(**codec.fields_of(response, QuorumResult), divergence=divergence)
 
 
 def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
@@ -400,14 +374,3 @@ def quorum_result_to_wire(result: QuorumResult) -> pb.ManagerQuorumResponse:
     if result.divergence is not None:
         fields["divergence"] = pb.Divergence(**asdict(result.divergence))
     return pb.ManagerQuorumResponse(**{k: v for k, v in fields.items() if v is not None})
-
-
-def _divergence(message: pb.Divergence) -> Divergence:
-    return Divergence(
-        replica_ids=tuple(message.replica_ids),
-        group_ranks=tuple(message.group_ranks),
-        kept=tuple(message.kept),
-        tied=message.tied,
-        comparable=message.comparable,
-        heals=message.heals,
-    )

@@ -188,9 +188,7 @@ class ManagerServer:
         self._perform(self._group.rank_holds(group_rank, quorum_id, step))
 
     def rank_left(self, group_rank: int, reason: str, step: int) -> None:
-        """Handle a rank that left in good order before this step; without it the group cannot go on, so it
-        leaves as a whole.
-        """
+        """Handle a rank that left in good order before this step, and with which the whole group leaves."""
         self._forget(group_rank)
         self._perform(self._group.rank_left(group_rank, reason))
         asyncio.ensure_future(self._link.leave(reason, step))  # noqa: RUF006 - it ends with the link
@@ -390,9 +388,7 @@ class ManagerServer:
         return task
 
     async def _watch(self, listener: LocalListener) -> None:
-        """Check regularly whether the rank in this process waits for other replica groups longer than it used
-        to.
-        """
+        """Check regularly whether this process's rank waits for other replica groups longer than usual."""
         watch = StallWatch()
         while True:
             try:
@@ -439,16 +435,7 @@ class ManagerServer:
             address=self._address.url,
             store_address=self._store_addr,
             world_size=self._group.world_size,
-            step=join.step,
-            shrink_only=join.shrink_only,
-            commit_failures=join.commit_failures,
-            commit_quorum_id=join.commit_quorum_id,
-            fingerprint=join.fingerprint,
-            broken_quorum_id=join.broken_quorum_id,
-            reconfigure_handles=join.reconfigure_handles,
-            may_stand=join.may_stand,
-            own_failure=join.own_failure,
-            own_failures=join.own_failures,
+            **join._asdict(),
         )
 
     # -------------------------------------------------------------- start and stop
@@ -491,9 +478,7 @@ class ManagerServer:
         await self._server.stop(STOP_GRACE_S)
 
     async def _wait_for_other_ranks(self) -> None:
-        """Wait for the other ranks: they get the last verdict from this server, and end their sessions soon
-        after.
-        """
+        """Wait for the other ranks, which get the last verdict from this server and then hang up."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RANKS_LEAVE_S):
                 while any(rank != LOCAL_RANK for rank in self._ranks):

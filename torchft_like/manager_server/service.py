@@ -98,9 +98,7 @@ class _Handlers:
                 self._server.rank_silent(group_rank, line, line.address)
 
     async def _line_of(self, register: pb.RankRegister, received: int, context: Context) -> _SessionLine:
-        """Return the line to a rank's process, which has received so much: that of its last session, or a new
-        one.
-        """
+        """Return the line to a rank's process, which has received so much: that of before, or a new one."""
         server, process = self._server, register.process or uuid.uuid4().bytes
         if register.replica_id not in ("", server.replica_id):
             text = f"{register.replica_id:.100} is gone: {server.replica_id} has its address"
@@ -234,23 +232,8 @@ async def _well_formed(request: M | None, context: Context) -> M:
 
 def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
     """Convert a wire message to a value; the rank is that of the session, not the message's."""
-    return RankJoin(
-        group_rank=group_rank,
-        step=request.step,
-        checkpoint_metadata=request.checkpoint_metadata,
-        shrink_only=request.shrink_only,
-        init_sync=request.init_sync,
-        commit_failures=request.commit_failures,
-        commit_quorum_id=request.commit_quorum_id,
-        broken_quorum_id=request.broken_quorum_id,
-        fingerprint=request.fingerprint,
-        reconfigure_handle=request.reconfigure_handle,
-        may_stand=request.may_stand,
-        own_failure=request.own_failure,
-        own_failures=request.own_failures,
-        first_quorum_id=request.first_quorum_id,
-        form=codec.form_from_wire(request.form) if request.HasField("form") else None,
-    )
+    form = codec.form_from_wire(request.form) if request.HasField("form") else None
+    return RankJoin(**{**codec.fields_of(request, RankJoin), "group_rank": group_rank, "form": form})
 
 
 def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
@@ -352,11 +335,10 @@ class _SessionLine:
         if self._connection is not None:
             self._connection.put_nowait(None)
 
-    def lighthouse_disconnected(self, reason: str) -> None:
-        """Do nothing: only rank 0 handles this."""
+    def lighthouse_connected(self, *_: object) -> None:
+        """Do nothing: only rank 0 hears of the lighthouse."""
 
-    def lighthouse_connected(self) -> None:
-        """Do nothing: only rank 0 handles this."""
+    lighthouse_disconnected = lighthouse_connected
 
 
 def _address(text: str) -> Address | None:
@@ -386,32 +368,14 @@ class _UnaryCall:
         if not self.verdict_given.done():
             self.verdict_given.set_result(verdict)
 
-    def step_lost(self, quorum_id: int) -> None:
-        """Do nothing: a unary caller cannot be told."""
-
-    def member_lost(self, notice: LossNotice) -> None:
-        """Do nothing: a unary caller cannot be told."""
-
-    def left_out(self, notice: LeftOutNotice) -> None:
-        """Do nothing: a unary caller cannot be told."""
-
-    def hold(self, quorum_id: int) -> None:
-        """Do nothing: a quorum with a unary caller does not stand."""
-
-    def released(self, quorum_id: int, ask_at: int | None) -> None:
-        """Do nothing: a quorum with a unary caller does not stand."""
-
-    def suspected(self, group_rank: int, reason: str) -> None:
-        """Do nothing: a unary caller waits as long as it wants."""
-
     def group_lost(self, reason: str, is_foreign: bool = False) -> None:
         for future in (self.result, self.verdict_given):
             if not future.done():
                 future.set_exception(_GroupLostError(reason))
                 future.exception()  # the other future may have no waiter to retrieve its error
 
-    def lighthouse_disconnected(self, reason: str) -> None:
-        """Do nothing: only rank 0 handles this."""
+    def step_lost(self, *_: object) -> None:
+        """Do nothing: a unary caller hears its answer only. A quorum with one does not stand."""
 
-    def lighthouse_connected(self) -> None:
-        """Do nothing: only rank 0 handles this."""
+    member_lost = left_out = hold = released = suspected = step_lost
+    lighthouse_connected = lighthouse_disconnected = step_lost
