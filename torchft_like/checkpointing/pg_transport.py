@@ -1,35 +1,41 @@
 """State over the process group of the training, for scripts of torchft that ask for it.
 
-The bytes are those of `state_stream`, cut into messages: first one of two numbers (step, bytes that
-follow), then messages of 4 MiB, the last shorter. Where there is no state to send, the second number is
-negative, and so many bytes of the reason follow. A group that is aborted, because a member is lost or the
-step has failed, ends the transfer with it; the receiver heals in a later quorum.
+The bytes are those of `state_stream`, cut into messages: first one of three numbers (step, bytes that
+follow, how many of them are the header), then messages of 4 MiB, of which the last of the header, of the
+payload and of the sums are shorter. Where there is no state to send, the second number is negative, and so
+many bytes of the reason follow. The sender sends from its own tensors, to all receivers at the same time, and
+a receiver may have the state arrive in its own: neither makes a copy of the state. A group that is aborted,
+because a member is lost or the step has failed, ends the transfer with it; the receiver heals in a later
+quorum.
 """
 
 from __future__ import annotations
 
-import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from itertools import chain
 from typing import TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
-from torchft_like.checkpointing.state_stream import Expectation, IncomingState, Snapshot, read_header
-from torchft_like.checkpointing.transport import CheckpointTransport
+from torchft_like.checkpointing.state_stream import (
+    CHUNK_BYTES,
+    Expectation,
+    IncomingState,
+    LiveState,
+    read_header,
+    sums_nbytes,
+)
+from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
-from torchft_like.plain_data import Buffer
 
 T = TypeVar("T")
-MESSAGE_BYTES = 4 * 1024 * 1024
+MESSAGE_BYTES = CHUNK_BYTES
 REASON_BYTES_MAX = 400
 _TAG = 0x7F7
-
-_logger = logging.getLogger(__name__)
 
 
 class PGTransport(CheckpointTransport[T]):
@@ -41,9 +47,10 @@ class PGTransport(CheckpointTransport[T]):
 
     Args:
         pg: the group that the Manager configures; replica ranks are its ranks.
-        timeout: the limit of all messages of one transfer; a shorter one of the Manager's counts.
+        timeout: the limit of all messages of a transfer to which no other one is given.
         device: the device on which messages are staged: the one that `pg` transfers from.
-        state_dict: accepted from scripts of torchft, without effect: the state arrives in memory of its own.
+        state_dict: returns the state in whose tensors `recv_checkpoint` lets a peer's arrive, where they are
+          on the CPU and alike. A Manager does not need it: it knows its own state.
         state_bytes_max: the limit of the bytes of tensors to receive, as in `HTTPTransport`.
     """
 
@@ -59,27 +66,29 @@ class PGTransport(CheckpointTransport[T]):
         if timeout <= timedelta(0):
             raise ValueError(f"timeout {timeout} must be above 0")
         self._pg = pg
-        self._timeout_s = timeout.total_seconds()
+        self._timeout = timeout
+        self._state_dict = state_dict
         self._device = torch.device(device)
         self._expected = Expectation(state_bytes_max)
         self._is_announced = False  # whether a transfer has begun, which may have failed
-        if state_dict is not None:
-            _logger.warning("PGTransport receives into new memory, not in place: state_dict is not called")
 
     def metadata(self) -> str:
         """Return an empty text: a receiver has the same group."""
         return ""
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Send a snapshot to all of `dst_ranks`; return when they have it.
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
+    ) -> None:
+        """Send the state to all of `dst_ranks`; return when they have it. `timeout` is this transport's own
+        unless given.
 
         Raises:
             CheckpointFormatError: the state holds a value of a type that cannot be sent.
             CheckpointError: the group could not transfer it, or not in time.
         """
-        snapshot = Snapshot(state_dict).fill()
+        state = LiveState(state_dict)
         self._is_announced = True
-        self._send(dst_ranks, timeout.total_seconds(), (step, snapshot.stream_nbytes), snapshot.stream())
+        self._send(dst_ranks, timeout, (step, state.stream_nbytes, len(state.header)), state.sections())
         self._is_announced = False
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
@@ -87,53 +96,74 @@ class PGTransport(CheckpointTransport[T]):
         is_under_way, self._is_announced = self._is_announced, False
         if not is_under_way:
             told = reason.encode()[:REASON_BYTES_MAX]
-            self._send(dst_ranks, self._timeout_s, (step, -len(told)), [told])
+            self._send(dst_ranks, None, (step, -len(told), 0), [memoryview(bytearray(told))])
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor, and expect a peer's state to be like it."""
         self._expected.learn(state_dict)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU.
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
+        """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU. `timeout` is this
+        transport's own unless given.
 
         Raises:
             CheckpointFormatError: the received bytes are corrupt.
             CheckpointTimeoutError: the state did not come in time.
             CheckpointError: the group could not transfer the state, or it is of another step.
         """
-        line = _Line(self._pg, min(self._timeout_s, timeout.total_seconds()), f"replica {src_rank}")
-        announcement = torch.empty(2, dtype=torch.int64, device=self._device)
+        own = None if self._state_dict is None else self._state_dict()
+        destination = cast("Destination[T]", Destination(own))
+        return self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, destination)
+
+    def recv_checkpoint_from(
+        self, sources: Sequence[Source], step: int, timeout: timedelta | None, destination: Destination[T]
+    ) -> T:
+        """Receive the state of `step` from the first source, into the receiver's own tensors."""
+        src_rank = sources[0].rank
+        line = _Line(self._pg, timeout or self._timeout, f"replica {src_rank}")
+        announcement = torch.empty(3, dtype=torch.int64, device=self._device)
         line.move(self._pg.recv, announcement, [src_rank])
-        sent, length = announcement.tolist()
+        sent, length, header_length = announcement.tolist()
         if length < 0:
             told = bytearray(min(-length, REASON_BYTES_MAX))
-            _Arriving(line, src_rank, len(told), self._device).readinto(memoryview(told))
+            _Arriving(line, src_rank, self._device, len(told)).readinto(memoryview(told))
             raise CheckpointError(f"replica {src_rank} refused: {printable(told.decode(errors='replace'))}")
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
-        source = _Arriving(line, src_rank, length, self._device)
+        source = _Arriving(line, src_rank, self._device, header_length)
         limits = self._expected.limits
         incoming = IncomingState(read_header(source, limits), limits)
         if length != incoming.stream_nbytes:
             raise CheckpointFormatError(
                 f"{length} bytes come; by its own account {incoming.stream_nbytes} do"
             )
+        destination.check(incoming.outline())
+        if destination.own is not None and incoming.land_in(destination.own):
+            destination.is_written = True
+        source.expect(incoming.nbytes, sums_nbytes(incoming.nbytes))
         return cast(T, incoming.read_all(source))
 
     def _send(
-        self, ranks: list[int], timeout_s: float, head: tuple[int, int], body: Iterable[Buffer]
+        self,
+        ranks: list[int],
+        timeout: timedelta | None,
+        head: tuple[int, int, int],
+        sections: Iterable[memoryview],
     ) -> None:
-        line = _Line(self._pg, min(self._timeout_s, timeout_s), f"replicas {ranks}")
-        for message in chain([torch.tensor(head, dtype=torch.int64)], _messages(body)):
-            line.move(self._pg.send, message.to(self._device), ranks)
+        line = _Line(self._pg, timeout or self._timeout, f"replicas {ranks}")
+        line.move(self._pg.send, torch.tensor(head, dtype=torch.int64, device=self._device), ranks)
+        for section in sections:
+            for at in range(0, len(section), MESSAGE_BYTES):
+                message = torch.frombuffer(section[at : at + MESSAGE_BYTES], dtype=torch.uint8)
+                line.move(self._pg.send, message.to(self._device), ranks)
 
 
 class _Line:
     """Messages over the group until a common deadline."""
 
-    def __init__(self, pg: ProcessGroup, timeout_s: float, peer: str) -> None:
+    def __init__(self, pg: ProcessGroup, timeout: timedelta, peer: str) -> None:
         self.pg = pg
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = time.monotonic() + timeout.total_seconds()
         self._peer = peer
 
     def move(self, begin: Callable[..., Work], message: torch.Tensor, ranks: Iterable[int]) -> None:
@@ -147,36 +177,37 @@ class _Line:
 
 
 class _Arriving:
-    """The bytes of a stream as its messages bring them: a source for `state_stream`."""
+    """The bytes of a stream as its messages bring them: a source for `state_stream`.
 
-    def __init__(self, line: _Line, rank: int, length: int, device: torch.device) -> None:
-        self._line, self._rank, self._left, self._device = line, rank, length, device
+    Args:
+        length: the bytes of the first section; each section begins with a message of its own.
+    """
+
+    def __init__(self, line: _Line, rank: int, device: torch.device, length: int) -> None:
+        self._line, self._rank, self._device = line, rank, device
+        self._sections = deque([length])
+        self._room = torch.empty(0, dtype=torch.uint8, device=device)
         self._message = memoryview(b"")
 
+    def expect(self, *lengths: int) -> None:
+        """Take further sections of so many bytes."""
+        self._sections.extend(lengths)
+
     def readinto(self, buffer: memoryview, /) -> int:
-        if not self._message and self._left > 0:
-            size = min(self._left, MESSAGE_BYTES)
-            message = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self._line.move(self._line.pg.recv, message, [self._rank])
-            self._left -= size
-            self._message = message.cpu().numpy().data
+        while not self._message and self._sections:
+            self._receive(min(self._sections[0], MESSAGE_BYTES))
         count = min(len(buffer), len(self._message))
         buffer[:count] = self._message[:count]
         self._message = self._message[count:]
         return count
 
-
-def _messages(pieces: Iterable[Buffer]) -> Iterator[torch.Tensor]:
-    """Yield the same bytes in tensors of MESSAGE_BYTES; the last may be shorter."""
-    gathered = bytearray()
-    for piece in pieces:
-        rest = memoryview(piece)
-        while rest:
-            room = MESSAGE_BYTES - len(gathered)
-            gathered += rest[:room]
-            rest = rest[room:]
-            if len(gathered) == MESSAGE_BYTES:
-                yield torch.frombuffer(gathered, dtype=torch.uint8)
-                gathered = bytearray()
-    if gathered:
-        yield torch.frombuffer(gathered, dtype=torch.uint8)
+    def _receive(self, size: int) -> None:
+        if size <= 0:
+            self._sections.popleft()
+            return
+        if len(self._room) < size:
+            self._room = torch.empty(size, dtype=torch.uint8, device=self._device)
+        message = self._room[:size]
+        self._line.move(self._line.pg.recv, message, [self._rank])
+        self._sections[0] -= size
+        self._message = message.cpu().numpy().data

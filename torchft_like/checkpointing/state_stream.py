@@ -46,6 +46,7 @@ from torchft_like.plain_data import (
     TensorSpec,
     bytes_of,
     nbytes_of,
+    settled,
     write,
 )
 from torchft_like.writing import is_dense
@@ -116,7 +117,60 @@ class Source(Protocol):
         """Read up to `len(buffer)` bytes into the buffer; return their number, 0 at the end."""
 
 
-class Snapshot:
+class _OutgoingState:
+    """A state that is to be sent.
+
+    Attributes:
+        header: what goes before the payload.
+        nbytes: the length of the payload in bytes.
+    """
+
+    def __init__(self, state: object) -> None:
+        structure, self._leaves = flatten_state(state)
+        self.header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
+        self._offsets = _offsets(map(nbytes_of, self._leaves))
+        self.nbytes = self._offsets[-1]
+
+    @property
+    def stream_nbytes(self) -> int:
+        """The length of header, payload and sums in bytes."""
+        return len(self.header) + self.nbytes + sums_nbytes(self.nbytes)
+
+
+class LiveState(_OutgoingState):
+    """A state that is sent from its own tensors, which must not change meanwhile: there is no copy of it.
+
+    Raises:
+        CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
+    """
+
+    def sections(self) -> Iterator[memoryview]:
+        """Yield the header, each chunk of the payload, and the sums; a chunk is valid until the next one."""
+        yield memoryview(bytearray(self.header))
+        sums = bytearray()
+        for chunk in self._chunks():
+            sums += _CRC.pack(crc32(chunk))
+            yield chunk
+        yield memoryview(sums)
+
+    def _chunks(self) -> Iterator[memoryview]:
+        chunk, used = memoryview(bytearray(min(CHUNK_BYTES, self.nbytes))), 0
+        for leaf, offset, end in zip(self._leaves, self._offsets, self._offsets[1:], strict=False):
+            settled_leaf = settled(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            for part in (bytes_of(settled_leaf), bytes(end - offset - nbytes_of(leaf))):
+                rest = memoryview(part)
+                while rest:
+                    some = rest[: len(chunk) - used]
+                    chunk[used : used + len(some)] = some
+                    used, rest = used + len(some), rest[len(some) :]
+                    if used == len(chunk):
+                        yield chunk
+                        used = 0
+        if used:
+            yield chunk[:used]
+
+
+class Snapshot(_OutgoingState):
     """A copy of a state, in the layout in which it is sent.
 
     The constructor describes the state; `fill` copies it, to the CPU, on the thread that may change the state
@@ -127,10 +181,7 @@ class Snapshot:
     """
 
     def __init__(self, state: object) -> None:
-        structure, self._leaves = flatten_state(state)
-        self.header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
-        self._offsets = _offsets(map(nbytes_of, self._leaves))
-        self.nbytes = self._offsets[-1]
+        super().__init__(state)
         self._payload = torch.empty(self.nbytes, dtype=torch.uint8)
         self._window = self._payload.numpy().data
         self._progress = threading.Condition()
@@ -195,11 +246,6 @@ class Snapshot:
         yield self.header
         yield from self.pieces(0, self.nbytes)
         yield from self.sums()
-
-    @property
-    def stream_nbytes(self) -> int:
-        """The length of the stream in bytes."""
-        return len(self.header) + self.nbytes + sums_nbytes(self.nbytes)
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:

@@ -12,7 +12,8 @@ import torch
 from lighthouse.events import printable
 from torchft_like.checkpointing import PGTransport
 from torchft_like.checkpointing.pg_transport import _TAG, MESSAGE_BYTES
-from torchft_like.errors import CheckpointError, CheckpointFormatError
+from torchft_like.checkpointing.transport import Destination, Source
+from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.process_group import ProcessGroup
 
 from .conftest import Party, wait_until
@@ -26,7 +27,9 @@ def transport(group: ProcessGroup) -> PGTransport[State]:
 
 
 def state_of(megabytes: int) -> State:
-    return {"model": {"w": torch.randn(megabytes << 18), "b": torch.arange(7)}, "step": 3, "lr": 0.1}
+    some = torch.complex(torch.randn(6), torch.randn(6)).reshape(2, 3)
+    model = {"w": torch.randn(megabytes << 18), "b": torch.arange(7), "c": some.T.conj()}
+    return {"model": model, "step": 3, "lr": 0.1}
 
 
 @pytest.mark.parametrize("megabytes", [0, 4, 9])
@@ -42,6 +45,54 @@ def test_two_receivers_get_the_state_bit_for_bit(party: Party, megabytes: int) -
     for received in party.together(party.meet(3), act):
         assert received["step"] == 3
         assert all(torch.equal(received["model"][name], value) for name, value in state["model"].items())
+
+
+@pytest.mark.parametrize("asks", ["by its argument", "by the Manager"])
+def test_a_state_arrives_in_the_tensors_of_the_receiver(party: Party, asks: str) -> None:
+    state, own = state_of(9), state_of(9)
+    sender, receiver = party.meet(2)
+    sending = party.aside(transport(sender).send_checkpoint, [1], 5, state)
+    destination: Destination[State] = Destination(own)
+    if asks == "by its argument":
+        into = PGTransport[State](receiver, LIMIT, "cpu", lambda: own)
+        received = party.aside(into.recv_checkpoint, 0, "", 5).result(60)
+    else:
+        into = transport(receiver)
+        received = party.aside(into.recv_checkpoint_from, [Source(0, "")], 5, LIMIT, destination).result(60)
+        assert destination.is_written
+    sending.result(60)
+    for name, value in state["model"].items():
+        assert torch.equal(received["model"][name], value)
+        if value.is_contiguous() and not value.is_conj():
+            assert received["model"][name].data_ptr() == own["model"][name].data_ptr()
+
+
+@pytest.mark.heal_is_clean
+def test_a_state_that_the_receiver_does_not_want_changes_none_of_its_tensors(party: Party) -> None:
+    def refuse(state: State) -> None:
+        raise CheckpointError(f"there is no {state['model']['w'].shape} here")
+
+    sender, receiver = party.meet(2)
+    own, state = state_of(4), state_of(4)
+    kept = own["model"]["w"].clone()
+    destination = Destination(own, refuse)
+    sending = party.aside(transport(sender).send_checkpoint, [1], 5, state)
+    with pytest.raises(CheckpointError, match=r"there is no torch.Size\(\[1048576\]\) here"):
+        transport(receiver).recv_checkpoint_from([Source(0, "")], 5, LIMIT, destination)
+    receiver.abort("it does not want that state")
+    assert isinstance(sending.exception(60), CheckpointError)
+    assert torch.equal(own["model"]["w"], kept)
+    assert not destination.is_written
+
+
+@pytest.mark.parametrize(("own_ms", "given_ms"), [(1, None), (60_000, 1)])
+def test_a_transfer_has_the_given_limit_or_else_the_transports_own(
+    party: Party, own_ms: int, given_ms: int | None
+) -> None:
+    _, receiver = party.meet(2)
+    hasty = PGTransport[State](receiver, timedelta(milliseconds=own_ms), "cpu")
+    with pytest.raises(CheckpointTimeoutError):
+        hasty.recv_checkpoint(0, "", 5, None if given_ms is None else timedelta(milliseconds=given_ms))
 
 
 def test_collectives_of_another_thread_do_not_disturb_it(party: Party) -> None:
@@ -126,7 +177,7 @@ def test_a_transfer_that_has_failed_is_not_followed_by_a_refusal(party: Party) -
     groups = party.meet(2)
     sender, state = transport(groups[0]), state_of(9)
     sending = party.aside(sender.send_checkpoint, [1], 5, state, LIMIT)
-    groups[1].recv([torch.empty(2, dtype=torch.int64)], 0, _TAG).wait()
+    groups[1].recv([torch.empty(3, dtype=torch.int64)], 0, _TAG).wait()
     groups[0].abort("the step has failed")
     with pytest.raises(CheckpointError):
         sending.result(60)
