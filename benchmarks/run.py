@@ -27,6 +27,7 @@ from benchmarks import (
     plots,
     process_groups,
     recovery,
+    startup,
     step_time,
     tables,
 )
@@ -43,6 +44,7 @@ def _of_groups(name: str) -> Callable[[bool], Result]:
 
 BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
+    "startup": lambda quick: startup.main(1 if quick else 5),
     "loaders": lambda quick: loaders.main(loaders.QUICK if quick else loaders.Plan()),
     "step_time": lambda quick: step_time.main(step_time.QUICK if quick else step_time.Plan()),
     "low_communication": lambda quick: low_communication.main(
