@@ -66,7 +66,7 @@ def ask(network: Network, count: int, wait_s: float = LIMIT_S) -> tuple[int, flo
         str(count),
         str(wait_s),
     ]
-    answered, seconds = subprocess.check_output(command, timeout=60).split()
+    answered, seconds = subprocess.check_output(command, timeout=100).split()
     return int(answered), float(seconds)
 
 

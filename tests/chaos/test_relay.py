@@ -12,7 +12,7 @@ import pytest
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
 ANSWER = bytes(range(256)) * 1024
-LIMIT_S = 20.0
+LIMIT_S = 60.0
 
 
 @contextlib.contextmanager

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from tests.standby import stand_by
+
 from . import registry
 from .scene import (
     FOR_OURS_ONLY,
@@ -39,6 +41,7 @@ class Member:
     """The commands that a process of the fleet carries out."""
 
     def __init__(self) -> None:
+        stand_by()
         os.environ.pop("TORCHFT_CHECK_COLLECTIVES", None)  # a subject says itself if it is no default
         torch.set_num_threads(1)
         warnings.simplefilter("ignore")  # deprecated names are called on purpose

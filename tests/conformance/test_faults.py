@@ -37,8 +37,8 @@ NEEDY = (
     "barrier",
 )
 CASES = [pytest.param(name, marks=[NEEDS_ALLTOALL_OF_LISTS] * (name == "all_to_all")) for name in NEEDY]
-# The channel to Baby's backend ends for all operations alike, and each new victim has to load torch for one
-# of its own; so one operation of each shape of arguments stands for the others when a peer of Baby is killed.
+# The channel to Baby's backend ends for all operations alike, so one operation of each shape of arguments
+# stands for the others when a peer of Baby is killed.
 # The waits for a stopped peer are shown for each operation, of Baby too, and so are killed peers of Gloo.
 OF_EACH_SHAPE = ("all_reduce", "scatter", "all_to_all_single", "barrier")
 KILLED = [

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,13 +18,30 @@ from torchft_like.testing.invariants import INVARIANTS
 CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
 
 
+PATIENT_MS = 20_000
+
+
 class Cluster(cluster.Cluster):
-    """A cluster of workers."""
+    """A cluster of workers.
+
+    Args:
+        is_patient: nobody is suspected of being dead for a late answer, as a busy machine may give it: for a
+            test that says which steps are lost, and in which only processes fail.
+    """
+
+    def __init__(
+        self, folder: Path, *, is_patient: bool = False, lighthouse_flags: Sequence[str] = (), **settings: Any
+    ) -> None:
+        patience = [f"--keepalive_timeout_ms={PATIENT_MS}"] if is_patient else []
+        super().__init__(folder, lighthouse_flags=[*lighthouse_flags, *patience], **settings)
+        self._variables = {"TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENT_MS)} if is_patient else {}
 
     def start(self, name: str, *, size: int = 1, options: WorkerOptions | None = None) -> Group:
         """Start a replica group of `size` ranks; a name may be started again."""
         options = replace(options or WorkerOptions(), name=name, index=self.index_of(name))
-        group = self.launch(name, ["tests.integration.worker", options.to_json()], size=size)
+        group = self.launch(
+            name, ["tests.integration.worker", options.to_json()], size=size, variables=self._variables
+        )
         for rank in group.ranks:
             rank.may_end = any(fault.startswith("kill@") for fault in options.faults)
         return group

@@ -45,7 +45,7 @@ def family_of(trainer: RunningProcess) -> list[psutil.Process]:
 
 def start_alone(processes: Processes, then: str = THEN_WAIT) -> tuple[RunningProcess, list[psutil.Process]]:
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
-        script.write(ALONE + then)
+        script.write(f"from tests.standby import stand_by; stand_by()\n{ALONE}{then}")
         script.flush()
         trainer = processes.fork(script.name)
         trainer.wait_for_output("main module runs")
@@ -119,3 +119,4 @@ def test_a_killed_fork_server_is_replaced(processes: Processes) -> None:
     next(process for process in family if process.ppid() == trainer.pid).send_signal(signal.SIGKILL)
     trainer.wait_for_output(r"SubprocessLostError.*fork server has ended")
     trainer.wait_for_output(r"again 3\.0")
+    assert trainer.output.count("main module runs") == 1  # its second fork server has started cold

@@ -15,8 +15,6 @@ from torchft_like.testing.cluster import Daemon, Group
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
-INTERRUPT_LIMIT_S = 10.0  # about a second is promised; this machine may be busy
-
 
 def assert_undisturbed(groups: list[Group], since: float) -> None:
     for group in groups:
@@ -26,12 +24,12 @@ def assert_undisturbed(groups: list[Group], since: float) -> None:
 def interrupt(cluster: Cluster, daemon: Daemon) -> None:
     """SIGINT, as Ctrl-C sends it, ends the process and everything that it has started."""
     daemon.signal(signal.SIGINT)
-    cluster.wait_until(lambda: daemon.is_gone, "the interrupted process ends", INTERRUPT_LIMIT_S)
+    cluster.wait_until(lambda: daemon.is_gone, "the interrupted process ends")
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
 def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, size: int) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=True) as cluster:
         a, b, *leavers = cluster.start_all("abc" if size == 2 else "abcd", size=size)
         staying = [a, b, *leavers]
         for leaver in leavers:
@@ -46,7 +44,7 @@ def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_path: Path, asked: int) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=True) as cluster:
         a, b, c = cluster.start_all("abc", size=2)
         since = time.time()
         c.ranks[asked].signal(signal.SIGTERM)
@@ -59,7 +57,7 @@ def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_pat
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 def test_replicas_that_come_and_go_cost_the_others_no_step(tmp_path: Path, use_async_quorum: bool) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=True) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)
         a, b = cluster.start_all("ab", options=options)
         since = time.time()

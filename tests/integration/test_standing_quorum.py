@@ -18,6 +18,8 @@ from torchft_like.testing.cluster import Group
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 MORE_STEPS = 10
+# Of the members, as a busy machine may make them late. These notice an absent lighthouse as soon as ever.
+PATIENT = ("--keepalive_timeout_ms=20000",)
 ABSENCE_S = 1.0  # a hundred steps, where nothing holds them up
 
 
@@ -34,7 +36,7 @@ def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
 def test_a_replica_joins_and_the_lighthouse_dies_and_stops_at_the_cost_of_no_step(
     tmp_path: Path, size: int
 ) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
         groups = cluster.start_all("ab", size=size)
         wait_for_steps(cluster, groups)
         since = time.time()
@@ -66,7 +68,7 @@ def test_a_replica_joins_and_the_lighthouse_dies_and_stops_at_the_cost_of_no_ste
 
 def test_training_may_wait_for_a_dead_lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE_ABSENCE", "wait")
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
         groups = cluster.start_all("ab")
         wait_for_steps(cluster, groups)
         cluster.lighthouse.kill()
@@ -100,7 +102,7 @@ def test_training_waits_for_a_lighthouse_that_is_silent_for_longer_than_its_leas
 
 
 def test_a_replica_joins_after_the_lighthouse_restarted_under_its_quorum(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
         a, b = cluster.start_all("ab")
         wait_for_steps(cluster, [a, b])
         cluster.lighthouse.kill()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchft_like  # noqa: F401 - importing it registers the backends
+from tests.standby import stand_by
 
 Here = SimpleNamespace
 
@@ -25,6 +26,7 @@ def init(
     here: Here, rank: int, backend: str, world_size: int, where: Mapping[str, str], timeout_s: float = 60.0
 ) -> str:
     """Call init_process_group; `where` is an `init_method`, or the environment of `env://`."""
+    prepare(here, backend)
     if "init_method" in where:
         members = {"rank": rank, "world_size": world_size}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), **where, **members)  # type: ignore[arg-type]
@@ -32,6 +34,13 @@ def init(
         os.environ |= {**where, "RANK": str(rank), "WORLD_SIZE": str(world_size)}
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s))
     return dist.get_backend()
+
+
+def prepare(here: Here, backend: str) -> None:
+    """Have a fork server ready for the first Baby group."""
+    if "baby" in backend and not hasattr(here, "is_prepared"):
+        stand_by()
+        here.is_prepared = True
 
 
 def init_in_vain(here: Here, rank: int, *args: Any) -> str:
@@ -142,6 +151,7 @@ def init_to_reconfigure(
     here: Here, rank: int, backend: str, port: int, world_size: int
 ) -> tuple[str, int, int]:
     """Call init_process_group for a group whose user brings its members together; return its handle."""
+    prepare(here, backend)
     here.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # type: ignore[attr-defined]
     dist.init_process_group(
         backend,

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import ShardedModel
+from tests.standby import stand_by
 from torchft_like import (
     Manager,
     ProcessGroup,
@@ -39,8 +40,10 @@ NATIVE_WORLD = 8
 
 def main() -> None:
     """Train as the options in the only argument say, until the steps are done or SIGTERM comes."""
-    prepare_process()
     options = WorkerOptions.from_json(sys.argv[1])
+    if options.backend == "baby-gloo":
+        stand_by()
+    prepare_process()
     journal = Journal.of_this_process()
     faults = Faults(options.faults, journal)
     model = ShardedModel(options) if options.reduce == "sharded" else plain_model(options)

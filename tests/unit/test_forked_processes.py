@@ -56,6 +56,7 @@ def test_one_is_killed_and_its_end_is_known(tmp_path: Path) -> None:
 
 def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(forks, "_servers", [])
+    monkeypatch.setattr(forks, "_modules", [])  # to load torch takes seconds
     found = psutil.Process(start(tmp_path, "sleep").pid)
     psutil.Process(found.ppid()).kill()
     found.wait(WAIT_LIMIT_S)

@@ -13,11 +13,11 @@ SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scrip
 CALLS = {command: f"from {origin.replace(':', ' import ')}; main()" for command, origin in SCRIPTS.items()}
 MODULES = ("lighthouse", "torchft_like.as_torchft", "torchft_like.chaos")
 COMMANDS = [["-c", call] for call in CALLS.values()] + [["-m", module] for module in MODULES]
-TORCH_LAST = "import torchft_like, sys; assert 'torch' not in sys.modules; import torch.distributed as dist"
-TORCH_FIRST = "import torch.distributed as dist, torchft_like"
-FOUND_FIRST = (
-    "import torchft_like, importlib.util; importlib.util.find_spec('torch'); import torch.distributed as dist"
-)
+TORCH_LAST = """
+import importlib.util, sys, torchft_like
+assert "torch" not in sys.modules and importlib.util.find_spec("torch")
+import torch.distributed as dist
+"""
 IN_A_THREAD = """
 import threading, torchft_like
 load = lambda: __import__("torchft_like.process_group")
@@ -41,45 +41,46 @@ def test_a_command_explains_itself_without_torch_or_grpc(command: list[str], opt
     assert loaded & {"torch", "numpy", "grpc", "psutil", "zmq", "uvicorn", "prometheus_client"} == set()
 
 
-@pytest.mark.parametrize("load", [TORCH_LAST, TORCH_FIRST, FOUND_FIRST, IN_A_THREAD])
-def test_torch_knows_the_backends_whichever_is_imported_first(load: str) -> None:
-    use = (
-        "dist.init_process_group('torchft-gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "import torch, sys; tensor = torch.ones(1); dist.all_reduce(tensor); dist.destroy_process_group()\n"
-        "assert torch.__loader__ is torch.__spec__.loader and 'exec_module' not in vars(torch.__loader__)\n"
-        "assert not any('torchft' in type(finder).__module__ for finder in sys.meta_path)"
-    )
-    done = run("-c", f"{load}\n{use}")
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_manager_does_not_load_dtensors() -> None:
-    """They take half a second, and a script that has some has loaded them."""
-    done = run("-c", "import sys, torchft_like.manager; print('torch.distributed.tensor' in sys.modules)")
-    assert done.stdout.split() == ["False"], done.stderr
-
-
-def test_a_trainer_loads_nothing_of_the_lighthouses_page() -> None:
-    program = "import sys, torchft_like.manager, torchft_like.coordination; print(*sys.modules)"
-    loaded = set(run("-c", program).stdout.split())
-    assert "lighthouse.server" in loaded
-    assert loaded & {"uvicorn", "prometheus_client", "h11", "click", "lighthouse.page"} == set()
-
-
-EACH_ALONE = """
-import importlib, os, sys, torch, grpc
-for module in sys.argv[1:]:
-    if (pid := os.fork()) == 0:
-        importlib.import_module(f"torchft_like.{module}")
-        os._exit(0)
-    if os.waitpid(pid, 0)[1]:
-        print(module)
+USE = """
+import sys, torch, torch.distributed as dist
+dist.init_process_group("torchft-gloo", store=dist.HashStore(), rank=0, world_size=1)
+tensor = torch.ones(1); dist.all_reduce(tensor); dist.destroy_process_group()
+assert torch.__loader__ is torch.__spec__.loader and "exec_module" not in vars(torch.__loader__)
+assert not any("torchft" in type(finder).__module__ for finder in sys.meta_path)
 """
 
 
-def test_each_part_can_be_the_first_to_be_imported() -> None:
+@pytest.mark.parametrize("load", [TORCH_LAST, IN_A_THREAD])
+def test_torch_that_is_imported_last_knows_the_backends(load: str) -> None:
+    done = run("-c", load + USE)
+    assert done.returncode == 0, done.stderr
+
+
+# Programs in forks of a process that has torch loaded, and nothing of ours: to load it takes seconds.
+IN_FORKS = """
+import os, sys, torch.distributed
+for program in sys.argv[1:]:
+    if (pid := os.fork()) == 0:
+        exec(program)
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        print(program)
+"""
+LEAN = """
+import sys, torchft_like.process_group
+assert "grpc" not in sys.modules
+import torchft_like.manager
+assert "torch.distributed.tensor" not in sys.modules  # half a second; a script with DTensors has loaded it
+import torchft_like.coordination
+assert "lighthouse.server" in sys.modules
+assert not {"uvicorn", "prometheus_client", "h11", "click", "lighthouse.page"} & set(sys.modules)
+"""
+
+
+def test_each_part_can_be_the_first_to_be_imported_and_brings_no_more_than_it_needs() -> None:
     parts = (*torchft_like._NAMES, "manager_server.server", "group_coordinator", "gang", "checkpointing")
-    done = run("-W", "ignore", "-c", EACH_ALONE, *parts)
+    programs = [LEAN, f"import torchft_like\n{USE}", *(f"import torchft_like.{part}" for part in parts)]
+    done = run("-W", "ignore", "-c", IN_FORKS, *programs)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
@@ -89,11 +90,6 @@ def test_every_public_name_can_be_imported() -> None:
 
 def test_the_alias_is_the_wrapper_not_torchs_optimizer() -> None:
     assert torchft_like.Optimizer is torchft_like.OptimizerWrapper
-
-
-def test_process_groups_load_no_grpc() -> None:
-    program = "import sys, torchft_like.process_group; sys.exit('grpc' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:

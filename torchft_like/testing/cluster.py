@@ -38,7 +38,7 @@ LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
 
 # Far above the time of any wait here, far below the workers' operation timeout.
-LIMIT_S = 40.0
+LIMIT_S = 60.0
 POLL_S = 0.05
 HARMLESS_SIGNALS = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
 STACKS_S = 1.0
