@@ -32,10 +32,11 @@ def test_samples_are_used_once_per_epoch_through_twenty_changes_of_membership(tm
                 living[name] = start(name)
             cluster.wait_for_quorum_of(*living.values())
         ranks = [rank for group in cluster.groups for rank in group.ranks]
+        # They train on: what was taken for a step is written before its commit, and read after it.
+        commits = {(commit.step, commit.quorum_id) for rank in ranks for commit in rank.commits()}
         taken: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
         for record in (record for rank in ranks for record in rank.records("took")):
             taken[record["step"], record["quorum_id"]] += record["samples"]
-        commits = {(commit.step, commit.quorum_id) for rank in ranks for commit in rank.commits()}
         steps = {step for step, _ in commits}
         assert len(steps) == max(steps) > BATCHES.steps  # more than an epoch
         for step, quorum_id in commits:
