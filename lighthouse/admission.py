@@ -21,6 +21,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.identity import about_job_id
 from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.trust import is_token
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address or a reason
@@ -63,6 +64,8 @@ def about_register(register: pb.Register, config: LighthouseConfig, limit: Quoru
     for name in ("address", "store_address"):
         if len(getattr(register, name)) > TEXT_MAX:
             return f"{name} is longer than {TEXT_MAX} characters"
+    if register.kill_token and not is_token(register.kill_token):
+        return "kill_token is no token"
     for name, highest in zip(("last_quorum_id", "last_quorum_round"), limit, strict=True):
         if complaint := _about_number(name, getattr(register, name), highest):
             return complaint

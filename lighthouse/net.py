@@ -1,6 +1,6 @@
 """The one module that makes channels, servers and listeners.
 
-Every other module that uses the network asks this one, so that credentials can be added in one place
+Every other module that uses the network asks this one, so that tokens are asked for and shown in one place
 and the liveness settings are the same everywhere.
 
 Liveness is HTTP/2 keepalive: PINGs sent and answered by gRPC's native threads. No Python runs on
@@ -11,9 +11,10 @@ or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import resource
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,15 +23,19 @@ import grpc.aio
 
 from lighthouse.address import Address
 from lighthouse.core.config import MESSAGE_BYTES_MAX
+from lighthouse.core.trust import Role, digest_of
 from lighthouse.errors import ConfigError
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
 from lighthouse.listening import bind_error, why_unbindable
+from lighthouse.trust import ROLES, authorization, process_trust, warn_if_open
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
+AUTHORIZATION = "authorization"
+DISTRUST = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
 
 @dataclass(frozen=True)
@@ -150,21 +155,51 @@ def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> gr
     return grpc.aio.insecure_channel(str(address), options=options)
 
 
+def unary(
+    channel: grpc.Channel | grpc.aio.Channel,
+    method: str,
+    request_type: Any,
+    response_type: Any,
+    token: str | None = None,
+) -> Callable[..., Any]:
+    """Return a unary method of a channel, which shows a token with each call: this process's, or the one
+    given, of which "" is none.
+    """
+    call: Any = channel.unary_unary(
+        method,
+        request_serializer=request_type.SerializeToString,
+        response_deserializer=response_type.FromString,
+    )
+    return functools.partial(call, metadata=credentials(token))
+
+
+def credentials(token: str | None = None) -> tuple[tuple[str, str], ...]:
+    """Return the metadata with which a call shows this process's token, or the one given."""
+    header = authorization() if token is None else token and f"Bearer {token}"
+    return ((AUTHORIZATION, header),) if header else ()
+
+
 def make_aio_server(
     bind: Address,
     handlers: Sequence[grpc.GenericRpcHandler[Any, Any]],
     limits: ServerLimits,
     keepalive: Keepalive | None = None,
+    own_token: str = "",
 ) -> tuple[grpc.aio.Server, Address]:
     """Make an asyncio server, bound but not started; return it and the address with the port that it got.
 
+    If this process has tokens, every call has to show one. `own_token` gives all roles, too, here only.
+
     Raises:
         BindError: the address is in use or not of this host.
+        ConfigError: this process's tokens cannot be read.
     """
     if why_unbindable(bind) is not None:  # checked first, because a failing gRPC logs lines of its own
         raise bind_error(bind, None)
     options = [*_SERVER_OPTIONS, *limits.options(), *(keepalive or default_keepalive()).options()]
-    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls)
+    warn_if_open(bind)
+    guards = [_Guard(own_token)] if process_trust() is not None else []
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls, interceptors=guards)
     server.add_generic_rpc_handlers(tuple(handlers))
     try:
         port = server.add_insecure_port(str(bind))
@@ -174,6 +209,42 @@ def make_aio_server(
         raise bind_error(bind, None)
     disown(bound := Address(bind.host, port))
     return server, bound
+
+
+class _Guard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
+    """The check of every call's token, before its handler, or any byte of its messages, is looked at."""
+
+    def __init__(self, own_token: str) -> None:
+        self._own = digest_of(own_token) if own_token else b""
+
+    async def intercept_service(
+        self, continuation: Callable[[Any], Awaitable[Any]], call: grpc.HandlerCallDetails
+    ) -> Any:
+        """Return the handler of a call, or one that refuses it."""
+        trust, wanted = process_trust(), ROLES.get(call.method, Role.OPERATE)
+        header = next((str(value) for key, value in call.invocation_metadata if key == AUTHORIZATION), "")
+        role = trust.role_of_header(header, self._own) if trust is not None else Role.STRANGER
+        handler = await continuation(call)
+        if role >= wanted or handler is None:
+            return handler
+        return _refusing(handler, role, wanted)
+
+
+def _refusing(handler: Any, role: Role, wanted: Role) -> Any:
+    code, text = (
+        grpc.StatusCode.UNAUTHENTICATED,
+        "it asks for a token of the job, and none that is valid came",
+    )
+    if role:
+        code = grpc.StatusCode.PERMISSION_DENIED
+        text = f"that takes the token of those who {wanted.name.lower()}; this one is to {role.name.lower()}"
+
+    async def refuse(_: object, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        await context.abort(code, f"{text} (TORCHFT_TOKEN_FILE)")
+
+    if handler.request_streaming:
+        return grpc.stream_stream_rpc_method_handler(refuse)
+    return grpc.unary_unary_rpc_method_handler(refuse)
 
 
 async def refuses(address: Address, timeout_s: float) -> bool:

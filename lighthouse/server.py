@@ -41,7 +41,7 @@ from lighthouse.core.quorum import (
 )
 from lighthouse.errors import AddressError
 from lighthouse.events import Event, EventLog, printable
-from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_server, refuses
+from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_server, refuses, unary
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.wire import torchft_pb2 as pb
@@ -159,14 +159,18 @@ class Lighthouse:
         self.events.emit("kill", member=replica_id, by=by)
         channel = make_aio_channel(address)
         try:
-            call = channel.unary_unary(
-                wire.KILL,
-                request_serializer=pb.KillRequest.SerializeToString,
-                response_deserializer=pb.KillResponse.FromString,
-            )
+            call = unary(channel, wire.KILL, pb.KillRequest, pb.KillResponse, self._kill_token(replica_id))
             await call(pb.KillRequest(msg=f"{by} asked for it"), timeout=_KILL_S)
         finally:
             await channel.close(None)
+
+    def _kill_token(self, replica_id: str) -> str:
+        """Return the token by which a replica obeys this process alone.
+
+        One of the job's own would be a present to whoever claims to serve at an address.
+        """
+        session = self._sessions.get(self._core.session_of(replica_id) or 0)
+        return session.kill_token if session is not None else ""
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
@@ -274,6 +278,7 @@ class Lighthouse:
         )
         self._sessions[session.number] = session
         self._addresses[session.replica_id] = session.address
+        session.kill_token = register.kill_token
         session.send(codec.registered(self.config, self._watch is not None))
         self.events.emit("register", member=session.replica_id)
         decisions = self._core.register(

@@ -34,8 +34,9 @@ class RefusedError(Exception):
 class ReplicaSession:
     """An open session, made and used on the server's loop inside the RPC's own task.
 
-    `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves;
-    `ended` says why this side ended it, if it did.
+    `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves,
+    and `kill_token` the token with which it may be killed there; `ended` says why this side ended it, if it
+    did.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class ReplicaSession:
         self.number = number
         self.replica_id = replica_id
         self.address = address
+        self.kill_token = ""
         self.ended: Refusal | None = None
         self._context = context
         self._queue_max = queue_max

@@ -16,11 +16,11 @@ import grpc
 from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.net import make_channel
+from lighthouse.net import DISTRUST, make_channel, unary
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
+from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime import living
@@ -181,18 +181,14 @@ class LighthouseClient:
         self._channel.close()
 
     def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = self._channel.unary_unary(
-            method,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=response_type.FromString,
-        )
+        call = unary(self._channel, method, type(request), response_type)
         try:
             return call(request, timeout=seconds_of(timeout, "timeout"))
         except grpc.RpcError as error:
             what = f"lighthouse at {self._address}: {error.details() or error.code().name}"
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise QuorumTimeoutError(f"no answer within {timeout} from the {what}") from error
-            raise ConnectError(what) from error
+            raise (TrustError if error.code() in DISTRUST else ConnectError)(what) from error
 
 
 def _to_json(data: Mapping[Hashable, Any] | None) -> str:

@@ -23,6 +23,10 @@ class ConnectError(FaultToleranceError, ConnectionError):
     """A service could not be reached within `connect_timeout`; the text says where, and what to check."""
 
 
+class TrustError(ConnectError):
+    """A service refuses this process, which has shown no token of the job, or one of a lower role."""
+
+
 class QuorumTimeoutError(FaultToleranceError, TimeoutError):
     """There was no quorum within `quorum_timeout`; the text names the replicas, or service, missing."""
 

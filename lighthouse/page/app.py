@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import enum
 import gzip
 import hashlib
 import ipaddress
@@ -27,10 +26,12 @@ from urllib.parse import urlsplit
 
 import grpc.aio
 
+from lighthouse.core.trust import Role
 from lighthouse.errors import AddressError
 from lighthouse.events import printable
 from lighthouse.page.metrics import JobMetrics
 from lighthouse.page.status import Snapshot, take
+from lighthouse.trust import process_trust
 
 if TYPE_CHECKING:
     from lighthouse.server import Lighthouse
@@ -47,21 +48,17 @@ _METRICS = b"text/plain; version=0.0.4; charset=utf-8"
 _KILL = re.compile(r"/replica/(.+)/kill", re.DOTALL)
 
 
-class Role(enum.IntEnum):
-    """What a request may do. Who may operate may observe, too."""
-
-    OBSERVE = 1
-    OPERATE = 2
-
-
 def role_of(scope: Scope, everybody_operates: bool) -> Role:
     """Return the role of a request: the one place where that is decided.
 
-    Everybody may observe. There are no credentials yet, so only whoever is on the lighthouse's own host may
-    operate, or everybody, if the lighthouse was told so. A request through a proxy on that host comes from
-    elsewhere; and one for a name other than that of the loopback interface may come from a page of a stranger
-    in a browser on this host, which has given its name this address (DNS rebinding).
+    A lighthouse that has tokens asks for one. Else everybody may observe, and only whoever is on the
+    lighthouse's own host may operate, or everybody, if the lighthouse was told so. A request through a proxy
+    on that host comes from elsewhere; and one for a name other than that of the loopback interface may come
+    from a page of a stranger in a browser on this host, which has given its name this address (DNS
+    rebinding).
     """
+    if (trust := process_trust()) is not None:
+        return trust.role_of_header(_header(scope, b"authorization").decode("latin-1"))
     client = (scope.get("client") or ("",))[0]
     is_forwarded = any(_header(scope, name) for name in _FORWARDED)
     is_local = _is_loopback(client) and _is_loopback(_host(scope)) and not is_forwarded
@@ -123,6 +120,8 @@ class Page:
 
     async def _answer(self, scope: Scope) -> Answer:
         path, method = scope["path"], scope["method"]
+        if path != "/healthz" and role_of(scope, self._everybody_operates) < Role.OBSERVE:
+            return _UNAUTHENTICATED
         if (match := _KILL.fullmatch(path)) is not None:
             return await self._kill(scope, match[1]) if method == "POST" else _not_allowed(b"POST")
         serve = {"/": self._page, "/status": self._status, "/metrics": self._scrape, "/healthz": self._health}
@@ -166,7 +165,7 @@ class Page:
 
     async def _kill(self, scope: Scope, replica_id: str) -> Answer:
         if role_of(scope, self._everybody_operates) < Role.OPERATE:
-            return Answer(403, b"only from the lighthouse's own host, or with --page_operators=everybody\n")
+            return _NO_OPERATOR if process_trust() is None else _OTHER_ROLE
         if not _header(scope, KILL_HEADER):  # which a form of a stranger's page cannot send
             return Answer(400, b"the request needs the header X-Torchft-Kill: yes\n")
         try:
@@ -220,6 +219,14 @@ _ALWAYS = (
     (b"vary", b"accept-encoding"),
 )
 _GZIP = ((b"content-encoding", b"gzip"),)
+# A browser asks the person for a password, and sends the token that is given as one.
+_UNAUTHENTICATED = Answer(
+    401,
+    b"this lighthouse asks for a token: as Bearer, or as the password of any name (docs/security.md)\n",
+    headers=((b"www-authenticate", b'Basic realm="torchft-like", charset="UTF-8"'),),
+)
+_NO_OPERATOR = Answer(403, b"only from the lighthouse's own host, or with --page_operators=everybody\n")
+_OTHER_ROLE = Answer(403, b"that takes the token of those who operate\n")
 
 
 def _digest(text: bytes) -> str:

@@ -22,6 +22,7 @@ from typing import Any
 from lighthouse.address import Address, parse_address
 from lighthouse.errors import AddressError, CoordinationError
 from lighthouse.events import printable, short_name
+from lighthouse.trust import TOKEN_FILE_ENV, authorization
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 EVERY_S = 1.0
@@ -132,11 +133,15 @@ class Pages:
 def _fetch(address: Address) -> dict[str, Any]:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
     try:
-        connection.request("GET", "/status")
+        header = authorization()
+        connection.request("GET", "/status", headers={"Authorization": header} if header else {})
         answer = connection.getresponse()
-        status = json.loads(answer.read())
+        body = answer.read()
     finally:
         connection.close()
+    if answer.status == http.HTTPStatus.UNAUTHORIZED:
+        raise ValueError(f"it asks for a token: set {TOKEN_FILE_ENV}")
+    status = json.loads(body)
     if answer.status != http.HTTPStatus.OK or not isinstance(status, dict) or "job" not in status:
         raise ValueError(f"answered {answer.status}, and no status")
     return status

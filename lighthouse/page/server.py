@@ -16,8 +16,10 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from lighthouse.address import Address
+from lighthouse.errors import ConfigError
 from lighthouse.listening import listen_tcp
 from lighthouse.page.app import Page
+from lighthouse.trust import process_trust, warn_if_open
 
 if TYPE_CHECKING:
     from lighthouse.server import Lighthouse
@@ -44,7 +46,11 @@ class PageServer:
 
         Raises:
             BindError: the address is in use or not of this host.
+            ConfigError: everybody is to operate a lighthouse that asks for tokens.
         """
+        if everybody_operates and process_trust() is not None:
+            raise ConfigError("--page_operators=everybody and a token (TORCHFT_TOKEN_FILE): leave one out")
+        warn_if_open(bind)
         listener = listen_tcp(bind)
         config = uvicorn.Config(
             Page(lighthouse, everybody_operates=everybody_operates),

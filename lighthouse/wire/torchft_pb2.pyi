@@ -154,7 +154,7 @@ class BrokenLinks(_message.Message):
     def __init__(self, unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round", "last_quorum_stands", "spare")
+    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round", "last_quorum_stands", "spare", "kill_token")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -164,6 +164,7 @@ class Register(_message.Message):
     LAST_QUORUM_ROUND_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_STANDS_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
+    KILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -173,7 +174,8 @@ class Register(_message.Message):
     last_quorum_round: int
     last_quorum_stands: bool
     spare: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ..., spare: bool = ...) -> None: ...
+    kill_token: str
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ..., spare: bool = ..., kill_token: _Optional[str] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "step")

@@ -16,6 +16,7 @@ from urllib.parse import quote
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lighthouse.core.trust import Role
 from lighthouse.page import app
 from lighthouse.page.server import CONNECTIONS_MAX
 from lighthouse.server import Lighthouse
@@ -204,13 +205,13 @@ def test_who_may_kill(site: Site, headers: dict[str, str], status: int) -> None:
 @pytest.mark.parametrize(
     ("client", "everybody", "role"),
     [
-        ("127.0.0.1", False, app.Role.OPERATE),
-        ("::ffff:127.0.0.1", False, app.Role.OPERATE),
-        ("192.0.2.7", False, app.Role.OBSERVE),
-        ("192.0.2.7", True, app.Role.OPERATE),
+        ("127.0.0.1", False, Role.OPERATE),
+        ("::ffff:127.0.0.1", False, Role.OPERATE),
+        ("192.0.2.7", False, Role.OBSERVE),
+        ("192.0.2.7", True, Role.OPERATE),
     ],
 )
-def test_who_is_elsewhere_observes(client: str, everybody: bool, role: app.Role) -> None:
+def test_who_is_elsewhere_observes(client: str, everybody: bool, role: Role) -> None:
     scope: app.Scope = {"client": (client, 1), "headers": [(b"host", b"localhost:29511")]}
     assert app.role_of(scope, everybody) is role
 

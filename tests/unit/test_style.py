@@ -60,6 +60,18 @@ IMPURE = (
     "time",
 )
 
+# Functions that make a channel, a server or a listener -> the files that may call them.
+MAKERS = {
+    "insecure_channel": {"lighthouse/net.py"},
+    "secure_channel": {"lighthouse/net.py"},
+    "server": {"lighthouse/net.py"},
+    "create_server": {"lighthouse/listening.py"},
+    "listen": {"torchft_like/message_queue/local.py"},  # a Unix socket
+    "start_server": set(),
+    "Server": {"lighthouse/page/server.py"},
+    "TCPStore": {"torchft_like/process_group/store.py", "torchft_like/manager/group_store.py"},
+}
+
 # A function's docstring that begins with one of these words has neither a subject nor a verb that commands.
 # A property's may: it names a value, as in "Whether the group is configured.".
 NO_SENTENCE = re.compile(
@@ -163,6 +175,24 @@ def test_libraries_import_only_what_their_place_allows() -> None:
         if path.is_relative_to(ROOT / folder)
         for module in sorted(set(imports(path)))
         if within(module, forbidden)
+    )
+
+
+def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() -> None:
+    calls = [
+        (path, node, node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func))
+        for path in LIBRARY
+        if not any(path.is_relative_to(part) for part in KIT)
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+    ]
+    assert {"lighthouse/net.py", "lighthouse/listening.py"} <= {
+        name_of(path) for path, _, name in calls if name in MAKERS
+    }
+    forbid(
+        f"{name_of(path)}:{node.lineno} calls {name}: lighthouse/net.py or listening.py should"
+        for path, node, name in calls
+        if name in MAKERS and name_of(path) not in MAKERS[name]
     )
 
 

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple, Self
 
 from lighthouse.address import Address
 from lighthouse.events import printable
+from lighthouse.trust import authorization
 from torchft_like.checkpointing.http_server import HEAD_BYTES_MAX, shut
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
@@ -400,7 +401,9 @@ class _Line:
         while True:
             if self._socket is None:
                 self._socket = self._fetch.connect(source)
-            request = f"GET {self._fetch.path(what)} HTTP/1.1\r\nHost: {source.address}\r\n\r\n"
+            token = authorization()
+            shown = f"Authorization: {token}\r\n" if token else ""
+            request = f"GET {self._fetch.path(what)} HTTP/1.1\r\nHost: {source.address}\r\n{shown}\r\n"
             self._socket.sendall(request.encode())
             status, reason, fields = self._read_head(self._socket)
             if status not in ASK_AGAIN:

@@ -9,6 +9,7 @@ It serves one snapshot at a time:
     200  with Checkpoint-Step and Checkpoint-Id, which tells one snapshot from another
     202  nothing is offered yet, after a wait of `wait_ms`: ask again
     400  not such a request
+    401  the request shows no token of the job (`Authorization: Bearer`), where this process has some
     410  a later step is offered: this one will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again; or the server ends
@@ -33,8 +34,10 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 
 from lighthouse.address import Address
+from lighthouse.core.trust import Role, Trust
 from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
+from lighthouse.trust import process_trust, warn_if_open
 from torchft_like.checkpointing.state_stream import PIECE_BYTES, Snapshot, sums_nbytes
 from torchft_like.errors import CheckpointError
 from torchft_like.futures import context_timeout
@@ -49,6 +52,7 @@ _REQUEST = re.compile(
     rb"GET /checkpoint/(\d{1,18})/(header|sums|payload(?=\?from))"
     rb"(?:\?from=(\d{1,13})&to=(\d{1,13}))?(?:\?wait_ms=(\d{1,9}))? HTTP/1\.[01]\r\n"
 )
+_AUTHORIZATION = re.compile(rb"\r\nauthorization: *([^\r\n]*)", re.IGNORECASE)
 _ACCEPT_RETRY_S = 0.1
 
 
@@ -90,6 +94,7 @@ class CheckpointServer:
 
     def __init__(self, bind: Address, limits: ServerLimits) -> None:
         self.limits = limits
+        warn_if_open(bind)
         self._listener = listen_tcp(bind)
         self.port: int = self._listener.getsockname()[1]
         self.changed = threading.Condition()
@@ -290,6 +295,8 @@ class _Connection:
         match = _REQUEST.match(head)
         if match is None:
             return self._refuse(400, "expected GET /checkpoint/STEP/header, sums or payload?from=A&to=B")
+        if (trust := process_trust()) is not None and _role(trust, head) < Role.PARTICIPATE:
+            return self._refuse(401, "this replica asks for a token of the job (TORCHFT_TOKEN_FILE)")
         step, what = int(match[1]), match[2].decode()
         offer = self._find_offer(step, int(match[5] or 0))
         if offer is None:
@@ -356,6 +363,11 @@ def _read_head(peer: socket.socket, limit_s: float) -> bytes:
             raise ConnectionError("the connection ended before the request did")
         head += received
     return head
+
+
+def _role(trust: Trust, head: bytes) -> Role:
+    match = _AUTHORIZATION.search(head)
+    return trust.role_of_header(match[1].decode("latin-1")) if match else Role.STRANGER
 
 
 def _refuse(peer: socket.socket) -> None:

@@ -9,10 +9,10 @@ import grpc
 
 from lighthouse import wire
 from lighthouse.address import parse_address
-from lighthouse.net import make_channel
+from lighthouse.net import DISTRUST, make_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConnectError
+from torchft_like.errors import ConnectError, TrustError
 from torchft_like.manager_server.rank_link import quorum_result_from_wire
 from torchft_like.runtime.durations import seconds_of
 
@@ -74,15 +74,11 @@ class ManagerClient:
         self._channel.close()
 
     def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = self._channel.unary_unary(
-            method,
-            request_serializer=type(request).SerializeToString,
-            response_deserializer=response_type.FromString,
-        )
+        call = unary(self._channel, method, type(request), response_type)
         try:
             return call(request, timeout=seconds_of(timeout, "timeout"))
         except grpc.RpcError as error:
-            raise ConnectError(
+            raise (TrustError if error.code() in DISTRUST else ConnectError)(
                 f"ManagerServer at {self._address} did not answer {method.rsplit('/', 1)[1]}: "
                 f"{error.details() or error.code().name}; its replica group may be gone"
             ) from error

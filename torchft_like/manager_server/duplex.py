@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from lighthouse.codec import reader
+from lighthouse.net import credentials
 from torchft_like.errors import ConnectError
 
 Request = TypeVar("Request")
@@ -38,7 +39,7 @@ class DuplexCall(Generic[Request, Response]):
             request_serializer=request_type.SerializeToString,
             response_deserializer=reader(response_type),
         )
-        self._call: Any = open_call()
+        self._call: Any = open_call(metadata=credentials())
         self._queue: asyncio.Queue[Request] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 

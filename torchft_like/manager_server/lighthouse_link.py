@@ -10,7 +10,6 @@ Everything here runs on the coordination loop.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import random
@@ -23,7 +22,7 @@ import grpc.aio
 from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.core.history import Report
-from lighthouse.net import default_keepalive, make_aio_channel
+from lighthouse.net import DISTRUST, default_keepalive, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 
@@ -82,6 +81,8 @@ class LighthouseLink:
         self._say: Callable[[pb.SessionRequest], None] | None = None
         self._leaving = False
         self.last_error = "no answer"
+        self.is_distrusted = False  # from the start; later, tokens may be about to be replaced
+        self._was_connected = False
         self.join_timeout_s = math.inf  # of the lighthouse, once it has told
         self.progress_interval_s = 0.0  # how often it wants to hear of steps, of news at once; 0 is never
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
@@ -91,9 +92,10 @@ class LighthouseLink:
         self._task = asyncio.create_task(self._keep_open())
 
     async def wait_connected(self, timeout_s: float) -> bool:
-        """Return whether the lighthouse answered within the timeout."""
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._connected.wait(), timeout_s)
+        """Return whether the lighthouse answered within the timeout; at once, if it refuses this process."""
+        connected = asyncio.ensure_future(self._connected.wait())
+        await asyncio.wait([connected, self._task], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        connected.cancel()
         return self._connected.is_set()
 
     def join(self, member: pb.QuorumMember) -> None:
@@ -171,6 +173,9 @@ class LighthouseLink:
                     self._say, self._leaving = None, True
                     self._listener.refused(reason)
                     return
+                if error.code() in DISTRUST and not self._was_connected:
+                    self.is_distrusted, self.last_error = True, reason
+                    return
                 if error.code() is grpc.StatusCode.UNIMPLEMENTED:
                     self._serve = self._serve_unary
             except MalformedMessageError as error:
@@ -193,6 +198,7 @@ class LighthouseLink:
     def _mark_connected(self, say: Callable[[pb.SessionRequest], None]) -> None:
         self._say = say
         self._connected.set()
+        self._was_connected = True
         self._renew_lease(0.0)
         self._listener.lighthouse_connected()
 
@@ -264,10 +270,8 @@ class LighthouseLink:
 
     async def _serve_unary(self, channel: grpc.aio.Channel) -> None:
         """Send heartbeats, and run blocking Quorum calls, until one fails or this side leaves."""
-        heartbeat = channel.unary_unary(
-            wire.HEARTBEAT,
-            request_serializer=pb.LighthouseHeartbeatRequest.SerializeToString,
-            response_deserializer=pb.LighthouseHeartbeatResponse.FromString,
+        heartbeat = unary(
+            channel, wire.HEARTBEAT, pb.LighthouseHeartbeatRequest, pb.LighthouseHeartbeatResponse
         )
         request = pb.LighthouseHeartbeatRequest(replica_id=self._listener.registration().replica_id)
         await heartbeat(request)
@@ -288,11 +292,7 @@ class LighthouseLink:
 
         That lighthouse knows nothing of links.
         """
-        quorum = channel.unary_unary(
-            wire.QUORUM,
-            request_serializer=pb.LighthouseQuorumRequest.SerializeToString,
-            response_deserializer=pb.LighthouseQuorumResponse.FromString,
-        )
+        quorum = unary(channel, wire.QUORUM, pb.LighthouseQuorumRequest, pb.LighthouseQuorumResponse)
         while (kind := (request := await said.get()).WhichOneof("request")) != "leave":
             if kind == "join":
                 response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))

@@ -20,14 +20,14 @@ import grpc.aio
 from lighthouse import codec, wire
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
-from lighthouse.net import make_aio_channel
+from lighthouse.net import DISTRUST, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
-from torchft_like.errors import ConnectError
+from torchft_like.errors import ConnectError, TrustError
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.manager_server.suspicion import DEAD_S, until_dead
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
@@ -148,6 +148,7 @@ class SessionLink:
         self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None  # once registered
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
         self._is_suspect = False
+        self._is_distrusted = False  # from the start; later, tokens may be about to be replaced
         try:
             self._loop.run(self._start(connect_timeout_s))
         except BaseException:
@@ -197,11 +198,17 @@ class SessionLink:
     async def _start(self, connect_timeout_s: float) -> None:
         """Open the first session, again and again until it is accepted: the server may still be starting."""
         self._task = asyncio.create_task(self._keep_open())
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._registered.wait(), connect_timeout_s)
+        registered = asyncio.ensure_future(self._registered.wait())
+        await asyncio.wait(
+            [registered, self._task], timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        registered.cancel()
+        if self._registered.is_set():
             return
         self._task.cancel()
         await asyncio.wait([self._task])
+        if self._is_distrusted:
+            raise TrustError(f"the ManagerServer at {self._address} refuses this rank: {self._last_error}")
         raise ConnectError(
             f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
             f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
@@ -216,6 +223,9 @@ class SessionLink:
                     await self._serve()
                 except grpc.aio.AioRpcError as error:
                     self._last_error = error.details() or error.code().name
+                    if error.code() in DISTRUST and not self._registered.is_set():
+                        self._is_distrusted = True
+                        return
                     if self._registered.is_set() and error.code() in REFUSALS:
                         self._lose(self._last_error)
                 except MalformedMessageError as error:

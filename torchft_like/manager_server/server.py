@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import uuid
 from collections.abc import Coroutine, Iterable
 from datetime import timedelta
@@ -23,6 +24,7 @@ from lighthouse.admission import TEXT_MAX
 from lighthouse.core.history import Report
 from lighthouse.events import printable, short_name
 from lighthouse.net import ServerLimits, make_aio_server
+from lighthouse.trust import process_trust
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.progress import ProgressLog
@@ -48,7 +50,7 @@ from torchft_like.core.replica_group import (
     Verdict,
 )
 from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
-from torchft_like.errors import ConnectError
+from torchft_like.errors import ConnectError, TrustError
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.probing import silent_peers
 from torchft_like.manager_server.rank_link import LocalListener, RankListener
@@ -113,6 +115,8 @@ class ManagerServer:
         self._progress = ProgressLog()
         self._ranks: dict[int, RankListener] = {}
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
+        # A lighthouse that shows a token of its own would give it to whoever claims an address.
+        self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -265,6 +269,7 @@ class ManagerServer:
             last_quorum_round=self._group.last_quorum_round,
             last_quorum_stands=self._group.last_quorum_stands,
             spare=self._is_spare,
+            kill_token=self._kill_token,
         )
 
     def lighthouse_connected(self) -> None:
@@ -441,14 +446,18 @@ class ManagerServer:
     # -------------------------------------------------------------- start and stop
 
     async def _start(self, bind: Address, connect_timeout_s: float) -> None:
-        self._server, bound = make_aio_server(bind, [manager_service(self)], ServerLimits())
+        self._server, bound = make_aio_server(
+            bind, [manager_service(self)], ServerLimits(), own_token=self._kill_token
+        )
         self._address = Address(self._hostname, bound.port)
         await self._server.start()
         self._link = LighthouseLink(self._lighthouse, self, self._heartbeat_interval_s)
         if await self._link.wait_connected(connect_timeout_s):
             return
-        reason = self._link.last_error
+        reason, is_distrusted = self._link.last_error, self._link.is_distrusted
         await self._stop(None)
+        if is_distrusted:
+            raise TrustError(f"the lighthouse at {self._lighthouse} refuses this replica group: {reason}")
         raise ConnectError(
             f"no lighthouse answered at {self._lighthouse} within {connect_timeout_s:g} s ({reason}); check "
             "that `python -m lighthouse` is running there, that lighthouse_addr (TORCHFT_LIGHTHOUSE) is its "

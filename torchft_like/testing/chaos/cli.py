@@ -2,11 +2,13 @@
 
     torchft-like status 127.0.0.1:29510
     torchft-like watch
+    torchft-like keys tokens
     torchft-like chaos --length 60 --interval 5
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
-`status` and `watch` show what a lighthouse knows of its job (docs/lighthouse-page.md).
+`status` and `watch` show what a lighthouse knows of its job (docs/lighthouse-page.md). `keys` makes
+tokens for its servers to ask for (docs/security.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -25,6 +27,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lighthouse import __version__
+from lighthouse.keys import add_command as add_keys_command
 from lighthouse.page.cli import add_commands as add_status_commands
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
@@ -59,6 +62,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"torchft-like {__version__}")
     commands = parser.add_subparsers(dest="name", required=True)
     add_status_commands(commands)
+    add_keys_command(commands)
     for name, what in (
         ("chaos", "inject faults into a job of real processes, and check what it wrote"),
         ("soak", "the same, after a run of the same length without faults"),
