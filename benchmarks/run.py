@@ -28,6 +28,7 @@ from benchmarks import (
     process_groups,
     recovery,
     startup,
+    slow_links,
     step_time,
     tables,
 )
@@ -50,6 +51,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "low_communication": lambda quick: low_communication.main(
         low_communication.QUICK if quick else low_communication.Plan()
     ),
+    "slow_links": lambda quick: slow_links.main(slow_links.QUICK if quick else slow_links.Plan()),
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
     "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),

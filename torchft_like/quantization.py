@@ -24,7 +24,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -34,6 +34,7 @@ from torch import Tensor
 ROW = 256
 SCALE_BYTES = 4
 ROW_BYTES = SCALE_BYTES + ROW
+TILE_ROWS = 1024  # that a CPU converts at once: 1 MiB of float32, which stays in a core's cache
 SCALE_MIN = 2.0**-126  # the least that float32 has with all of its digits
 # A code of fp8, moved to the places of exponent and mantissa in float16, is smaller by this factor.
 _FP8_IN_FLOAT16 = 256.0
@@ -115,7 +116,9 @@ def add_up(parts: Tensor, divide_by: int | None, of: Format) -> Tensor:
 
 def _quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
     whole = numbers.numel() // ROW
-    _quantize_whole(numbers[: whole * ROW].view(whole, ROW), rows[:whole], to)
+    matrix = numbers[: whole * ROW].view(whole, ROW)
+    for tile in _tiles(whole, numbers):
+        _quantize_whole(matrix[tile], rows[tile], to)
     if whole < len(rows):
         last = torch.zeros(1, ROW, dtype=numbers.dtype, device=numbers.device)
         last[0, : numbers.numel() - whole * ROW] = numbers[whole * ROW :]
@@ -124,7 +127,9 @@ def _quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
 
 def _dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
     whole = numbers.numel() // ROW
-    _dequantize_whole(rows[:whole], numbers[: whole * ROW].view(whole, ROW), of)
+    matrix = numbers[: whole * ROW].view(whole, ROW)
+    for tile in _tiles(whole, numbers):
+        _dequantize_whole(rows[tile], matrix[tile], of)
     if whole < len(rows):
         last = torch.empty(1, ROW, dtype=numbers.dtype, device=numbers.device)
         _dequantize_whole(rows[whole:], last, of)
@@ -132,9 +137,16 @@ def _dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
 
 
 def _add_up(parts: Tensor, total: Tensor, of: Format) -> None:
-    for part in parts:
-        codes, scales = _decoded(part, of)
-        total.addcmul_(codes.float(), scales)
+    for tile in _tiles(len(total), total):
+        for part in parts[:, tile]:
+            codes, scales = _decoded(part, of)
+            total[tile].addcmul_(codes.float(), scales)
+
+
+def _tiles(count: int, on: Tensor) -> Iterator[slice]:
+    """Yield the rows that a device converts at once; those of an accelerator are all."""
+    size = TILE_ROWS if on.is_cpu else max(count, 1)
+    return (slice(first, min(first + size, count)) for first in range(0, count, size))
 
 
 def _quantize_whole(matrix: Tensor, rows: Tensor, to: Format) -> None:

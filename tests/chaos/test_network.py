@@ -99,6 +99,13 @@ def test_packets_are_late_in_both_directions(network: Network) -> None:
     assert seconds >= 5 * 2 * 0.02
 
 
+def test_packets_queue_for_a_slow_link(network: Network) -> None:
+    network.apply(Rules(bytes_per_s={"a": 1000}))
+    answered, seconds = ask(network, 5)
+    assert answered == 5
+    assert seconds >= 5 * 2 * 29 / 1000  # an IP header, one of UDP, and a byte
+
+
 def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:
     before = set(psutil.net_if_addrs())
     with Network(["a", "b"], tmp_path, seed=1) as network:

@@ -51,11 +51,13 @@ class Rules:
         cut: pairs (from, to) of hosts between which nothing passes in that direction.
         loss: probability with which a packet from or to a host is lost.
         delay_s: the seconds by which packets from or to a host are late.
+        bytes_per_s: the rate of a host's link, in each direction; packets queue for it, in order.
     """
 
     cut: frozenset[tuple[str, str]] = frozenset()
     loss: dict[str, float] = field(default_factory=dict)
     delay_s: dict[str, float] = field(default_factory=dict)
+    bytes_per_s: dict[str, float] = field(default_factory=dict)
 
 
 def why_unavailable() -> str | None:
@@ -79,17 +81,20 @@ class Network:
         names: the names of the hosts.
         folder: the folder for the logs of the holders.
         seed: the seed of the losses.
+        packet_bytes: the most that one packet has. Large ones let the switch, which takes some 10 µs for
+            each, carry gigabits.
 
     Raises:
         NetworkUnavailableError: `why_unavailable` gives a reason, or the system refused.
     """
 
-    def __init__(self, names: Sequence[str], folder: Path, seed: int) -> None:
+    def __init__(self, names: Sequence[str], folder: Path, seed: int, packet_bytes: int = 1500) -> None:
         if reason := why_unavailable():
             raise NetworkUnavailableError(reason)
         self.hosts = tuple(names)
         self._addresses = {name: f"{_NETWORK}.{index + 1}" for index, name in enumerate(names)}
         self._holders: dict[str, RunningProcess] = {}
+        self._packet_bytes = packet_bytes
         self._switch: Switch | None = None
         descriptors: dict[str, int] = {}
         try:
@@ -164,7 +169,7 @@ class Network:
             _run("ip", "link", "set", device, "netns", str(holder.pid))
             inside = self.entering(host)
             _run(*inside, "ip", "address", "add", f"{self.address(host)}/24", "dev", device)
-            _run(*inside, "ip", "link", "set", device, "up")
+            _run(*inside, "ip", "link", "set", device, "mtu", str(self._packet_bytes), "up")
             _run(*inside, "ip", "link", "set", "lo", "up")
         except BaseException:
             os.close(descriptor)
@@ -183,6 +188,7 @@ class Switch:
         self._random = random.Random(seed)  # noqa: S311 - for faults, not for secrets
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._number = 0
+        self._free: dict[tuple[str, str], float] = {}  # when a link's direction has nothing to send
         self._selector = selectors.DefaultSelector()
         for name, descriptor in descriptors.items():
             self._selector.register(descriptor, selectors.EVENT_READ, name)
@@ -227,6 +233,7 @@ class Switch:
                 self.counts["lost"] += 1
                 return
         delay_s = rules.delay_s.get(source, 0.0) + rules.delay_s.get(target, 0.0)
+        delay_s += self._wait_for_links(source, target, len(packet))
         if delay_s and len(self._waiting) < PACKETS_WAITING_MAX:
             self.counts["delayed"] += 1
             self._number += 1  # packets that are due at the same time keep their order
@@ -234,6 +241,15 @@ class Switch:
             heapq.heappush(self._waiting, (due, self._number, self._descriptors[target], packet))
         else:
             self._send(self._descriptors[target], packet)
+
+    def _wait_for_links(self, source: str, target: str, size: int) -> float:
+        """Queue a packet for the links of both hosts; return the seconds until it has left the slower one."""
+        now, wait_s = time.monotonic(), 0.0
+        for link in (("from", source), ("to", target)):
+            if rate := self.rules.bytes_per_s.get(link[1]):
+                free = self._free[link] = max(self._free.get(link, now), now) + size / rate
+                wait_s = max(wait_s, free - now)
+        return wait_s
 
     def _send_due(self) -> float | None:
         """Send the packets that are due; return how long it takes until the next one is."""
