@@ -38,7 +38,6 @@ _INTERNAL_FILES = re.compile(r"(.*_test|.*_bench|(.*/)?(_|test_|examples/|multip
 # Why a name is not there, or takes other parameters: the first pattern that matches counts.
 REASONS: Mapping[str, str] = {
     "torchft.quantization.*": "rows have another form here, and are read and written one tensor at a time",
-    "torchft.parameter_server*": "not written",
     "torchft.torchcomms*": "there is no group over torchcomms",
     "torchft.torchx*": "a launcher's component; torchrun and Slurm need none",
     "torchft.http": "its one class is private",

@@ -149,6 +149,10 @@ class PeerLostError(ProcessGroupError):
         return f"{_ranks(self.lost)} closed the connection; {_waiting(self.waiting)}"
 
 
+class SessionsTakenError(FaultToleranceError):
+    """A parameter server has no session left for this client; it may have one later."""
+
+
 class GangError(FaultToleranceError):
     """The members of a gang could not communicate; the cause says why."""
 
