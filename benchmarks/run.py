@@ -27,8 +27,8 @@ from benchmarks import (
     plots,
     process_groups,
     recovery,
-    startup,
     slow_links,
+    startup,
     step_time,
     tables,
 )
