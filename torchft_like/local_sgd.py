@@ -30,6 +30,8 @@ from torch.utils.hooks import RemovableHandle
 
 from torchft_like.checkpointing.shards import is_dtensor, like_shard_of
 from torchft_like.collectives import ErrorFeedback
+from torchft_like.core.step import Share
+from torchft_like.core.sync_schedule import SyncSchedule
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction
 
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
@@ -47,6 +49,7 @@ class SyncManager(Protocol):
     ) -> Work: ...
     def should_commit(self) -> bool: ...
     def current_step(self) -> int: ...
+    def share_of_step(self) -> Share: ...
     def disown_state(self) -> None: ...
     def register_state_dict_fn(self, key: str, load: LoadFunction, save: SaveFunction, /) -> None: ...
 
@@ -111,6 +114,12 @@ class LocalSGD(_InnerSteps):
             averages = [extract_local_tensor(parameter) for parameter in self._model.parameters()]
         for work in [self._manager.allreduce(average) for average in averages]:
             work.wait()
+        if self._manager.current_step() == 0:
+            # All but one may have added zeros to an average over all, which parameters must not be.
+            share = self._manager.share_of_step()
+            with torch.no_grad():
+                for average in averages:
+                    average.mul_(share.divisor / share.size)
         if self._manager.should_commit():
             with torch.no_grad(), _owned(self._manager):
                 for parameter, average in zip(self._model.parameters(), averages, strict=True):
@@ -182,9 +191,7 @@ class DiLoCo(_InnerSteps):
         _check(manager, count, len(outers), sync_every, fragment_sync_delay, fragment_update_alpha)
         super().__init__(inner_optimizer)
         self._manager = manager
-        self._sync_every = sync_every // count
-        self._delay = fragment_sync_delay
-        self._under_way: _Fragment | None = None
+        self._schedule = SyncSchedule(count, sync_every, fragment_sync_delay)
         if os.environ.get(USE_BUCKETIZATION_ENV, "False") == "True":
             use_bucketization = True
         bucket_mb = (bucket_cap_mb or BUCKET_CAP_MB) if use_bucketization else 0
@@ -199,16 +206,15 @@ class DiLoCo(_InnerSteps):
             manager.register_state_dict_fn(key, fragment.load_state_dict, fragment.state_dict)
 
     def _after_step(self) -> None:
-        if self._under_way is None and self._local_step >= self._sync_every - self._delay:
+        schedule = self._schedule
+        schedule.step()
+        if schedule.is_due:
             self._manager.start_quorum()
-            # The number of syncs is the same on all replicas, and so is the order of fragments.
-            fragment = self._fragments[self._manager.current_step() % len(self._fragments)]
-            fragment.send(self._manager)
-            self._under_way = fragment
-        if self._under_way is not None and self._local_step >= self._sync_every:
-            fragment, self._under_way = self._under_way, None
-            self._local_step = 0
-            fragment.receive(self._manager)
+            number = schedule.next_fragment(self._manager.current_step())
+            self._fragments[number].send(self._manager)
+            schedule.sent(number)
+        if (over := schedule.received()) is not None:
+            self._fragments[over].receive(self._manager)
 
 
 class _Fragment:

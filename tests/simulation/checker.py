@@ -51,6 +51,7 @@ class Checker:
         "_steps",
         "_stronghold",
         "_told_at",
+        "_trained",
         "_verdicts",
         "_waiting",
         "_world",
@@ -91,6 +92,7 @@ class Checker:
         self._left_at: dict[
             str, tuple[int, int | None]
         ] = {}  # by replica group: the verdict after which it left
+        self._trained: dict[str, int] = {}  # by process: the inner steps since its last sync
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
@@ -352,6 +354,43 @@ class Checker:
                     "one_quorum_per_step",
                     f"step {step} is committed by quorums {other} and {quorum_id}, which share no member",
                 )
+
+    def trained(self, process: str) -> None:
+        """Note an inner step."""
+        self._trained[process] = self._trained.get(process, 0) + 1
+
+    def sends(self, rank: Rank, fragment: int) -> None:
+        """Check a process that sends a fragment: when, and from which parameters it has trained."""
+        scenario, fragments = self._world.scenario, rank.fragments
+        self._check_inner_steps(rank.name, "sends", scenario.inner_steps - scenario.delay_steps)
+        assert fragments is not None
+        if rank.parameters >= 0 and fragments.local[fragment][0] != fragments.global_[fragment]:
+            self.violate(
+                "heal_is_clean", f"{rank.name} has trained from other parameters than the global ones"
+            )
+
+    def synced(self, rank: Rank, fragment: int, committed: bool, before: int) -> None:
+        """Check a process after a sync: when it ended, and what the next inner steps begin with."""
+        scenario, fragments = self._world.scenario, rank.fragments
+        self._check_inner_steps(rank.name, "receives", scenario.inner_steps)
+        self._trained[rank.name] = 0
+        if before < 0:
+            return
+        assert fragments is not None
+        origin, inner_steps = fragments.local[fragment]
+        if not committed and rank.parameters != before:
+            self.violate("no_trace", f"{rank.name} has other global parameters after a sync that failed")
+        if origin != fragments.global_[fragment] or (inner_steps and not committed):
+            self.violate("no_trace", f"{rank.name} goes on with local parameters that the others never saw")
+        if bool(inner_steps) != scenario.keeps_local and committed:
+            self.violate("no_trace", f"{rank.name} mixes local and global parameters by another alpha")
+
+    def _check_inner_steps(self, process: str, verb: str, expected: int) -> None:
+        done = self._trained.get(process, 0)
+        if done != expected:
+            self.violate(
+                "on_schedule", f"{process} {verb} a fragment after {done} inner steps, not {expected}"
+            )
 
     def decided(self, rank: Rank, committed: bool) -> None:
         """Check that a process learns the same verdict on its step as the other ranks of its group."""

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lighthouse.core.quorum import QuorumCore
+from tests.simulation.fragments import Fragments
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import ReplicaGroup
 from torchft_like.core.step import StepProtocol
+from torchft_like.core.sync_schedule import SyncSchedule
 
 if TYPE_CHECKING:
     from tests.simulation.world import Process, World
@@ -26,4 +28,6 @@ class Cores(NamedTuple):
     group: type[ReplicaGroup] = ReplicaGroup
     protocol: type[StepProtocol] = StepProtocol
     conversation: type[Conversation[Any]] = Conversation
+    schedule: type[SyncSchedule] = SyncSchedule
+    fragments: type[Fragments] = Fragments
     heard: Callable[[World, Process], float] = heard

@@ -17,6 +17,7 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.standing import StandingQuorum
 from tests.simulation.cores import Cores
+from tests.simulation.fragments import Fragments, Held, mix
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
 from tests.simulation.simulation import run
@@ -27,6 +28,7 @@ from torchft_like.core.conversation import Conversation
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, RankJoin, RankQuorum, RankVerdict, ReplicaGroup
 from torchft_like.core.step import Join, Plan, StepProtocol
+from torchft_like.core.sync_schedule import SyncSchedule
 
 SEEDS_MAX = 3000
 
@@ -808,6 +810,76 @@ class _TakesAllErrorsForItsOwn(StepProtocol):
         return super().group_broke(quorum_id)
 
 
+# -- DiLoCo
+
+
+class _LosesTheDelay(SyncSchedule):
+    def received(self) -> int | None:
+        self._interval, interval = 0, self._interval
+        fragment = super().received()
+        self._interval = interval
+        return fragment
+
+
+class _LosesWhatIsUnderWay(SyncSchedule):
+    def sent(self, fragment: int) -> None:
+        pass
+
+
+class _CountsSyncsThatFailed(SyncSchedule):
+    begun = 0
+
+    def next_fragment(self, syncs: int) -> int:
+        self.begun += 1
+        return super().next_fragment(self.begun)
+
+
+class _AppliesAFailedSync(Fragments):
+    def receive(self, fragment: int, total: int, committed: bool) -> None:
+        super().receive(fragment, total, True)
+
+
+class _KeepsFailedInnerSteps(Fragments):
+    def receive(self, fragment: int, total: int, committed: bool) -> None:
+        if committed:
+            super().receive(fragment, total, committed)
+
+
+class _StepsFromLocalParameters(Fragments):
+    def _step_outer(self, fragment: int, total: int) -> None:
+        self.global_[fragment] = mix(*self.local[fragment])
+        super()._step_outer(fragment, total)
+
+
+class _HealsWithoutTheOuterState(Fragments):
+    def load(self, state: Held) -> None:
+        outer = self.outer
+        super().load(state)
+        self.outer = outer
+
+
+class _HealsWithoutTheGlobalParameters(Fragments):
+    def load(self, state: Held) -> None:
+        shared = self.global_
+        super().load(state)
+        self.global_ = shared
+
+
+class _HealsWithoutTheLocalParameters(Fragments):
+    def load(self, state: Held) -> None:
+        local = self.local
+        super().load(state)
+        self.local = local
+
+
+def _schedule(name: str, core: type[SyncSchedule], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(schedule=core))
+
+
+def _fragments(name: str, core: type[Fragments], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(fragments=core))
+
+
 def _conversation(name: str, core: type[Conversation[Any]], lacks: str) -> Mutant:
     return Mutant(name, lacks, Cores(conversation=core))
 
@@ -949,6 +1021,29 @@ MUTANTS = (
     _group("waits for ever", _WaitsForTheSilentForEver, "a rank that is silent for the dead time is lost"),
     _conversation("repeats nothing", _RepeatsNothing, "what a session lost is said again in the next one"),
     _conversation("repeats everything", _RepeatsEverything, "what has arrived is not said again"),
+    _schedule("loses the delay", _LosesTheDelay, "a sync ends so many inner steps after its begin"),
+    _schedule("loses what is under way", _LosesWhatIsUnderWay, "a sync that has begun comes to its end"),
+    _schedule("counts syncs that failed", _CountsSyncsThatFailed, "all sync the same fragment"),
+    _fragments("applies a failed sync", _AppliesAFailedSync, "a failed sync changes no global parameters"),
+    _fragments(
+        "keeps failed inner steps", _KeepsFailedInnerSteps, "after a failed sync a fragment begins anew"
+    ),
+    _fragments(
+        "steps from local parameters", _StepsFromLocalParameters, "the outer step is from global ones"
+    ),
+    _fragments(
+        "heals without the outer state", _HealsWithoutTheOuterState, "the outer state heals with the rest"
+    ),
+    _fragments(
+        "heals without global parameters",
+        _HealsWithoutTheGlobalParameters,
+        "global parameters heal with the rest",
+    ),
+    _fragments(
+        "heals without local parameters",
+        _HealsWithoutTheLocalParameters,
+        "the model heals with its global parameters",
+    ),
     Mutant(
         "counts its own absence",
         "one that was stopped itself accuses nobody",
@@ -1058,5 +1153,14 @@ CAUGHT_BY = {
     "waits for ever": Caught(59, "progress"),
     "repeats nothing": Caught(2, "progress"),
     "repeats everything": Caught(0, "monotonic"),
+    "loses the delay": Caught(230, "on_schedule"),
+    "loses what is under way": Caught(6, "progress"),
+    "counts syncs that failed": Caught(6, "agreement"),
+    "applies a failed sync": Caught(6, "no_trace"),
+    "keeps failed inner steps": Caught(6, "no_trace"),
+    "steps from local parameters": Caught(6, "agreement"),
+    "heals without the outer state": Caught(6, "heal_is_clean"),
+    "heals without global parameters": Caught(6, "heal_is_clean"),
+    "heals without local parameters": Caught(6, "heal_is_clean"),
     "counts its own absence": Caught(67, "suspicion"),
 }

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tests.simulation.fragments import Held, mix
 from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import DISOWNED, QuorumResult
@@ -20,11 +21,11 @@ from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
 from torchft_like.core.step import Join, Plan, StepRules
 
 if TYPE_CHECKING:
+    from tests.simulation.fragments import Fragments
     from tests.simulation.replica import Replica
 
-FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP = range(8)
+FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP, TRAIN = range(9)
 
-MASK = 2**61 - 1
 OF_EARLIER_RUN = 40, {"step": 40, "batches_committed": 0, "commit_quorum_id": 1, "first_quorum_id": 1}
 
 BROKEN = ConnectionError("a connection of the process group broke")
@@ -36,13 +37,8 @@ REPORTED = ValueError("the training script reported an error")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
 
 TORN = -1  # parameters of which a part is another's
-Snapshot = tuple[int, int, dict[str, int]]  # step, parameters, counters
+Snapshot = tuple[int, int, dict[str, int], Held | None]  # step, parameters, counters, fragments
 Sum = tuple[int, int | None, int]  # a sum of gradients, the parameters they were made from, their number
-
-
-def mix(one: int, other: int) -> int:
-    """Return a hash of two numbers."""
-    return ((one ^ other * 0x9E3779B97F4A7C15) * 0xBF58476D1CE4E5B9 + 0x94D049BB133111EB) & MASK
 
 
 class Rank(Process):
@@ -63,9 +59,11 @@ class Rank(Process):
         "_lost",
         "_named",
         "_operation",
+        "_over",
         "_own",
         "_plan",
         "_promised",
+        "_pseudogradient",
         "_refused",
         "_replica_rank",
         "_result",
@@ -76,6 +74,7 @@ class Rank(Process):
         "_waiters",
         "entered_at",
         "failed_quorum",
+        "fragments",
         "group_mesh",
         "name",
         "number",
@@ -102,6 +101,12 @@ class Rank(Process):
         self.protocol = world.cores.protocol(rules)
         seed = replica.slot * 1000 + replica.incarnation if scenario.init_sync else 0
         self.parameters = mix(seed, number)
+        self.fragments: Fragments | None = None
+        self._pseudogradient = 0
+        self._over: int | None = None  # the fragment whose inner steps are done, with which its sync ends
+        if scenario.fragments:
+            self.fragments = world.cores.fragments(scenario, world.cores.schedule, self.parameters)
+            self.parameters = self.fragments.digest()
         self.group_mesh: Mesh | None = None
         self.stop_wanted = False
         self.sick_until = 0.0  # until then its process group fails whenever it is configured
@@ -143,6 +148,14 @@ class Rank(Process):
         return self.protocol.step, self.protocol.commit_quorum_id
 
     # -- a step, on the training thread
+
+    def start(self) -> None:
+        """Begin a step, or the inner steps before a sync."""
+        if self.fragments is None:
+            self.begin()
+        else:
+            self.phase = TRAIN
+            self._train()
 
     def begin(self) -> None:
         """Begin a step, as start_quorum does."""
@@ -199,7 +212,7 @@ class Rank(Process):
 
     def _begin_after(self, attempt: int) -> None:
         if attempt == self._attempt and self._configured:
-            self.begin()
+            self.begin() if self.phase == GIVEN_UP else self.start()
 
     def _does(self, kind: str) -> float | None:
         """Return whether the script does this now, and how much of it: a fault has made it do so once."""
@@ -264,6 +277,40 @@ class Rank(Process):
             if self._configured:
                 self._reduce()
 
+    def _train(self) -> None:
+        """Take an inner step, and all that follow it until it is time to begin or to end a sync."""
+        world = self.replica.world
+        time = world.scenario.compute_s * (0.7 + 0.6 * world.random()) / world.scenario.inner_steps
+        world.after(time * self.replica.slow, self, self._trained, self._attempt)
+
+    def _trained(self, attempt: int) -> None:
+        fragments = self.fragments
+        if attempt != self._attempt or fragments is None:
+            return
+        fragments.train(mix(self.replica.slot * 64 + self.number, self.replica.incarnation))
+        self.replica.world.checker.trained(self.name)
+        if fragments.schedule.is_due:
+            self.begin()
+        else:
+            self._go_on_training(fragments)
+
+    def _send_fragment(self, fragments: Fragments) -> None:
+        """Begin the sync, and go on with inner steps beside it."""
+        world = self.replica.world
+        self._over, self._pseudogradient = None, fragments.send(self.protocol.step)
+        if fragments.schedule.under_way is not None:
+            world.checker.sends(self, fragments.schedule.under_way)
+        self.phase = GATE
+        self._go_on_training(fragments)
+        self._reduce()
+
+    def _go_on_training(self, fragments: Fragments) -> None:
+        self._over = fragments.schedule.received()
+        if self._over is None:
+            self._train()
+        elif self.phase == READY:
+            self._end_step()
+
     def _reduce(self) -> None:
         """Begin the allreduce of the next bucket, or end the step."""
         protocol, world = self.protocol, self.replica.world
@@ -279,12 +326,14 @@ class Rank(Process):
                 if protocol.failure is None:
                     protocol.fail(protocol.quorum_id, LOST)
             self.phase = READY
-            self._end_step()
+            if self.fragments is None or self._over is not None:
+                self._end_step()
             return
         protocol.bind()
         part = None
         if protocol.is_participating:
-            gradient = mix(self.parameters, mix(self.replica.slot * 64 + self._bucket, self._attempt))
+            made_from = self.parameters if self.fragments is None else self._pseudogradient
+            gradient = mix(made_from, mix(self.replica.slot * 64 + self._bucket, self._attempt))
             part = (self.name, protocol.quorum_id, protocol.step, self.parameters, gradient)
         self.phase = COLLECTIVE
         self._operation += 1
@@ -354,6 +403,7 @@ class Rank(Process):
             total, base, count = self._sum or (0, None, 0)
             result = self._result
             self.parameters = mix(before, mix(total, protocol.num_participants))
+            self._receive_fragment(mix(total, protocol.num_participants), committed)
             assert result is not None
             world.checker.committed(self, result.replica_ids, base, before, count)
             if not self._collectives:
@@ -362,7 +412,11 @@ class Rank(Process):
                 world.felt["long_step"] += 1
             if protocol.step % 3 == 0:
                 world.saved[(replica.slot, self.number)] = (self.parameters, protocol.counters())
+        else:
+            self._receive_fragment(0, committed)
         world.checker.decided(self, committed)
+        if (over := self._over) is not None:
+            world.checker.synced(self, over, committed, before)
         if self._is_leaving:
             world.checker.left(self, committed)
             self._leave()
@@ -370,6 +424,11 @@ class Rank(Process):
         if committed and self._does("optimizer_error") is not None:
             self._spoil()
         world.after(world.latency(), self, self._begin_after, self._attempt)
+
+    def _receive_fragment(self, total: int, committed: bool) -> None:
+        if self.fragments is not None and self._over is not None and self.parameters != TORN:
+            self.fragments.receive(self._over, total, committed)
+            self.parameters = self.fragments.digest()
 
     def _leave(self) -> None:
         """Shut the Manager down between two steps."""
@@ -384,7 +443,11 @@ class Rank(Process):
 
     def _spoil(self) -> None:
         """Have a part of the state changed, and say so."""
-        self.parameters = mix(self.parameters, self.replica.slot * 64 + self._attempt)
+        number = self.replica.slot * 64 + self._attempt
+        self.parameters = mix(self.parameters, number)
+        if self.fragments is not None:
+            self.fragments.spoil(number)
+            self.parameters = self.fragments.digest()
         self.protocol.disown_state()
         self.replica.world.checker.disowned(self)
 
@@ -607,8 +670,10 @@ class Rank(Process):
     def _exchanged(self) -> None:
         if self.phase == READY or (self.phase == HEAL and self._has_computed):
             self._vote()
-        else:
+        elif self.fragments is None:
             self._compute()
+        else:
+            self._send_fragment(self.fragments)
 
     def _refuse_state(self) -> None:
         """Tell whoever waits for the state of a step that was given up that it does not come."""
@@ -620,7 +685,9 @@ class Rank(Process):
 
     def _serve(self) -> None:
         self.replica.world.checker.serves(self)
-        self.offer, self._refused = (self.protocol.step, self.parameters, self.protocol.counters()), -1
+        held = None if self.fragments is None else self.fragments.save()
+        counters = self.protocol.counters()
+        self.offer, self._refused = (self.protocol.step, self.parameters, counters, held), -1
         waiters, self._waiters = self._waiters, []
         for rank, attempt, step in waiters:
             self._send_state(rank, attempt, step)
@@ -711,7 +778,10 @@ class Rank(Process):
             else:
                 self.give_up()
             return
-        self.parameters = state[1]
+        self.parameters, held = state[1], state[3]
+        if self.fragments is not None and held is not None:
+            self.fragments.load(held)
+            self.parameters = self.fragments.digest()
         self.protocol.heal(state[2])
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)

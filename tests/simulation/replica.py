@@ -105,7 +105,7 @@ class Replica:
         world.tell(self.replica_id, "starts")
         self._connect()
         for rank in self.ranks:
-            world.after(world.latency(), rank, rank.begin)
+            world.after(world.latency(), rank, rank.start)
 
     @property
     def is_spare(self) -> bool:
@@ -412,7 +412,7 @@ class Replica:
         self.ranks[rank.number] = rank
         self.lines[rank.number] = RankLine(self, rank)
         self.trust(rank.number)
-        rank.begin()
+        rank.start()
 
     def _go_away(self, is_back: bool) -> None:
         self._is_away = not is_back

@@ -104,6 +104,10 @@ class Scenario:
         idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
             majority until `join_timeout_s`, so only runs in which that is short have them.
         spares: how many replica groups wait for a place beside those of the job.
+        fragments: how many fragments DiLoCo syncs in turn; 0: gradients are averaged in every step.
+        inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
+        delay_steps: the inner steps between the begin of a sync and its end.
+        keeps_local: whether local parameters are mixed with the global ones after a sync, and not replaced.
         is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
             its place.
     """
@@ -141,6 +145,10 @@ class Scenario:
     dead_s: float
     spares: int = 0
     is_vacant: bool = False
+    fragments: int = 0
+    inner_steps: int = 1
+    delay_steps: int = 0
+    keeps_local: bool = False
 
     def collectives(self, step: int) -> int:
         """Return how many collectives this step has on all ranks."""
@@ -214,6 +222,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     if scenario.bad_link is None and scenario.sick is None and flip() < 0.3:
         scenario = replace(scenario, stopped=one, dead_s=3600.0)
     scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
+    scenario = _with_syncs(scenario) if seed % 32 == 6 else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
 
@@ -251,3 +260,22 @@ def _with_spares(scenario: Scenario) -> Scenario:
     # members whose scripts do as they please end a quorum that stands without being asked to.
     kinds = [*ORDER_KINDS, "give_up"]
     return replace(scenario, spares=1 if is_vacant else 2, is_vacant=is_vacant, is_even=True).without(kinds)
+
+
+def _with_syncs(scenario: Scenario) -> Scenario:
+    """Return the job with DiLoCo, whose steps are syncs with inner steps before them."""
+    chance = random.Random(scenario.seed * 3 + 3).random
+    interval = 1 + int(chance() * 4)
+    # An exception of such a script gives no sync up: that goes on with the next inner step.
+    few = scenario.without(["restore", "give_up", "skip_commit"])
+    return replace(
+        few,
+        kinds=few.kinds if any(kind != "heal_break" for kind in few.kinds) else (*few.kinds, "delay"),
+        async_quorum=False,
+        is_even=True,
+        saves=False,
+        fragments=1 + int(chance() * 3),
+        inner_steps=interval,
+        delay_steps=int(chance() * interval),
+        keeps_local=chance() < 0.5,
+    )

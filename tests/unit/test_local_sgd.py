@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.futures import Future
 from torch.testing._internal.distributed import fake_pg
 
+from torchft_like.core.step import Share
 from torchft_like.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo, LocalSGD
 
 INNER_LR, OUTER_LR, MOMENTUM = 0.5, 0.7, 0.9
@@ -39,6 +40,10 @@ class Peer:
     reduced: list[int] = field(default_factory=list)
     registered: dict[str, Any] = field(default_factory=dict)
     disowned: int = 0
+    contributors: int = 2  # to the first sync; the other one adds zeros, and averages divide by two
+
+    def share_of_step(self) -> Share:
+        return Share(0, self.contributors, 2)
 
     def start_quorum(self) -> None:
         self.begun += 1
@@ -195,6 +200,15 @@ def test_dtensors_are_synced_shard_by_shard() -> None:
         assert peer.reduced == [12]
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_local_sgd_is_right_where_one_replica_adds_zeros_to_the_first_average() -> None:
+    net, peer = model(), Peer(_use_async_quorum=True, contributors=1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    with LocalSGD(peer, net, optimizer, sync_every=1):
+        reference = [p.detach() + offset(0) for p in net.parameters()]
+        next(train(net, optimizer))
+    torch.testing.assert_close([p.detach() for p in net.parameters()], reference)
 
 
 @pytest.mark.parametrize("fails", [(), (1,)], ids=["all committed", "one fails"])
