@@ -10,6 +10,7 @@ import pytest
 from torchft_like.testing.chaos.engine import Engine, Run, features, usable
 from torchft_like.testing.chaos.job import JobSettings
 from torchft_like.testing.chaos.network import why_unavailable
+from torchft_like.testing.chaos.orders import Training
 from torchft_like.testing.chaos.report import make_report
 from torchft_like.testing.chaos.schedule import draw
 
@@ -33,6 +34,14 @@ def chaos(folder: Path, kinds: list[str], *, interval_s: float, settings: JobSet
 def test_a_job_survives_a_fault_of_each_of_several_kinds(tmp_path: Path) -> None:
     kinds = ["stop", "lighthouse-kill", "truncate", "disk-full"]
     chaos(tmp_path, kinds, interval_s=1.5, settings=JobSettings(replicas=3), network=False)
+
+
+def test_a_job_with_diloco_survives_faults_of_several_kinds(tmp_path: Path) -> None:
+    settings = JobSettings(replicas=3, training=Training(algorithm="diloco", pause_s=0.02))
+    run = chaos(tmp_path, ["kill", "stop", "truncate"], interval_s=1.5, settings=settings, network=False)
+    assert len({commit.digest for commit in run.log.commits}) == len(
+        {commit.step for commit in run.log.commits}
+    )
 
 
 @pytest.mark.slow

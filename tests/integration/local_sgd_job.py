@@ -5,32 +5,21 @@ python -m tests.integration.local_sgd_job NAME FRAGMENTS DELAY ALPHA FORMAT [FAU
 
 from __future__ import annotations
 
-import hashlib
 import sys
 import time
 from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.local_sgd import DiLoCo
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.training import prepare_process, seed_of
+from torchft_like.testing.training import digest_of, prepare_process, seed_of, tensors_in
 
 SYNC_EVERY = 8
-
-
-def digest(tensors: list[Tensor]) -> str:
-    return hashlib.sha256(b"".join(tensor.numpy().tobytes() for tensor in tensors)).hexdigest()[:16]
-
-
-def tensors_in(state: Any) -> list[Tensor]:
-    if isinstance(state, Tensor):
-        return [state]
-    return [t for value in state.values() for t in tensors_in(value)] if isinstance(state, dict) else []
 
 
 def main() -> None:
@@ -71,7 +60,7 @@ def main() -> None:
     with manager, diloco:
         while True:
             # "backward" is between the begin and the end of a sync, "step" between two syncs.
-            visit("step" if diloco._under_way is None else "backward")
+            visit("step" if diloco._schedule.under_way is None else "backward")
             inputs = torch.randn(16, 8, generator=generator)
             inner.zero_grad()
             nn.functional.mse_loss(net(inputs), inputs.flip(1)).backward()  # type: ignore[no-untyped-call]
@@ -85,7 +74,7 @@ def main() -> None:
                     step=manager.current_step(),
                     quorum_id=manager.quorum_id,
                     participants=manager.num_participants(),
-                    digest=digest(shared),
+                    digest=digest_of(shared),
                 )
 
 

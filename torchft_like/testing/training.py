@@ -11,8 +11,9 @@ import hashlib
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer
 from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.local_sgd import DiLoCo
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay
 from torchft_like.testing.witness import Witness
@@ -41,7 +43,8 @@ class Model:
         name: the rank's name; parameters and data are drawn from it.
         ballast_bytes: size of the state beside the network, so that a heal takes a while.
         device: the device of all tensors.
-        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient.
+        reduce: "ddp" for DistributedDataParallel, "manager" for an allreduce of each gradient, "none" where
+            gradients stay here.
         width: the width of the hidden layer; the same on all ranks of one job.
 
     Attributes:
@@ -72,20 +75,15 @@ class Model:
         inputs, targets = (tensor.to(self._device) for tensor in batch)
         net = self._ddp or self.net
         nn.functional.mse_loss(net(inputs), targets).backward()  # type: ignore[no-untyped-call]
-        if self._ddp is None:
+        if self._reduce == "manager":
             gradients = (parameter.grad for parameter in self.net.parameters())
             for gradient in (gradient for gradient in gradients if gradient is not None):
                 self._manager.allreduce(gradient).wait()
 
     def digest(self) -> str:
         """Return the SHA-256 of all parameters and of the optimizer's momentum."""
-        digest = hashlib.sha256()
-        for parameter in self.net.parameters():
-            momentum = self.optimizer.state[parameter].get("momentum_buffer")
-            for tensor in (parameter, momentum):
-                if tensor is not None:
-                    digest.update(tensor.detach().cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        momenta = [self.optimizer.state[p].get("momentum_buffer") for p in self.net.parameters()]
+        return digest_of([t for pair in zip(self.net.parameters(), momenta, strict=True) for t in pair])
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -111,6 +109,41 @@ class Model:
     def watched(self) -> list[Tensor]:
         """Return the tensors that are the same in all replicas."""
         return [*self.net.parameters(), self.ballast]
+
+
+class LocalModel(Model):
+    """The same model, trained with DiLoCo: its layers are two fragments, and each is synced in its turn.
+
+    Attributes:
+        diloco: the syncs, once a Manager is used.
+    """
+
+    SYNC_EVERY, DELAY, ALPHA = 8, 2, 0.5
+    diloco: DiLoCo
+
+    def __init__(self, name: str, ballast_bytes: int, width: int = WIDTH) -> None:
+        super().__init__(name, ballast_bytes, reduce="none", width=width)
+
+    def use(self, manager: Manager) -> None:
+        """Have `manager` sync the fragments; called once, before the first step."""
+        super().use(manager)
+        layers = [layer for layer in self.net.children() if [*layer.parameters()]]
+        outers: list[torch.optim.Optimizer] = [
+            torch.optim.SGD(layer.parameters(), lr=0.7, momentum=0.9, nesterov=True) for layer in layers
+        ]
+        self.diloco = DiLoCo(
+            manager,
+            layers,
+            self.optimizer,
+            outers,
+            sync_every=self.SYNC_EVERY,
+            fragment_sync_delay=self.DELAY,
+            fragment_update_alpha=self.ALPHA,
+        )
+
+    def digest(self) -> str:
+        """Return the SHA-256 of all global parameters and of the outer optimizers' states."""
+        return digest_of(t for each in self.diloco._fragments for t in tensors_in(each.state_dict()))
 
 
 class Loop:
@@ -146,22 +179,58 @@ class Loop:
         """Attempt one step; return whether it was committed."""
         self._visit("step")
         began = time.time()
-        self._optimizer.zero_grad()
-        self._journal.write("attempt", step=self._manager.current_step())
-        time.sleep(self._pause_s)
-        self._model.backward(self._manager.current_step())
-        self._manager.wait_quorum()
-        step = self._manager.current_step()
-        self._witness.attend(step, self._model.digest())
-        self._optimizer.step()
+        step = self._attempt()
         if self._witness.has_committed:
             self._witness.testify(self._model.digest(), began=began)
         else:
             self._journal.write("failed", began=began, step=step)
         return self._witness.has_committed
 
+    def _attempt(self) -> int:
+        """Bring an attempt to its verdict; return the step that it was made from."""
+        model, manager = self._model, self._manager
+        self._optimizer.zero_grad()
+        self._journal.write("attempt", step=manager.current_step())
+        time.sleep(self._pause_s)
+        model.backward(manager.current_step())
+        manager.wait_quorum()
+        step = manager.current_step()
+        self._witness.attend(step, model.digest())
+        self._optimizer.step()
+        return step
+
     def _on_last_gradient(self, _: Tensor) -> None:
         self._visit("backward")
+
+
+class SyncLoop(Loop):
+    """The same loop with DiLoCo: a step of it is a sync, with the inner steps before that."""
+
+    def __init__(self, model: LocalModel, manager: Manager, *arguments: Any) -> None:
+        super().__init__(model, manager, *arguments)
+        self._local = model
+        self._inner_steps, self._attended = 0, -1
+        vote = manager.should_commit
+
+        @wraps(vote)
+        def attend_and_vote(*arguments: Any, **named: Any) -> bool:
+            self._attended = manager.current_step()
+            self._witness.attend(self._attended, model.digest())
+            return vote(*arguments, **named)
+
+        manager.should_commit = attend_and_vote  # type: ignore[method-assign]
+
+    def _attempt(self) -> int:
+        self._journal.write("attempt", step=self._manager.current_step())
+        self._attended = -1
+        with self._local.diloco:
+            while self._attended < 0:
+                time.sleep(self._pause_s)
+                self._local.optimizer.zero_grad()
+                self._local.backward(self._inner_steps)
+                self._inner_steps += 1
+                self._local.optimizer.step()
+        return self._attended
 
 
 class RelayedTransport(HTTPTransport[Any]):
@@ -188,6 +257,22 @@ class RelayedTransport(HTTPTransport[Any]):
         if self._relay is None:
             self._relay = Relay((match[1], int(match[2])), self._open_filter)
         return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+
+
+def tensors_in(state: Any) -> list[Tensor]:
+    """Return the tensors of nested dictionaries, in their order."""
+    if isinstance(state, Tensor):
+        return [state]
+    return [t for value in state.values() for t in tensors_in(value)] if isinstance(state, dict) else []
+
+
+def digest_of(tensors: Iterable[Tensor | None]) -> str:
+    """Return the SHA-256 of the tensors that are there."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        if tensor is not None:
+            digest.update(tensor.detach().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def flip_bit(tensor: Tensor) -> None:

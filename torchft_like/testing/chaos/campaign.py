@@ -42,7 +42,7 @@ def _carry_out(options: argparse.Namespace) -> int:
     settings = JobSettings(
         replicas=options.replicas,
         ranks=options.ranks,
-        training=Training(pause_s=options.step_time, backend=options.backend),
+        training=Training(pause_s=options.step_time, algorithm=options.algorithm, backend=options.backend),
         cold=options.cold,
         command=options.command,
         naming=options.names,
@@ -98,6 +98,7 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
         "seed": options.seed,
         "replicas": options.replicas,
         "ranks": options.ranks,
+        "algorithm": options.algorithm,
         "backend": options.backend,
         "workers": "started cold" if options.cold else "forked",
         "interval": options.interval,

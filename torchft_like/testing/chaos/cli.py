@@ -37,6 +37,7 @@ REPLICAS_MAX = 40  # each replica has a bit of the ledger
 SECONDS_MAX = 1e7
 _LENGTHS = {"chaos": 60.0, "soak": 600.0}  # seconds
 _BACKENDS = ("gloo", "baby-gloo", "mixed")
+_ALGORITHMS = ("ddp", "diloco")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -98,7 +99,13 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     add("--seed", 0, "of the schedule: the same seed gives the same faults")
     add("--kinds", list(KINDS), f"all unless given: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)
-    add("--step-time", Training.pause_s, "seconds of a step outside of its collectives", type=_seconds)
+    add("--algorithm", "ddp", "of the training; diloco: a step is a sync", choices=_ALGORITHMS)
+    add(
+        "--step-time",
+        Training.pause_s,
+        "seconds of a step, with diloco of an inner step, outside of its collectives",
+        type=_seconds,
+    )
     add(
         "--command",
         (),

@@ -84,6 +84,7 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
         "third": None if settings.replicas > 2 else "of two replica groups it would leave no survivor",
         "ranks": None if settings.ranks > 1 else "replica groups have one rank",
         "baby": None if settings.training.backend != "gloo" else "the backend is gloo, without a subprocess",
+        "steps": "of a sync no script gives anything up" if settings.training.is_local else None,
         "worker": "the user's command cannot be told to do it" if settings.command else None,
     }
     return Features(

@@ -20,7 +20,8 @@ class Training:
         quorum_timeout_s: how long a replica waits for a quorum.
         checkpoint_every: the steps between two checkpoints on disk.
         width: the width of the model; a trainer of a wider one is foreign to the job.
-        backend: "gloo", "baby-gloo", or "mixed" for baby-gloo in the last replica group only.
+        algorithm: "ddp", or "diloco": a step is then a sync, and the pause is that of an inner step.
+      backend: "gloo", "baby-gloo", or "mixed" for baby-gloo in the last replica group only.
     """
 
     pause_s: float = 0.05
@@ -29,7 +30,13 @@ class Training:
     quorum_timeout_s: float = 60.0
     checkpoint_every: int = 5
     width: int = 16
+    algorithm: str = "ddp"
     backend: str = "gloo"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether replica groups train by themselves between two syncs."""
+        return self.algorithm == "diloco"
 
 
 @dataclass(frozen=True)

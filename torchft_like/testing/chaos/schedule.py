@@ -56,7 +56,7 @@ KINDS: Mapping[str, Kind] = MappingProxyType(
             needs=("third", "worker"),
             is_lifted_when_felt=True,
         ),
-        "give-up": Kind("a script gives a step up in its backward pass", needs=("worker",)),
+        "give-up": Kind("a script gives a step up in its backward pass", needs=("worker", "steps")),
         "sick": Kind(
             "a replica group is killed and comes back, and cannot be configured for a while",
             (3.0, 5.0),

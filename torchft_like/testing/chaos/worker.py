@@ -25,7 +25,14 @@ from torchft_like.shutdown_signals import Stop, stop_on_signals
 from torchft_like.testing.chaos.orders import Order
 from torchft_like.testing.journal import JOURNAL_ENV, Journal
 from torchft_like.testing.relay import Filter, at, cut, flip_bit
-from torchft_like.testing.training import Loop, Model, RelayedTransport, prepare_process
+from torchft_like.testing.training import (
+    LocalModel,
+    Loop,
+    Model,
+    RelayedTransport,
+    SyncLoop,
+    prepare_process,
+)
 
 # The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
@@ -39,12 +46,13 @@ def main() -> None:
     order = Order.from_json(sys.argv[1])
     training, journal = order.training, Journal.of_this_process()
     name, ballast_bytes = f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024
-    model = Model(name, ballast_bytes, width=training.width)
+    model = (LocalModel if training.is_local else Model)(name, ballast_bytes, width=training.width)
     checkpoint = Checkpoint(Path(order.checkpoints), Path(os.environ[JOURNAL_ENV]).stem, journal)
     with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
         script = Script(order, journal)
         script.idle(stop)
-        loop = Loop(model, manager, journal, order.index, training.pause_s, script.visit)
+        arguments = manager, journal, order.index, training.pause_s, script.visit
+        loop = SyncLoop(model, *arguments) if isinstance(model, LocalModel) else Loop(model, *arguments)
         while not stop.requested:
             try:
                 has_committed = loop.attempt_step()
@@ -144,6 +152,7 @@ def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
         load_state_dict=model.load_state_dict,
         state_dict=model.state_dict,
         min_replica_size=1,
+        use_async_quorum=not order.training.is_local,
         timeout=timeout,
         quorum_timeout=timedelta(seconds=order.training.quorum_timeout_s),
         replica_id=order.name,
