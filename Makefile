@@ -28,7 +28,7 @@ BESIDE := $(filter-out %/test_elastic.py tests/unit/process_group/baby/% $(addpr
 PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
 
 test: style  ## everything that CI checks: lint, format, types, tests
-	{ $(BIN)/mypy; types=$$?; nice -n 10 $(PYTEST) --timeout 600 $(BESIDE) && exit $$types; } >$(VENV)/beside.log 2>&1 & \
+	@{ $(BIN)/mypy; types=$$?; nice -n 10 $(PYTEST) --timeout 600 $(BESIDE) && exit $$types; } >$(VENV)/beside.log 2>&1 & \
 	beside=$$!; \
 	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
 		$(LONG) $(filter-out $(LONG) $(BESIDE),$(sort $(FILES))); \

@@ -29,7 +29,7 @@ class Watch:
 
     def __init__(self) -> None:
         self._samples: dict[str, list[Counter[str]]] = defaultdict(list)
-        self._shared_memory = _shared_memory()
+        self._shared_memory = frozenset(_inodes())
 
     def sample(self, pids: Mapping[str, int]) -> None:
         """Sample each of these processes once."""
@@ -51,9 +51,9 @@ class Watch:
 
         The processes of the job have ended: an entry that a process has mapped belongs to another program.
         """
-        found = _shared_memory() - self._shared_memory - mapped_shared_memory()
+        found = _inodes().keys() - self._shared_memory - mapped_shared_memory()
         time.sleep(MAPPED_WITHIN_S)
-        return [f"shared memory {name}" for name in sorted(found & _shared_memory() - mapped_shared_memory())]
+        return [f"shared memory {name}" for name in sorted(found & _inodes().keys() - mapped_shared_memory())]
 
 
 def growth(samples: list[Counter[str]]) -> list[str]:
@@ -98,15 +98,16 @@ def mapped_shared_memory(but: Collection[int] = ()) -> set[str]:
     Args:
         but: ids of processes to leave out.
     """
-    found: set[str] = set()
+    mapped: set[int] = set()
     for folder in Path("/proc").glob("[0-9]*"):
         if int(folder.name) not in but:
             with contextlib.suppress(OSError):  # gone since, or another user's
-                found.update(re.findall(r" /dev/shm/(\S+)", (folder / "maps").read_text()))
-    return found
+                mapped.update(map(int, re.findall(r"(\d+) +/dev/shm/", (folder / "maps").read_text())))
+    # By inode: whoever made a semaphore has mapped it under its first name, which is no more.
+    return {name for name, inode in _inodes().items() if inode in mapped}
 
 
-def _shared_memory() -> frozenset[str]:
-    with contextlib.suppress(OSError):
-        return frozenset(os.listdir("/dev/shm"))  # noqa: S108 - read only
-    return frozenset()
+def _inodes() -> dict[str, int]:
+    with contextlib.suppress(OSError), os.scandir("/dev/shm") as entries:  # noqa: S108 - read only
+        return {entry.name: entry.inode() for entry in entries}
+    return {}
