@@ -1,4 +1,4 @@
-"""Who belongs to the job of a lighthouse, and who is foreign to it. It is pure.
+"""A lighthouse decides which replica groups belong to its job, and which are foreign to it. It is pure.
 
 A replica group may say who it is: the id of its job, if the operator gave one; the quorum in which the
 training of its state began, which travels with the state and its checkpoints; the form of its state, by rank.

@@ -1,4 +1,4 @@
-"""Who may do what: tokens and their roles. Pure: a text with tokens in, a role out.
+"""Tokens and their roles say what a caller may do. Pure: a text with tokens in, a role out.
 
 The text has one token a line, the role before it; a line that is nothing but a token has the highest role:
 

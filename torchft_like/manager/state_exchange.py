@@ -72,7 +72,7 @@ class PeerState:
 
 @dataclass(frozen=True, eq=False)
 class _Fetching:
-    """Who takes part in a fetch: this replica, and those that offer its state, with their ranks."""
+    """The members that take part in a fetch: this replica, and those that offer its state, with ranks."""
 
     own: str
     sources: Mapping[str, int]
