@@ -51,7 +51,7 @@ def test_a_fork_that_ends_breaks_nothing(processes: Processes, tmp_path: Path, g
 
 
 SIGNALS_PROGRAM = """
-import os, signal
+import os, signal, time
 from torchft_like import stop_on_signals
 
 class Manager:
@@ -69,8 +69,8 @@ def fork():
     if pid == 0:
         try:
             os.write(writable, b"!")
-            while True:
-                signal.pause()
+            while True:  # signal.pause may miss a signal that comes just before it
+                time.sleep(0.05)
         except KeyboardInterrupt:
             os._exit(5)
     os.read(readable, 1)
