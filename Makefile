@@ -90,7 +90,7 @@ soak: $(READY)  ## faults into a real job for SOAK_LENGTH seconds, after as long
 		--replicas $(SOAK_REPLICAS) --out $(SOAK_OUT) $(SOAK_ARGUMENTS)
 
 stress: $(READY)  ## 10,000 connections to each server that come and go, 5,000 that stay; about 3 minutes
-	STRESS_CONNECTIONS=$(or $(CONNECTIONS),10000) $(BIN)/python -m pytest -s tests/stress
+	STRESS_CONNECTIONS=$(or $(CONNECTIONS),10000) STRESS_TRANSFERS=1000 $(BIN)/python -m pytest -s tests/stress
 
 fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about 2 minutes
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest --timeout 3600 -n 2 tests/stress/test_fuzz_*.py

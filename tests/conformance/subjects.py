@@ -177,8 +177,15 @@ SUBJECTS: tuple[Subject, ...] = (
         forwards=True,
         looks=False,
     ),
-    Subject("Unchecked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=False)), forwards=True),
-    Subject("Checked", lambda: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=True)), forwards=True),
+    *(
+        Subject(
+            name,
+            lambda checks=checks: Seat(ProcessGroupGloo(TIMEOUT_S, check_collectives=checks)),  # type: ignore[misc]
+            forwards=True,
+            looks=False,
+        )
+        for name, checks in (("Unchecked", False), ("Checked", True))
+    ),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
     *_optional("ProcessGroupBabyGloo"),

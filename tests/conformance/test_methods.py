@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from torchft_like.process_group.collectives import BY_NAME, POINT_TO_POINT
 
 from .fleet import Fleet
 from .methods import METHODS, THREADED, WRONG
-from .scene import CONJUGATED, KINDS, PLAIN
+from .scene import CONJUGATED, PLAIN, Kind
 from .subjects import WORLD_MAX, Subject
 
 pytestmark = pytest.mark.integration
@@ -33,7 +34,8 @@ def test_every_row_of_the_table_is_called() -> None:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_methods_give_what_torchs_methods_give(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
-    kinds = subject.kinds([*(kind for kind in KINDS if kind.shape == PLAIN.shape), CONJUGATED])
+    """Functions of `torch.distributed` call the same methods with every other dtype and layout."""
+    kinds = subject.kinds([PLAIN, Kind(dtype=torch.bfloat16), Kind(layout="strided"), CONJUGATED])
     fleet.check(subject.name, world, f"method {name}", kinds)
 
 

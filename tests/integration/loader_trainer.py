@@ -49,7 +49,7 @@ def chosen(start: int) -> tuple[type[DataLoader[Any]], str, bool]:
     fork.
     """
     loaders = (DataLoader, StatefulDataLoader)
-    method = ("spawn", "forkserver")[(start // 5 + start // 10) % 2] if start % 5 == 4 else "fork"
+    method = ("forkserver", "spawn")[(start // 5 + start // 10) % 2] if start % 5 == 4 else "fork"
     return loaders[start % 2], method, start // 2 % 2 == 0
 
 

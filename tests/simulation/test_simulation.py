@@ -14,7 +14,7 @@ from tests.simulation.scenario import FAULTS_MIN, KINDS, STEP_KINDS, draw
 from tests.simulation.shrink import shrink
 from tests.simulation.simulation import run
 
-SEEDS = 800
+SEEDS = 400
 # With the cores and the simulator of their time.
 ONCE_BROKE = (51, 104, 145, 1_460, 2_571, 2_791, 3_892, 26_066, 37_717, 39_977, 192_424, 520_573)
 

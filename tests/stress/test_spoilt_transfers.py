@@ -1,7 +1,10 @@
-"""A thousand transfers of a state of which bits, bytes or the rest are lost or changed on the way."""
+"""Transfers of a state of which bits, bytes or the rest are lost or changed on the way; a thousand with
+`make stress`.
+"""
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from datetime import timedelta
@@ -18,7 +21,7 @@ from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
 pytestmark = pytest.mark.heal_is_clean
 
-TRANSFERS = 1000
+TRANSFERS = int(os.environ.get("STRESS_TRANSFERS", "150"))
 LIMIT = timedelta(seconds=60)
 PAUSE = timedelta(milliseconds=100)  # after which a receiver of too few bytes takes its source for dead
 MEMORY_BYTES_MAX = 64 << 20

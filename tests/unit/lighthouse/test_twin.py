@@ -1,4 +1,4 @@
-"""A quickcheck: 10,000 random stories, told to the quorum core and to its naive twin.
+"""A quickcheck: 4,000 random stories, told to the quorum core and to its naive twin.
 
 Of the broken cores of `tests/simulation/mutants.py` the last one is caught by story 101.
 """
@@ -27,7 +27,7 @@ from lighthouse.core.quorum import (
 from lighthouse.core.state_form import form_of_rows
 from tests.unit.lighthouse.twin import Twin
 
-CASES = 10_000
+CASES = 4_000
 EVENTS_MAX = 14
 
 Event = tuple[str, tuple[object, ...]]
@@ -48,7 +48,7 @@ _MODEL, _STEPPED, _WIDER = (
 @pytest.mark.monotonic
 @pytest.mark.no_regress
 @pytest.mark.progress
-@pytest.mark.timeout(600)  # 4 s of computing, on a machine that may be busy
+@pytest.mark.timeout(600)  # seconds of computing, on a machine that may be busy
 def test_core_and_twin_decide_alike() -> None:
     counts = map(sum, zip(*map(_compare, range(CASES)), strict=True))
     quorums, left_out, sick, named, looked_for, told, refused = counts

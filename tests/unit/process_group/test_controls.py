@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +22,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from torchft_like.testing.processes import Processes
 
 from .conftest import Party
 
@@ -295,9 +294,12 @@ def test_nobody_looks_for_nans_unasked(party: Party) -> None:
     group.allreduce([NAN.clone()]).wait()
 
 
-def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_that_all_ranks_share() -> None:
+def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_that_all_ranks_share(
+    processes: Processes, tmp_path: Path
+) -> None:
     """In a process of its own: torch reads once how much the recorder keeps."""
-    script = (
+    script = tmp_path / "script.py"
+    script.write_text(
         "import pickle, torch, torch.distributed as dist\n"
         "from torch._C import _distributed_c10d as c\n"
         "import torchft_like\n"
@@ -308,10 +310,9 @@ def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_th
         "print(dist.group.WORLD.store_address.prefix)\n"
         "dist.destroy_process_group()\n"
     )
-    command = [sys.executable, "-c", script]
-    environment = {**os.environ, "TORCH_FR_BUFFER_SIZE": "10"}
-    said = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
-    recorded, prefix = said.splitlines()
+    process = processes.fork(str(script), env={"TORCH_FR_BUFFER_SIZE": "10"})
+    assert process.wait() == 0, process.output
+    recorded, prefix = process.output.splitlines()
     assert recorded == f"gloo:all_reduce [[3]] {prefix} torchft-gloo"
     assert prefix
 
