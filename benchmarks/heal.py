@@ -37,7 +37,8 @@ METHOD = [
     PEER_VERSIONS,
     "torchft sends the live tensors, unchecked, while its source's training waits; ours a snapshot that is "
     "checksummed on both sides.",
-    "Memory is the highest use of each process during a transfer, beside what it had before.",
+    "Memory is the highest use of each process during a transfer, beside what it had before and could not be "
+    "taken from it.",
     "DTensors are a rank's shards, as FSDP2 has them; the fetch includes putting them on the receiver's "
     "mesh. The same two processes transfer plain tensors and DTensors, in turns, as two pairs of processes "
     "differ by up to 30 percent. The ratio is that of two transfers of one turn, of 40 turns.",

@@ -8,7 +8,8 @@ It reads commands, one JSON object in a line, and answers each with one record:
 * {"do": "withdraw"}: end the offer.
 
 Times are those of a clock that all processes of the machine share. The checksum of the state is taken outside
-of them, and the memory is the highest of the process while it offers or fetches, beside what it had before.
+of them, and the memory is the highest of the process while it offers or fetches, beside what it had before;
+memory that it had marked as free for the kernel to take (MADV_FREE) counts as if it had not had it.
 """
 
 from __future__ import annotations
@@ -104,9 +105,11 @@ class End:
 
 
 def forget_peak() -> int:
-    """Forget the highest use of memory so far; return the present one in bytes."""
+    """Forget the highest use of memory so far; return the present one, without what is marked as free."""
     Path("/proc/self/clear_refs").write_text("5")
-    return peak()
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    (free,) = (line for line in lines if line.startswith("LazyFree"))
+    return peak() - int(free.split()[1]) * 1024
 
 
 def peak() -> int:

@@ -15,6 +15,7 @@ from typing import TypeVar, cast
 from lighthouse.address import Address, parse_address
 from torchft_like.checkpointing.http_fetch import Fetch, connect
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.errors import AddressError, CheckpointError, ShutdownError
@@ -30,7 +31,9 @@ class HTTPTransport(CheckpointTransport[T]):
     """A transport that offers this rank's state over HTTP, and fetches that of others.
 
     It takes memory for one copy of the state on the CPU from `send_checkpoint` until `disallow_checkpoint`; a
-    transfer in progress keeps its copy until it ends, and at most two different copies are kept.
+    transfer in progress keeps its copy until it ends, and at most two different copies are kept. Afterwards
+    the kernel may take that memory back whenever it needs some; until then it counts as the process's
+    (LazyFree in /proc/PID/smaps_rollup), and the next copy is made in it.
 
     Args:
         timeout: the longest that sending the state to one receiver may take.
@@ -71,6 +74,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._has_hostname = hostname is not None
         self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
         self._expected = Expectation(state_bytes_max)
+        self._memory = KeptMemory()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -115,7 +119,7 @@ class HTTPTransport(CheckpointTransport[T]):
         Copying waits for no receiver, so `timeout` has no effect.
         """
         self._check_open()
-        snapshot = Snapshot(state_dict)
+        snapshot = Snapshot(state_dict, self._memory)
         self._served()[0].offer(step, snapshot, len(dst_ranks))
         snapshot.fill()
 

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
+from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
 from torchft_like.plain_data import (
@@ -176,14 +177,17 @@ class Snapshot(_OutgoingState):
     The constructor describes the state; `fill` copies it, to the CPU, on the thread that may change the state
     afterwards. Any thread may read meanwhile, and waits for what is yet to be copied.
 
+    Args:
+        state: the state.
+        memory: lends the memory of the copy.
+
     Raises:
         CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
 
-    def __init__(self, state: object) -> None:
+    def __init__(self, state: object, memory: KeptMemory | None = None) -> None:
         super().__init__(state)
-        self._payload = torch.empty(self.nbytes, dtype=torch.uint8)
-        self._window = self._payload.numpy().data
+        self._window = (memory or KeptMemory()).lend(self.nbytes, self)
         self._progress = threading.Condition()
         self._filled = 0
         self._is_given_up = False
@@ -206,7 +210,8 @@ class Snapshot(_OutgoingState):
     def _copy(self, leaf: Leaf, offset: int, end: int) -> None:
         size = nbytes_of(leaf)
         if size and isinstance(leaf, torch.Tensor):
-            self._payload[offset : offset + size].view(leaf.dtype).view(leaf.shape).copy_(leaf)
+            place = torch.frombuffer(self._window[offset : offset + size], dtype=leaf.dtype)
+            place.view(leaf.shape).copy_(leaf)
         elif size:
             self._window[offset : offset + size] = bytes_of(leaf)
         self._window[offset + size : end] = bytes(end - offset - size)
