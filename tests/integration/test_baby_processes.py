@@ -60,16 +60,12 @@ def assert_all_gone(family: list[psutil.Process]) -> None:
     assert wait_ended(family, WAIT_LIMIT_S), family
 
 
-@pytest.mark.parametrize("how", ["command line", "interactive"])
-def test_the_main_module_runs_once_without_a_guard(processes: Processes, tmp_path: Path, how: str) -> None:
+def test_the_main_module_runs_once_without_a_guard(processes: Processes, tmp_path: Path) -> None:
     """That of a script is in the other tests. Here only the trainer's own path leads to the package."""
     script = tmp_path / "train.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{ALONE}")
-    command = {
-        "command line": [sys.executable, "-c", script.read_text()],
-        "interactive": ["/bin/sh", "-c", f"{sys.executable} -i < {script}"],
-    }[how]
-    trainer = processes.start(*command, env={"PYTHONPATH": str(tmp_path)})
+    interactive = ["/bin/sh", "-c", f"{sys.executable} -i < {script}"]
+    trainer = processes.start(*interactive, env={"PYTHONPATH": str(tmp_path)})
     trainer.wait_for_output(r"reduced 3\.0")
     assert trainer.wait() == 0
     assert trainer.output.count("main module runs") == 1

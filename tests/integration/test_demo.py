@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,16 @@ if sys.argv[sys.argv.index("--replica-id") + 1] == "1":
 train_ddp.main()
 """
 
+# The demo with replicas that are forks, which spares each the loading of torch.
+FORKING_DEMO = f"""
+import sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import demo, demo_replicas
+from torchft_like.testing.processes import ForkedProcess
+
+demo_replicas.RunningProcess = lambda command, *more: ForkedProcess(command[1:], *more)
+sys.exit(demo.main())
+"""
 WAITING_SCRIPT = "import subprocess; subprocess.run(['sleep', '600'])"
 CRASHING_SCRIPT = "raise RuntimeError('this replica cannot even start')"
 
@@ -44,14 +53,18 @@ def start(processes: Processes, folder: Path, *options: str) -> RunningProcess:
     return processes.fork(str(EXAMPLES / "demo.py"), "--output-dir", str(folder / "output"), *options)
 
 
+def start_forking(processes: Processes, folder: Path, *options: str) -> RunningProcess:
+    (script := folder / "forking.py").write_text(FORKING_DEMO)
+    return processes.fork(str(script), "--output-dir", str(folder / "output"), *options)
+
+
 def incarnations(output: Path, replica: int) -> set[Any]:
     return {event["replica_id"] for event in read_events(output / f"replica-{replica}.events.jsonl")}
 
 
 def test_all_end_bit_identical_through_a_kill_and_a_stop(processes: Processes, tmp_path: Path) -> None:
     output = tmp_path / "output"
-    options = ("--output-dir", str(output), "--steps", "120", "--batch-size", "1")
-    demo = processes.start(sys.executable, str(EXAMPLES / "demo.py"), *options)
+    demo = start_forking(processes, tmp_path, "--steps", "120", "--batch-size", "1")
     assert demo.wait(LIMIT_S) == 0, demo.output
     summary = json.loads((output / "result.json").read_text())
     assert len({result["digest"] for result in summary["results"].values()}) == 1
@@ -71,7 +84,7 @@ def test_one_flipped_bit_in_one_replica_fails_the_demo(processes: Processes, tmp
     script = tmp_path / "corrupting.py"
     script.write_text(CORRUPTING_SCRIPT)
     options = ("--replicas", "2", "--steps", "5", "--batch-size", "1", "--no-faults")
-    demo = start(processes, tmp_path, *options, "--script", str(script))
+    demo = start_forking(processes, tmp_path, *options, "--script", str(script))
     assert demo.wait(LIMIT_S) == 1, demo.output
     assert "the replicas hold 2 different states" in demo.output
     assert "bit-identical" not in demo.output

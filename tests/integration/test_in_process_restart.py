@@ -17,7 +17,12 @@ pytestmark = pytest.mark.integration
 
 LIMIT_S = 120.0
 JOB = "tests.integration.restart_job"
-TORCHRUN = ("torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc_per_node=2")
+TORCHRUN = (
+    "tests.integration.forking_torchrun",
+    "--standalone",
+    "--local-addr=127.0.0.1",
+    "--nproc_per_node=2",
+)
 
 
 def said(output: str, what: str) -> list[dict[str, Any]]:

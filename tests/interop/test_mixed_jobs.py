@@ -39,22 +39,22 @@ THEIRS = [
 @pytest.mark.parametrize(("peer", "options"), THEIRS, indirect=["peer"])
 def test_torchft_replicas_heal_under_ours(fleet: Fleet, peer: System, options: tuple[str, ...]) -> None:
     job = Job(fleet, replace(peer, worker_options=options))
-    first, second, victim = (job.start(rank) for rank in range(3))
-    job.await_joint_steps([first, second, victim])
+    survivor, victim = (job.start(rank) for rank in range(2))
+    job.await_joint_steps([survivor, victim])
 
     victim.signal(signal.SIGKILL)
-    job.await_joint_steps([first, second])
+    job.await_joint_steps([survivor])
     assert victim.exit_code == -signal.SIGKILL
 
-    newcomer = job.start(3)
-    job.await_joint_steps([first, second, newcomer])
+    newcomer = job.start(2)
+    job.await_joint_steps([survivor, newcomer])
     healed = commits_of(newcomer)[0]["step"]
-    assert healed > commits_of(victim)[-1]["step"], "the newcomer took over the survivors' progress"
+    assert healed > commits_of(victim)[-1]["step"], "the newcomer took over the survivor's progress"
 
-    digests = [{r["step"]: r["digest"] for r in commits_of(replica)} for replica in (first, second, newcomer)]
-    common = set.intersection(*(set(of_replica) for of_replica in digests))
+    one, other = ({r["step"]: r["digest"] for r in commits_of(replica)} for replica in (survivor, newcomer))
+    common = one.keys() & other.keys()
     assert len(common) >= STEPS
-    assert all(len({of_replica[step] for of_replica in digests}) == 1 for step in common)
+    assert all(one[step] == other[step] for step in common)
 
 
 class Job:
@@ -63,7 +63,7 @@ class Job:
     def __init__(self, fleet: Fleet, managers: System) -> None:
         self._fleet = fleet
         self._managers = managers
-        self._lighthouse = start_lighthouse(fleet, OURS, min_replicas=2, extra=LIMITS)
+        self._lighthouse = start_lighthouse(fleet, OURS, min_replicas=1, extra=LIMITS)
 
     def start(self, rank: int) -> FleetProcess:
         # The pause leaves the processors to a newcomer that starts, which takes seconds.

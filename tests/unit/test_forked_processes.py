@@ -63,6 +63,28 @@ def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, t
     forks._servers[0].stop()
 
 
+# Its fork says its process id and ends, or waits.
+OF_A_FORK = """
+import sys
+from torchft_like.testing.processes import ForkedProcess
+
+inner = ForkedProcess(["tests.unit.forked_module", sys.argv[1]])
+print("inner", inner.pid, flush=True)
+sys.exit(inner.wait())
+"""
+
+
+def test_a_fork_has_forks_of_the_same_server_which_end_with_it(tmp_path: Path) -> None:
+    (script := tmp_path / "script.py").write_text(OF_A_FORK)
+    outer = ForkedProcess([str(script), "show"], tmp_path / "log")
+    assert outer.wait(WAIT_LIMIT_S) == 3, outer.output
+    outer = ForkedProcess([str(script), "sleep"], tmp_path / "log")
+    inner = psutil.Process(int(outer.wait_for_output(r"inner (\d+)").group(1)))
+    assert inner.ppid() == psutil.Process(outer.pid).ppid()
+    outer.kill()
+    inner.wait(WAIT_LIMIT_S)
+
+
 # The fixture: nothing that a test started outlives it.
 
 

@@ -2,7 +2,8 @@
 
 Loading torch takes two seconds of a processor, and a test starts four processes or more, so the failure tests
 would spend most of their time on loading torch. A fork runs a module as `python -m` does, or a script, in a
-session of its own, with its own environment and output; all forks share what was loaded before.
+session of its own, with its own environment and output; all forks share what was loaded before. What a fork
+starts in this way comes from the same server, and ends with it.
 
 Forks are for the processes of a job. A test of starting, importing or memory starts its processes cold.
 """
@@ -24,6 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 MESSAGE_BYTES_MAX = 200_000
 DESCRIPTORS_MAX = 8
@@ -97,12 +99,20 @@ class Fork:
 
 
 class _Server:
-    """The client's side of the process that forks."""
+    """The client's side of the process that forks.
 
-    def __init__(self) -> None:
+    Args:
+        control: the connection to a process that forks; None starts one.
+    """
+
+    def __init__(self, control: socket.socket | None = None) -> None:
         self._lock = threading.Lock()
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control = control or self._start()
         self._control.settimeout(ANSWER_S_MAX)
+
+    def _start(self) -> socket.socket:
+        ours, theirs = _pair()
         with theirs:
             command = [sys.executable, "-m", __name__, str(theirs.fileno()), *_modules]
             path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
@@ -110,6 +120,7 @@ class _Server:
             environment = {**os.environ, **threads, "PYTHONPATH": path}
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])  # noqa: S603
         atexit.register(self.stop)
+        return ours
 
     def fork(self, order: Mapping[str, object], descriptors: Sequence[int]) -> tuple[int, int]:
         """Fork a process that carries out the order; return its process id and its pidfd."""
@@ -127,11 +138,13 @@ class _Server:
     def stop(self) -> None:
         """End the server, and with it all its forks."""
         self._control.close()
-        self._process.wait()
+        if self._process is not None:
+            self._process.wait()
 
     def _read(self, answer: bytes) -> str:
         if not answer:
-            raise RuntimeError(f"the process that forks has ended with {self._process.poll()}")
+            code = self._process and self._process.poll()
+            raise RuntimeError(f"the process that forks has ended with {code}")
         return answer.decode()
 
 
@@ -161,27 +174,74 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
     if "triton" not in sys.modules:
         gc.freeze()
     server = os.getpid()
+    clients: dict[socket.socket, set[int]] = {control: set()}  # by client, its forks that run
     while True:
-        message, descriptors, _, _ = socket.recv_fds(control, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
-        if not message:
-            return  # the process that asks for forks is gone
-        order = json.loads(message)
-        if "ended" in order:
-            code = os.waitstatus_to_exitcode(os.waitpid(order["ended"], 0)[1])
-            control.send(str(code).encode())
-        elif (pid := os.fork()) == 0:
-            control.close()
-            _become(order["env"], descriptors[0], server)
-            if order["namespace"]:
-                _enter(order["namespace"])
-            _run(*order["argv"], *map(str, descriptors[1:]))
-            return
-        else:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            watch = os.pidfd_open(pid)
-            socket.send_fds(control, [str(pid).encode()], [watch])
-            os.close(watch)
+        for client in select.select(list(clients), [], [])[0]:
+            order, descriptors = _receive(client)
+            if order is None and client is control:
+                return  # and with this process all forks
+            if order is None:
+                _end(client, clients.pop(client))
+            elif "ended" in order:
+                clients[client].remove(order["ended"])
+                _answer(client, os.waitstatus_to_exitcode(os.waitpid(order["ended"], 0)[1]))
+            else:
+                ours, theirs = _pair()
+                if (pid := os.fork()) == 0:
+                    for other in (ours, *clients):
+                        other.close()
+                    _carry_out(order, descriptors, server, theirs)
+                    return
+                clients[ours] = set()
+                clients[client].add(pid)
+                theirs.close()
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                watch = os.pidfd_open(pid)
+                _answer(client, pid, watch)
+                os.close(watch)
+
+
+def _receive(client: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """Return the next order of a client and the open files that came with it; None if the client is gone."""
+    try:
+        message, descriptors, _, _ = socket.recv_fds(client, MESSAGE_BYTES_MAX, DESCRIPTORS_MAX)
+    except ConnectionResetError:
+        return None, []
+    return (json.loads(message) if message else None), descriptors
+
+
+def _answer(client: socket.socket, number: int, *descriptors: int) -> None:
+    with contextlib.suppress(OSError):  # it may be gone
+        socket.send_fds(client, [str(number).encode()], descriptors)
+
+
+def _end(client: socket.socket, running: set[int]) -> None:
+    """End the forks of a client that is gone."""
+    client.close()
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _carry_out(order: dict[str, Any], descriptors: list[int], server: int, control: socket.socket) -> None:
+    """Be the fork that was ordered."""
+    _become(order["env"], descriptors[0], server)
+    if order["namespace"]:
+        _enter(order["namespace"])
+    _share(control)
+    _run(*order["argv"], *map(str, descriptors[1:]))
+
+
+def _pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _share(control: socket.socket) -> None:
+    """Let this fork have forks of the same server."""
+    from torchft_like.testing import forks  # noqa: PLC0415, PLW0406 - this module is the main one here
+
+    forks._servers[:] = [forks._Server(control)]
 
 
 def end_with(parent: int) -> None:

@@ -30,6 +30,15 @@ def fork_pool() -> Iterator[ForkPool]:
     own.stop()
 
 
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[ForkPool]:
+    """Yield a pool that the tests share: its server has torch loaded."""
+    shared = ForkPool()
+    shared.take(AbortSignal(), LIMIT_S).close()
+    yield shared
+    shared.stop()
+
+
 @contextmanager
 def loading(fork_pool: ForkPool) -> Iterator[psutil.Process]:
     """The server is stopped before it has torch."""
@@ -87,36 +96,34 @@ def test_a_server_that_does_not_load_is_ended(fork_pool: ForkPool, monkeypatch: 
         child.close()
 
 
-def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(fork_pool: ForkPool) -> None:
-    fork_pool.take(AbortSignal(), LIMIT_S).close()
-    server = psutil.Process(fork_pool.pids()["server"])
+def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(loaded: ForkPool) -> None:
+    server = psutil.Process(loaded.pids()["server"])
     server.suspend()
     try:
         with pytest.raises(SubprocessLostError, match="in time; it runs"):
-            fork_pool.take(AbortSignal(), SHORT_S)
-        fork_pool.take(AbortSignal(), LIMIT_S).close()
-        assert fork_pool.pids()["server"] != server.pid
+            loaded.take(AbortSignal(), SHORT_S)
+        loaded.take(AbortSignal(), LIMIT_S).close()
+        assert loaded.pids()["server"] != server.pid
     finally:
         server.resume()
 
 
 @pytest.mark.parametrize("whose", ["trainer", "server"])
-def test_a_server_without_descriptors_gives_the_next_fork(fork_pool: ForkPool, whose: str) -> None:
-    fork_pool.take(AbortSignal(), LIMIT_S).close()  # the server has torch loaded
-    server = fork_pool.pids()["server"]
+def test_a_server_without_descriptors_gives_the_next_fork(loaded: ForkPool, whose: str) -> None:
+    server = loaded.pids()["server"]
     with no_descriptors_for(os.getpid() if whose == "trainer" else server):
         for _ in range(2):
             with pytest.raises(SubprocessLostError, match="Too many open files"):
-                fork_pool.take(AbortSignal(), LIMIT_S)
-        assert not fork_pool.wait_for_spare(FOREVER_S)
-        fork_pool.prepare_spare()
-    child = fork_pool.take(AbortSignal(), LIMIT_S)
+                loaded.take(AbortSignal(), LIMIT_S)
+        assert not loaded.wait_for_spare(FOREVER_S)
+        loaded.prepare_spare()
+    child = loaded.take(AbortSignal(), LIMIT_S)
     assert not child.has_ended()
     child.kill()
     assert child.wait_ended(LIMIT_S)
     assert "SIGKILL" in child.how_ended()
     child.close()
-    assert fork_pool.pids()["server"] == server
+    assert loaded.pids()["server"] == server
 
 
 # The fork server, in a thread: the trainer and the fork are processes that do nothing.
