@@ -6,6 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
+# Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test slow dropin matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
