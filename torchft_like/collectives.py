@@ -17,7 +17,7 @@ With *error feedback* a rank adds to the next tensor what quantizing has left of
 its rows (Seide et al., 2014; Tang et al., 2019, arXiv:1905.05957). Then the errors of many calls do not add
 up: the sum of all results is that of all tensors, less what is left of the last one.
 
-A large call is cut into chunks: while one is sent the next is quantized, and the one before added up.
+A large call is cut into chunks: while some are sent the next is quantized, and the one before them added up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ from torchft_like.process_group.work import joint_work
 from torchft_like.quantization import ROW, ROW_BYTES, Format, format_named, rows_for
 from torchft_like.writing import is_dense, writing_to
 
-CHUNK_ROWS = 16 * 1024  # 4 MiB on the wire, of 16 MiB in float32
+CHUNK_ROWS = 4 * 1024  # 1 MiB on the wire, of 4 MiB in float32
+# Chunks that are on their way to their owners. With fewer a link waits: Gloo sends nothing before it has
+# heard from the receiver, whose word comes behind all that it is sending itself.
+IN_FLIGHT = 4
 OptionsT = TypeVar("OptionsT", AllreduceOptions, ReduceScatterOptions)
 _EXCHANGE, _GATHER = BY_NAME["alltoall_base"], BY_NAME["_allgather_base"]
 
@@ -100,19 +103,18 @@ def reduce_quantized(
         # What is a copy, as of a tensor with gaps, is copied back.
         flat = [tensor.detach().resolve_neg().contiguous().view(-1) for tensor in tensors]
         chunks = [_Chunk(parts, group, options, to) for parts in _cut(flat, feedback)]
-        for number, chunk in enumerate(chunks):
-            chunk.send()
-            if number > 0:
-                chunks[number - 1].reduce(divide_by)
-            if number > 1:
-                chunks[number - 2].work.wait()
-                chunks[number - 2].take()
-        if chunks:
-            chunks[-1].reduce(divide_by)
+        for number in range(len(chunks) + IN_FLIGHT):
+            if number < len(chunks):
+                chunks[number].send()
+            if number >= IN_FLIGHT:
+                chunks[number - IN_FLIGHT].reduce(divide_by)
+            if number >= 2 * IN_FLIGHT:
+                chunks[number - 2 * IN_FLIGHT].work.wait()
+                chunks[number - 2 * IN_FLIGHT].take()
 
     def take() -> list[Tensor]:
         with writing_to(*tensors):
-            for chunk in chunks[-2:]:
+            for chunk in chunks[-IN_FLIGHT:]:
                 chunk.take()
             for tensor, numbers in zip(tensors, flat, strict=True):
                 if tensor.numel() and tensor.data_ptr() != numbers.data_ptr():

@@ -48,8 +48,10 @@ from torchft_like.runtime.hosts import local_host_towards
 
 CPU = torch.device("cpu")
 
-# The threads that run the collectives.
+# The threads that run the collectives, and how many there are: so many collectives are under way at once, and
+# several keep a slow link busy.
 GLOO_THREADS = "pt_gloo_runloop"
+GLOO_THREADS_COUNT = 8
 # The thread that moves bytes; without connections there are none to move.
 GLOO_LOOP = "gloo_tcp_loop"
 # Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
@@ -171,6 +173,7 @@ class _GlooBackend:
 def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> TorchGloo:
     options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
     options._timeout = members.timeout
+    options._threads = GLOO_THREADS_COUNT
     options._devices = [device.torch_device]
     options.group_name = members.store.prefix
     return TorchGloo(store, members.rank, members.world_size, options)

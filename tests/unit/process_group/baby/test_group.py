@@ -36,6 +36,7 @@ from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.fork_pool import fork_pool
 from torchft_like.process_group.baby.group import RemoteBackend
+from torchft_like.process_group.gloo.group import GLOO_THREADS_COUNT
 from torchft_like.testing.processes import wait_ended
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -326,8 +327,8 @@ def test_many_answers_that_nobody_has_read_block_nobody(party: Party) -> None:
 def test_a_slow_member_is_waited_for_as_elsewhere(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "SILENCE_S", 0.3)
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
-    first, second = party.meet(2, lambda: ProcessGroupBabyGloo(1, check_collectives=False))
-    works = [first.allreduce([torch.ones(1)]) for _ in range(8)]
+    first, second = party.meet(2, lambda: ProcessGroupBabyGloo(4, check_collectives=False))
+    works = [first.allreduce([torch.ones(1)]) for _ in range(2 * GLOO_THREADS_COUNT)]
     pause = threading.Event()
     for _ in works:
         pause.wait(0.3)  # all together take longer than the timeout, each one does not
