@@ -1,6 +1,6 @@
 """Forks of a process that has torch loaded and does nothing but fork.
 
-Loading torch takes two seconds of a processor, and a test starts four processes or more, so the failure tests
+Loading torch takes six seconds of a processor, and a test starts four processes or more, so the failure tests
 would spend most of their time on loading torch. A fork runs a module as `python -m` does, or a script, in a
 session of its own, with its own environment and output; all forks share what was loaded before. What a fork
 starts in this way comes from the same server, and ends with it.
@@ -34,6 +34,7 @@ _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _modules = [
     "torch",
+    "torch._dynamo",  # which torch loads for the first optimizer: four seconds of a processor
     "grpc",
     "torchft_like",
     "torchft_like.testing.ranks",
