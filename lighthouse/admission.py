@@ -27,6 +27,7 @@ from lighthouse.wire import torchft_pb2 as pb
 TEXT_MAX = 4096  # characters of an id, an address or a reason
 STEP_MAX = 10**15
 IDENTITY_BYTES_MAX = 256 * 1024
+VACANCY_BYTES_MAX = 64 * 1024
 _GROUP_BEGINS = 3  # protobuf's wire type
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
@@ -109,6 +110,31 @@ def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: Quoru
     return about_step(member.step) or _about_number(
         "commit_quorum_id", member.commit_quorum_id, limit.quorum_id
     )
+
+
+def about_spare(register: pb.SpareRegister, spares: int, config: LighthouseConfig) -> str | None:
+    """Check the first message of a spare rank; so many others are there."""
+    if spares >= config.replicas_max:
+        return f"this lighthouse has its {config.replicas_max} spare ranks (--replicas_max)"
+    if not register.spare_id or not register.spare_id.isprintable():
+        return f"spare_id {register.spare_id!r:.100} is empty, or has characters that cannot be printed"
+    return _about_lengths(spare_id=register.spare_id, host=register.host)
+
+
+def about_vacancy(vacancy: pb.Vacancy, callers: int, config: LighthouseConfig) -> str | None:
+    """Check a place for which a spare is asked; so many other callers wait."""
+    if callers >= config.replicas_max:
+        return f"{config.replicas_max} ranks ask for spares already (--replicas_max)"
+    if not vacancy.group_id or not 0 <= vacancy.group_rank < vacancy.world_size:
+        return "a vacancy without a group, or without a rank of it"
+    if (size := vacancy.ByteSize()) > VACANCY_BYTES_MAX:
+        return f"a vacancy of {size} bytes is too large: {VACANCY_BYTES_MAX} are the most"
+    return _about_lengths(group_id=vacancy.group_id, host=vacancy.host, store=vacancy.store_address)
+
+
+def _about_lengths(**texts: str) -> str | None:
+    too_long = (name for name, text in texts.items() if len(text) > TEXT_MAX)
+    return next((f"{name} is longer than {TEXT_MAX} characters" for name in too_long), None)
 
 
 def about_step(step: int) -> str | None:

@@ -32,6 +32,8 @@ LEVELS: Mapping[str, int] = {
     "stands": logging.INFO,  # its members go on in the quorum without asking for another one
     "hold": logging.INFO,  # they were asked to hold, for a replica that wants a quorum or has left: member
     "register": logging.INFO,  # a replica group opened its session: member
+    "spare": logging.INFO,  # a spare rank waits for a place: member, host
+    "replaced": logging.WARNING,  # a spare has taken the place of a rank: member, group, rank
     "kill": logging.WARNING,  # an operator had a replica group killed: member, by
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
@@ -153,6 +155,10 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "stands": lambda _: "the quorum stands: its members ask for no other until something happens",
     "hold": lambda f: f"the quorum stands no more, because of {short_name(str(f['member']))}",
     "register": lambda f: f"{short_name(str(f['member']))} registered",
+    "spare": lambda f: f"spare rank {short_name(str(f['member']))} of {f['host']} waits for a place",
+    "replaced": lambda f: (
+        f"{short_name(str(f['member']))} has taken the place of rank {f['rank']} of {f['group']}"
+    ),
     "kill": lambda f: f"{short_name(str(f['member']))} is killed, which {f['by']} asked for",
     "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
     "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",

@@ -15,6 +15,7 @@ import itertools
 import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -23,7 +24,7 @@ import grpc.aio
 from lighthouse import admission, codec, wire
 from lighthouse.address import Address, parse_address
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.explanation import Facts
+from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.history import History, Moment
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
@@ -43,6 +44,7 @@ from lighthouse.errors import AddressError
 from lighthouse.events import Event, EventLog, printable
 from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_server, refuses, unary
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
+from lighthouse.spare_ranks import SpareRanks
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.wire import torchft_pb2 as pb
 
@@ -84,6 +86,7 @@ class Lighthouse:
         self.history = History()
         self.events.subscribe(self._remember)
         self.quorum = pb.Quorum()  # the last one
+        self.spare_ranks = SpareRanks(config, self.events)
         self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
         self.started = time.time()
         self._loop = asyncio.get_running_loop()
@@ -128,7 +131,7 @@ class Lighthouse:
 
     def facts(self) -> Facts:
         """Return the state of the quorum."""
-        return self._core.facts(self._clock.now())
+        return replace(self._core.facts(self._clock.now()), spare_ranks=self.spare_ranks.names())
 
     def sign_of(self, replica_id: str) -> str:
         """Return the sign by which a replica is healthy; "" if it is not."""
@@ -174,7 +177,7 @@ class Lighthouse:
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
-        return self._core.describe(self._clock.now())
+        return describe(self.facts())
 
     def look(self) -> None:
         """Have the members say how far they are, from now on and for WATCHED_S after the last look."""
@@ -201,6 +204,7 @@ class Lighthouse:
             session.end(_SHUTDOWN)
         for replica_id in list(self._calls):
             self._answer(replica_id, _SHUTDOWN)
+        self.spare_ranks.end(_SHUTDOWN)
         await server.stop(_STOP_GRACE_S)
         self._clock.stop()
         if self._search is not None:
@@ -578,6 +582,14 @@ def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
             "Heartbeat": grpc.unary_unary_rpc_method_handler(
                 _refusing(lighthouse.serve_heartbeat),
                 request_deserializer=codec.reader(pb.LighthouseHeartbeatRequest),
+            ),
+            "OfferSpare": grpc.stream_stream_rpc_method_handler(
+                _refusing(lighthouse.spare_ranks.serve_spare),
+                request_deserializer=codec.reader(pb.SpareRequest),
+            ),
+            "FillVacancy": grpc.unary_unary_rpc_method_handler(
+                _refusing(lighthouse.spare_ranks.serve_vacancy),
+                request_deserializer=codec.reader(pb.FillVacancyRequest),
             ),
         },
     )

@@ -36,6 +36,7 @@ class Facts:
     late_s: float
     lease_s: float
     expiry_s: float
+    spare_ranks: Collection[str] = ()  # processes that wait for the place of a rank
 
 
 def describe(facts: Facts) -> str:
@@ -55,6 +56,7 @@ def describe(facts: Facts) -> str:
         f"links that do not work: {_names(links, ', ')}" if links else "",
         *(f"{replica_id} {reason}" for replica_id, reason in facts.sick.items()),
         f"spares: {_names(facts.spares)}" if facts.spares else "",
+        f"spare ranks: {_names(facts.spare_ranks)}" if facts.spare_ranks else "",
         *(f"refused {replica_id}, which is foreign: {why}" for replica_id, why in facts.refused.items()),
         why_no_quorum(facts),
     ]

@@ -7,6 +7,8 @@ from typing import Final
 QUORUM: Final = "/torchft.LighthouseService/Quorum"
 HEARTBEAT: Final = "/torchft.LighthouseService/Heartbeat"
 SESSION: Final = "/torchft.LighthouseService/Session"
+OFFER_SPARE: Final = "/torchft.LighthouseService/OfferSpare"
+FILL_VACANCY: Final = "/torchft.LighthouseService/FillVacancy"
 
 MANAGER_QUORUM: Final = "/torchft.ManagerService/Quorum"
 CHECKPOINT_METADATA: Final = "/torchft.ManagerService/CheckpointMetadata"

@@ -261,6 +261,79 @@ class MemberLost(_message.Message):
     must_answer: bool
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ..., must_answer: bool = ...) -> None: ...
 
+class SpareRequest(_message.Message):
+    __slots__ = ("register", "declined")
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    DECLINED_FIELD_NUMBER: _ClassVar[int]
+    register: SpareRegister
+    declined: Declined
+    def __init__(self, register: _Optional[_Union[SpareRegister, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+
+class SpareRegister(_message.Message):
+    __slots__ = ("spare_id", "host")
+    SPARE_ID_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    spare_id: str
+    host: str
+    def __init__(self, spare_id: _Optional[str] = ..., host: _Optional[str] = ...) -> None: ...
+
+class Declined(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class SpareResponse(_message.Message):
+    __slots__ = ("registered", "vacancy")
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    VACANCY_FIELD_NUMBER: _ClassVar[int]
+    registered: SpareRegistered
+    vacancy: Vacancy
+    def __init__(self, registered: _Optional[_Union[SpareRegistered, _Mapping]] = ..., vacancy: _Optional[_Union[Vacancy, _Mapping]] = ...) -> None: ...
+
+class SpareRegistered(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Vacancy(_message.Message):
+    __slots__ = ("group_id", "group_rank", "world_size", "host", "store_address", "attempt", "environment")
+    class EnvironmentEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    GROUP_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    HOST_FIELD_NUMBER: _ClassVar[int]
+    STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
+    ENVIRONMENT_FIELD_NUMBER: _ClassVar[int]
+    group_id: str
+    group_rank: int
+    world_size: int
+    host: str
+    store_address: str
+    attempt: int
+    environment: _containers.ScalarMap[str, str]
+    def __init__(self, group_id: _Optional[str] = ..., group_rank: _Optional[int] = ..., world_size: _Optional[int] = ..., host: _Optional[str] = ..., store_address: _Optional[str] = ..., attempt: _Optional[int] = ..., environment: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class FillVacancyRequest(_message.Message):
+    __slots__ = ("vacancy", "waits")
+    VACANCY_FIELD_NUMBER: _ClassVar[int]
+    WAITS_FIELD_NUMBER: _ClassVar[int]
+    vacancy: Vacancy
+    waits: bool
+    def __init__(self, vacancy: _Optional[_Union[Vacancy, _Mapping]] = ..., waits: bool = ...) -> None: ...
+
+class FillVacancyResponse(_message.Message):
+    __slots__ = ("spare_id",)
+    SPARE_ID_FIELD_NUMBER: _ClassVar[int]
+    spare_id: str
+    def __init__(self, spare_id: _Optional[str] = ...) -> None: ...
+
 class ManagerQuorumRequest(_message.Message):
     __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]

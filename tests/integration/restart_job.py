@@ -1,7 +1,8 @@
 """A rank of a replica group whose training function is run again in the same process after an error.
 
-The model is sharded over the group by FSDP. One rank has a fault in its first try, between the forward and
-the backward pass of a step. All lines that it prints are JSON.
+The model is sharded over the group by FSDP. Some ranks have a fault in the group's first try, between the
+forward and the backward pass of a step. All lines that it prints are JSON. With TORCHFT_SPARE=rank it is a
+spare, which takes over the name of a group in REPLICA_GROUP_ID.
 """
 
 from __future__ import annotations
@@ -23,7 +24,6 @@ from torchft_like.fsdp import ShardedState
 from torchft_like.testing.training import prepare_process
 
 FIRST = Restart()
-RANK, GROUP_SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
 class InjectedError(Exception):
@@ -46,21 +46,24 @@ FAULTS = {"known": fail, "unknown": fail_oddly, "deadly": die}
 
 
 def say(**what: object) -> None:
-    line = json.dumps({"rank": RANK, "pid": os.getpid(), **what})
+    line = json.dumps({"rank": int(os.environ["RANK"]), "pid": os.getpid(), **what})
     os.write(1, f"{line}\n".encode())  # in one piece: the ranks share a file
 
 
 @restartable(restart_on=[InjectedError], max_restarts=2)
 def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
-    say(attempt=restart.attempt, error=restart.error and restart.error.__name__, time=time.time())
+    rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    name = os.environ.get("REPLICA_GROUP_ID", args.name)
+    error = restart.error and restart.error.__name__
+    say(attempt=restart.attempt, error=error, spare=restart.is_replacement, time=time.time())
     torch.manual_seed(7)
     manager = Manager(
-        pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, replica_id=args.name
+        pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, replica_id=name
     )
     with manager:
         mesh = ft_init_device_mesh(
             device_type="cpu",
-            mesh_shape=(2, GROUP_SIZE),
+            mesh_shape=(2, group_size),
             mesh_dim_names=("dp_replicate", "dp_shard"),
             replicate_dim=0,
             manager=manager,
@@ -74,11 +77,11 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         is_first = True
         while manager.current_step() < args.steps or manager.num_participants() < args.groups:
             step = manager.current_step()
-            generator = torch.Generator().manual_seed(step * 100 + ord(args.name) * 10 + RANK)
+            generator = torch.Generator().manual_seed(step * 100 + ord(name) * 10 + rank)
             inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), targets)
-            if (step, RANK, restart.attempt) == (args.fault_at, args.fault_on, 0):
+            if step == args.fault_at and restart.attempt == 0 and rank in args.fault_on:
                 FAULTS[args.fault]()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -91,12 +94,12 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--name", required=True)
+    parser.add_argument("--name", default="")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--fault", choices=FAULTS, default="known")
     parser.add_argument("--fault-at", type=int, default=-1, help="the step")
-    parser.add_argument("--fault-on", type=int, default=1, help="the rank")
+    parser.add_argument("--fault-on", type=int, nargs="+", default=[1], help="the ranks")
     parser.add_argument("--pause", type=float, default=0.0)
     return parser.parse_args()
 

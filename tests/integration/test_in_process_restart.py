@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lighthouse.address import LOOPBACK
 from torchft_like.testing.cluster import Cluster, Group
 from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -82,6 +84,62 @@ def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: P
             assert by_rank(rank.output, "attempt")[number] == [0]
             assert re.search("not run again in this process: .*rank 1: ZeroDivisionError: a bug", rank.output)
         assert "in fail_oddly" in group.ranks[1].output, "it is this rank's own error that it ends with"
+
+
+@pytest.mark.parametrize("killed", [[1], [0], [0, 1]], ids=str)
+def test_a_spare_takes_the_place_of_a_rank_that_was_killed(tmp_path: Path, killed: list[int]) -> None:
+    """The other ranks go on in their processes, and all end with the bits of the other group."""
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        options = "--steps=40", "--pause=0.05", "--fault=deadly"
+        spares = [
+            cluster.launch(f"spare{number}", [JOB, *options], variables={"TORCHFT_SPARE": "rank"})
+            for number in range(2)
+        ]
+        cluster.lighthouse.wait_for_output("(?s)waits for a place.*waits for a place", LIMIT_S)
+        fault = "--fault-on", *map(str, killed)
+        a = cluster.launch(
+            "a", [JOB, "--fault-at=5", *fault, *options], size=3, variables={"REPLICA_GROUP_ID": "a"}
+        )
+        b = cluster.launch("b", [JOB, *options], size=3, variables={"REPLICA_GROUP_ID": "b"})
+        for rank in [*a.ranks, *b.ranks, *(spare.ranks[0] for spare in spares)]:
+            rank.may_end = True
+        lives = [rank for number, rank in enumerate(a.ranks) if number not in killed]
+        cluster.wait_for_end(b)
+        taken = [spare.ranks[0] for spare in spares if said(spare.ranks[0].output, "attempt")]
+        cluster.wait_until(lambda: all(rank.exit_code == 0 for rank in [*lives, *taken]), "all ranks end")
+        assert sorted(said(rank.output, "attempt")[0]["rank"] for rank in taken) == killed
+        for rank in lives:
+            assert [line["attempt"] for line in said(rank.output, "attempt")] == [0, 1]
+        finished = {
+            line["rank"]: line["digest"] for rank in [*lives, *taken] for line in said(rank.output, "digest")
+        }
+        assert finished == {
+            line["rank"]: line["digest"] for rank in b.ranks for line in said(rank.output, "digest")
+        }
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_its_own(
+    processes: Processes,
+) -> None:
+    with LighthouseProcess("--min_replicas=1") as lighthouse, socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        taken.close()
+        job = JOB, "--name=a", "--groups=1", "--steps=30", "--pause=0.05"
+        fault = "--fault-at=5", "--fault-on=0", "--fault=deadly"
+        variables = {"TORCHFT_LIGHTHOUSE": lighthouse.url, "OMP_NUM_THREADS": "1"}
+        spare = processes.fork(*job, env={**variables, "TORCHFT_SPARE": "rank"})
+        lighthouse.process.wait_for_output("waits for a place", LIMIT_S)
+        agent = "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0"
+        at = "--master-addr=127.0.0.1", f"--master-port={port}"
+        dies, lives = (
+            processes.fork(*agent, f"--node-rank={number}", *at, "-m", *job, *fault, env=variables)
+            for number in range(2)
+        )
+        assert dies.wait(LIMIT_S) == 1
+        assert (lives.wait(LIMIT_S), spare.wait(LIMIT_S)) == (0, 0), lives.output + spare.output
+    assert by_rank(lives.output, "attempt")[1] == [0, 1]
+    assert by_rank(spare.output, "finished")[0] == by_rank(lives.output, "finished")[1]
 
 
 def test_a_rank_whose_neighbour_was_killed_ends_at_once(tmp_path: Path) -> None:

@@ -34,6 +34,8 @@ EXAMPLES: dict[str, dict[str, Field]] = {
         "seconds": 0.0204,
     },
     "register": {"member": "b:89abcde"},
+    "spare": {"member": "host:1b4e28ba", "host": "host"},
+    "replaced": {"member": "host:1b4e28ba", "group": "5e1f", "rank": 3},
     "kill": {"member": "b:89abcde", "by": "somebody at 127.0.0.1"},
     "leave": {"member": "b:89abcde", "reason": "shutdown"},
     "refused": {"member": "b:89abcde", "reason": "its job id is other"},

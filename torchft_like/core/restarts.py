@@ -3,11 +3,14 @@
 The ranks of a group start again together or not at all, so each says how its try has ended, and all of them
 decide by the same rule from the same endings. What a rank sees of another one's end is an error, too: a lost
 group, a broken connection of torch's own Gloo, a missing quorum. Such an error alone tells nothing.
+
+For a rank whose process has ended, or that is not healthy, a spare may say that it has taken the place. What
+the others saw is taken for the consequence.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import repeat
@@ -36,16 +39,18 @@ class Restart:
     It has texts and a class rather than the error itself, which may hold a model in one of its attributes.
 
     Attributes:
-        attempt: 0 for the first try of this process, 1 for the first restart.
+        attempt: 0 for the first try of the replica group, 1 for its first restart.
         error: the class of the error with which this rank's last try ended; None in the first try.
         reason: that error in words.
         trace: its traceback.
+        is_replacement: whether this process was a spare, and this is its first try.
     """
 
     attempt: int = 0
     error: type[BaseException] | None = None
     reason: str = ""
     trace: str = ""
+    is_replacement: bool = False
 
 
 class Ending(Enum):
@@ -54,7 +59,14 @@ class Ending(Enum):
     OWN = "own"  # an error after which a new try is worth it
     SECONDHAND = "secondhand"  # one that may be no more than the end of another rank, seen from here
     UNKNOWN = "unknown"  # any other: a bug of the script, or what torch says of another rank's end
+    SPENT = "spent"  # as OWN and SECONDHAND, without a restart left: it starts again beside a spare only
     LAST = "last"  # there is no further try of this rank, whatever the others say
+    UNFIT = "unfit"  # nor is there, as it is not healthy; a spare may take its place
+    GONE = "gone"  # its process has ended, as others say; likewise
+    REPLACED = "replaced"  # a spare has taken its place
+
+
+VACANT = (Ending.UNFIT, Ending.GONE)
 
 
 @dataclass(frozen=True)
@@ -63,6 +75,31 @@ class Told:
 
     ending: Ending
     reason: str
+
+
+@dataclass(frozen=True)
+class RankProcess:
+    """The process in the place of a rank, as all ranks of its group know it.
+
+    Attributes:
+        address: where it serves a store for as long as it lives; host:port.
+        host: the name of its machine.
+        since: the first try that it takes part in.
+    """
+
+    rank: int
+    address: str
+    host: str = ""
+    since: int = 0
+
+
+def hosts_of_meetings(processes: Iterable[RankProcess], gone: Container[int]) -> list[RankProcess]:
+    """Return in whose stores the ranks meet: in the first one's, while its process lives.
+
+    A spare comes after all others. Some ranks may have left the meeting in which it came, and know it, while
+    others have not and look for another store: they agree on one that all of them knew before.
+    """
+    return sorted((p for p in processes if p.rank not in gone), key=lambda p: (p.since, p.rank))
 
 
 def ending_of(error: BaseException, restart_on: ErrorTypes) -> Ending:
@@ -81,13 +118,19 @@ def all_start_again(told: Sequence[Told]) -> bool:
     its own: then it is taken for the consequence.
     """
     endings = {each.ending for each in told}
-    return Ending.LAST not in endings and (Ending.OWN in endings or Ending.UNKNOWN not in endings)
+    if endings & {Ending.LAST, *VACANT}:
+        return False
+    if Ending.REPLACED in endings:
+        return True
+    return Ending.SPENT not in endings and (Ending.OWN in endings or Ending.UNKNOWN not in endings)
 
 
 def why_not(told: Sequence[Told]) -> str:
     """Return the reasons that keep a replica group from starting again."""
-    decisive = Ending.LAST if any(each.ending is Ending.LAST for each in told) else Ending.UNKNOWN
-    return "; ".join(each.reason for each in told if each.ending is decisive)
+    for decisive in (VACANT, (Ending.LAST,), (Ending.SPENT,), (Ending.UNKNOWN,)):
+        if reasons := [each.reason for each in told if each.ending in decisive]:
+            return "; ".join(reasons)
+    return ""
 
 
 @dataclass
@@ -103,14 +146,15 @@ class RestartBudget:
     window_s: float | None
     _times: list[float] = field(default_factory=list)
 
-    def take(self, now: float) -> bool:
-        """Count a restart at this time, in seconds; return whether it is allowed."""
+    def is_spent(self, now: float) -> bool:
+        """Return whether no restart is allowed at this time, in seconds."""
         if self.window_s is not None:
             self._times = [time for time in self._times if now - time < self.window_s]
-        if len(self._times) >= self.restarts_max:
-            return False
+        return len(self._times) >= self.restarts_max
+
+    def count(self, now: float) -> None:
+        """Count a restart at this time."""
         self._times.append(now)
-        return True
 
 
 def pauses_s() -> Iterator[float]:

@@ -32,16 +32,20 @@ from torchft_like.core.restarts import (
     why_not,
 )
 from torchft_like.errors import ConfigError, HealthCheckError
-from torchft_like.in_process.ending import Try
+from torchft_like.in_process.ending import Try, frozen
 from torchft_like.in_process.group import RestartGroup
 from torchft_like.in_process.health import HealthCheck, device, wait_until_healthy
-from torchft_like.manager.config import place_in_group
+from torchft_like.in_process.meeting import Place
+from torchft_like.in_process.spare import Spare, SpareDesk, is_spare, lighthouse_of, warm_up
+from torchft_like.manager.config import OF_TORCHRUN, SPARE_ENV, place_in_group
 from torchft_like.runtime.durations import seconds_of
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError, dist.DistBackendError)
+HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
+CONNECT_S = 60.0  # for which a spare looks for its lighthouse, once
 NOTICE_S = 600.0  # far above the time in which a rank notices that another one has ended its try
 
 logger = logging.getLogger(__name__)
@@ -59,6 +63,10 @@ class RestartOptions(TypedDict, total=False):
     # After a failure they are called again, after longer and longer pauses.
     health_check: HealthCheck | Sequence[HealthCheck]
     health_timeout: timedelta | float  # how long they may fail; 300 s by default
+    # How long the others wait for a spare, where a rank has died and none is there; by default not at all.
+    spare_wait: timedelta | float
+    # The names of environment variables that a spare takes over from the group whose place it takes.
+    handed_over: Sequence[str]  # REPLICA_GROUP_ID and NUM_REPLICA_GROUPS by default
 
 
 @overload
@@ -77,7 +85,8 @@ def restartable(main: Callable[..., Any] | None = None, /, **options: Unpack[Res
 
     Between two tries everything of this package that the function has made is ended, torch's default group is
     destroyed, and what the function's variables held is freed. All ranks of a replica group start again
-    together, or none does. docs/in-process-restart.md says what stays.
+    together, or none does; for one that has died a spare may take the place, which is the same script with
+    TORCHFT_SPARE=rank. docs/in-process-restart.md says what stays.
 
     Args:
         main: the training function. If it has a parameter `restart`, it gets a `Restart` there.
@@ -87,6 +96,7 @@ def restartable(main: Callable[..., Any] | None = None, /, **options: Unpack[Res
         ConfigError: an option is wrong; from the function: torch's default group was there before it.
         HealthCheckError: from the function: a check has failed for `health_timeout`.
         GroupLostError: from the function: another rank of the replica group did not come to begin.
+        ConnectError: from the function: this process is a spare, and finds no lighthouse.
     """
     _Tries(**options)  # checks them at once
 
@@ -116,6 +126,8 @@ class _Tries:
         window: timedelta | float | None = None,
         health_check: HealthCheck | Sequence[HealthCheck] = device,
         health_timeout: timedelta | float = 300.0,
+        spare_wait: timedelta | float | None = None,
+        handed_over: Sequence[str] = HANDED_OVER,
     ) -> None:
         for each in restart_on:
             if not (isinstance(each, type) and issubclass(each, Exception)):
@@ -126,13 +138,23 @@ class _Tries:
         self._budget = RestartBudget(max_restarts, None if window is None else seconds_of(window, "window"))
         self._checks = (health_check,) if callable(health_check) else tuple(health_check)
         self._health_s = seconds_of(health_timeout, "health_timeout")
+        if isinstance(handed_over, str) or not all(isinstance(name, str) for name in handed_over):
+            raise ConfigError(f"handed_over is {handed_over!r:.100}: it takes names of environment variables")
+        self._handed_over = tuple(handed_over)
+        wait_s = None if spare_wait is None else seconds_of(spare_wait, "spare_wait")
+        self._desk = SpareDesk(wait_s, self._handed_over)
 
     def run(self, main: Callable[[Restart], Any]) -> Any:
         """Return what the function returns in the first try that no error ends."""
         if dist.is_initialized():
             raise ConfigError("torch's default group has to end with each try: start it in the function")
         restart = Restart()
-        with RestartGroup(place_in_group(os.environ), self._health_s + NOTICE_S) as group:
+        limit_s = self._health_s + NOTICE_S
+        if is_spare(os.environ):
+            group, restart = self._wait_for_place(limit_s)
+        else:
+            group = RestartGroup.meet(place_in_group(os.environ), limit_s, self._desk)
+        with group, frozen():
             while True:
                 this_try = Try()
                 try:
@@ -146,6 +168,26 @@ class _Tries:
                 restart = self._next(restart.attempt, group, this_try, failure)
                 del failure, this_try
 
+    def _wait_for_place(self, limit_s: float) -> tuple[RestartGroup, Restart]:
+        """Wait until this process, a spare, has taken the place of a rank."""
+        wait_until_healthy(self._checks, self._health_s)
+        warm_up()
+
+        def take(place: Place) -> tuple[RestartGroup, int, Place]:
+            return *RestartGroup.as_spare(place, limit_s, self._desk), place
+
+        spare = Spare(lighthouse_of(os.environ), CONNECT_S)
+        group, attempt, place = spare.take_place(take)
+        del os.environ[SPARE_ENV]
+        for name in OF_TORCHRUN:
+            os.environ.pop(name, None)
+        names = {*OF_TORCHRUN, *self._handed_over}
+        os.environ.update({n: value for n, value in place.environment.items() if n in names})
+        os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+        reason = f"this process has taken the place of rank {place.rank}"
+        logger.warning("%s: try %d of its group begins", reason, attempt)
+        return group, Restart(attempt, reason=reason, is_replacement=True)
+
     def _next(self, attempt: int, group: RestartGroup, ended: Try, failure: BaseException) -> Restart:
         """Return the next try; raise the error that has ended the last one, if there is none."""
         reason = f"{type(failure).__name__}: {failure}"
@@ -158,17 +200,20 @@ class _Tries:
         try:
             wait_until_healthy((ended.check_threads, *self._checks), self._health_s)
         except HealthCheckError as error:
-            group.say(attempt, Told(Ending.LAST, str(error)))
+            group.say(attempt, Told(Ending.UNFIT, str(error)))
             raise error from failure
-        everybody = group.agree(attempt, told)
+        attempt, everybody = group.agree(attempt, told)
         if not all_start_again(everybody):
+            group.say(attempt, Told(Ending.LAST, "its group does not go on"))
             failure.add_note(f"not run again in this process: {why_not(everybody)}")
             raise failure
-        logger.warning("try %d has ended, and another begins in this process: %s", attempt, reason)
-        return Restart(attempt + 1, type(failure), reason, trace)
+        if all(each.ending is not Ending.REPLACED for each in everybody):
+            self._budget.count(time.monotonic())
+        logger.warning("another try begins in this process, number %d: %s", attempt, reason)
+        return Restart(attempt, type(failure), reason, trace)
 
     def _ending_of(self, failure: BaseException, *, is_alone: bool) -> Ending:
         ending = ending_of(failure, self._restart_on)
         if ending is Ending.LAST or (ending is Ending.UNKNOWN and is_alone):
             return Ending.LAST
-        return ending if self._budget.take(time.monotonic()) else Ending.LAST
+        return Ending.SPENT if self._budget.is_spent(time.monotonic()) else ending

@@ -19,13 +19,13 @@ from lighthouse.address import parse_address
 from torchft_like import devices
 from torchft_like.core.restarts import pauses_s
 from torchft_like.errors import HealthCheckError
+from torchft_like.manager.config import LIGHTHOUSE_ENV
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.runtime.connecting import connect_tcp
 
 logger = logging.getLogger(__name__)
 
 HealthCheck = Callable[[], object]
-LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 
 
 def device() -> None:

@@ -34,11 +34,15 @@ CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
 AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
+OF_TORCHRUN = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # which tell a start of a group from others
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
 FREE_FILES_MIN = (
     64  # a Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing
 )
+LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+SPARE_ENV = "TORCHFT_SPARE"
+SPARE_RANK = "rank"  # as the value of that variable
 CONTINUE, WAIT = "continue", "wait"
 
 
@@ -201,12 +205,12 @@ def _place(arguments: ManagerArguments, given: _Settings) -> GroupPlace:
         world_size,
         _store(arguments, given, world_size),
         of_torchrun(AGENT_STORE_ENV) == "True",
-        "/".join(of_torchrun(f"TORCHELASTIC_{key}", "0") for key in ("RUN_ID", "RESTART_COUNT")),
+        "/".join(of_torchrun(name, "0") for name in OF_TORCHRUN),
     )
 
 
 def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:
-    text = given.text(arguments.lighthouse_addr, "lighthouse_addr", "TORCHFT_LIGHTHOUSE")
+    text = given.text(arguments.lighthouse_addr, "lighthouse_addr", LIGHTHOUSE_ENV)
     if text is None:
         raise ConfigError(
             "no lighthouse: pass lighthouse_addr or set TORCHFT_LIGHTHOUSE to the address that "
@@ -231,7 +235,12 @@ def _job_id(arguments: ManagerArguments, given: _Settings) -> str:
 
 
 def _spare(arguments: ManagerArguments, given: _Settings) -> bool:
-    text = given.text("1" if arguments.spare else None, "spare", "TORCHFT_SPARE") or "0"
+    text = given.text("1" if arguments.spare else None, "spare", SPARE_ENV) or "0"
+    if text == SPARE_RANK:
+        raise ConfigError(
+            f"{SPARE_ENV}={SPARE_RANK} is for a training function that is `restartable`, which waits for a "
+            "rank's place before it makes a Manager"
+        )
     if text not in ("0", "1"):
         raise ConfigError(f"spare (TORCHFT_SPARE) is {text!r:.100}: it must be 1 or 0")
     return text == "1"

@@ -40,7 +40,7 @@ class DuplexCall(Generic[Request, Response]):
             response_deserializer=reader(response_type),
         )
         self._call: Any = open_call(metadata=credentials())
-        self._queue: asyncio.Queue[Request] = asyncio.Queue()
+        self._queue: asyncio.Queue[Request | None] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 
     def send(self, request: Request) -> None:
@@ -59,6 +59,13 @@ class DuplexCall(Generic[Request, Response]):
             raise MalformedMessageError("what came is no message of the protocol")
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
+    async def finish(self) -> None:
+        """End this side in good order, after what was sent, and wait until the other side has, too."""
+        self._queue.put_nowait(None)
+        await self._writer
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await self._call.code()
+
     async def close(self) -> None:
         """End the call, in whatever state it is."""
         self._call.cancel()
@@ -68,5 +75,6 @@ class DuplexCall(Generic[Request, Response]):
     async def _write(self) -> None:
         # An error here is an error of the whole call, and the reader gets it.
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            while True:
-                await self._call.write(await self._queue.get())
+            while (request := await self._queue.get()) is not None:
+                await self._call.write(request)
+            await self._call.done_writing()

@@ -10,6 +10,7 @@ import pytest
 
 from torchft_like.errors import AddressError, HealthCheckError
 from torchft_like.in_process import health
+from torchft_like.manager.config import LIGHTHOUSE_ENV
 
 MORE_THAN_THERE_IS = 1 << 60
 
@@ -70,10 +71,10 @@ def test_a_lighthouse_has_to_take_a_connection(monkeypatch: pytest.MonkeyPatch) 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = f"http://127.0.0.1:{listener.getsockname()[1]}"
         health.lighthouse(address)()
-        monkeypatch.setenv(health.LIGHTHOUSE_ENV, address)
+        monkeypatch.setenv(LIGHTHOUSE_ENV, address)
         health.lighthouse()()
     with pytest.raises(ConnectionError, match="cannot be reached"):
         health.lighthouse()()
-    monkeypatch.delenv(health.LIGHTHOUSE_ENV)
+    monkeypatch.delenv(LIGHTHOUSE_ENV)
     with pytest.raises(AddressError):
         health.lighthouse()()

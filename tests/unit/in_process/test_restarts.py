@@ -26,6 +26,7 @@ from torchft_like.errors import (
 )
 
 OWN, SECONDHAND, UNKNOWN, LAST = Ending.OWN, Ending.SECONDHAND, Ending.UNKNOWN, Ending.LAST
+SPENT, UNFIT, GONE, REPLACED = Ending.SPENT, Ending.UNFIT, Ending.GONE, Ending.REPLACED
 
 
 @pytest.mark.parametrize(
@@ -61,6 +62,11 @@ def test_an_error_that_is_never_restarted_is_not_if_it_is_named_either() -> None
         ([SECONDHAND, SECONDHAND], True),
         ([SECONDHAND, UNKNOWN], False),  # what is lost is the consequence
         ([OWN, LAST], False),
+        ([REPLACED, SECONDHAND, UNKNOWN, SPENT], True),
+        ([REPLACED, LAST], False),
+        ([REPLACED, GONE], False),
+        ([OWN, UNFIT], False),
+        ([OWN, SPENT], False),
     ],
 )
 def test_all_ranks_decide_alike_from_how_their_tries_ended(endings: list[Ending], again: bool) -> None:
@@ -74,15 +80,17 @@ def test_the_reason_against_a_restart_is_that_of_the_rank_that_is_why() -> None:
 
 def test_restarts_count_within_the_window_only() -> None:
     budget, in_all = RestartBudget(2, window_s=10.0), RestartBudget(2, None)
-    assert [budget.take(now) for now in (0.0, 1.0, 9.0, 10.0, 10.5, 11.0)] == [
-        True,
-        True,
-        False,
-        True,
-        False,
-        True,
-    ]
-    assert [in_all.take(now) for now in (0.0, 1e6, 1e9)] == [True, True, False]
+    taken = [take(budget, now) for now in (0.0, 1.0, 9.0, 10.0, 10.5, 11.0)]
+    assert taken == [True, True, False, True, False, True]
+    assert [take(in_all, now) for now in (0.0, 1e6, 1e9)] == [True, True, False]
+
+
+def take(budget: RestartBudget, now: float) -> bool:
+    """Count a restart, if it is allowed; return whether it is."""
+    if budget.is_spent(now):
+        return False
+    budget.count(now)
+    return True
 
 
 def test_pauses_grow_up_to_a_limit() -> None:

@@ -3,12 +3,14 @@
     torchft-like status 127.0.0.1:29510
     torchft-like watch
     torchft-like keys tokens
+    torchft-like spare train.py --its --arguments
     torchft-like chaos --length 60 --interval 5
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
 `status` and `watch` show what a lighthouse knows of its job (docs/lighthouse-page.md). `keys` makes
-tokens for its servers to ask for (docs/security.md).
+tokens for its servers to ask for (docs/security.md). `spare` waits for the place of a rank that has died
+(docs/in-process-restart.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -29,6 +31,7 @@ from typing import Any
 from lighthouse import __version__
 from lighthouse.keys import add_command as add_keys_command
 from lighthouse.page.cli import add_commands as add_status_commands
+from torchft_like.in_process.cli import add_command as add_spare_command
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
 
@@ -64,6 +67,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="name", required=True)
     add_status_commands(commands)
     add_keys_command(commands)
+    add_spare_command(commands)
     for name, what in (
         ("chaos", "inject faults into a job of real processes, and check what it wrote"),
         ("soak", "the same, after a run of the same length without faults"),

@@ -1,0 +1,200 @@
+"""Spare ranks, as trainers see them: a process that waits for a place, and ranks that ask for one.
+
+Both talk to the lighthouse (`lighthouse/core/vacancies.py`), which says who goes where and no more. A spare
+goes on waiting, and a rank goes on asking, while the lighthouse is away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from lighthouse import wire
+from lighthouse.address import Address, parse_address
+from lighthouse.net import DISTRUST, make_aio_channel, unary
+from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.core.restarts import RankProcess
+from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLostError
+from torchft_like.in_process.meeting import AskForSpare, Place
+from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN, SPARE_ENV, SPARE_RANK, GroupPlace
+from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
+from torchft_like.runtime.event_loop import coordination_loop
+
+T = TypeVar("T")
+
+RETRY_S = 0.25
+AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for the lighthouse
+
+logger = logging.getLogger(__name__)
+
+
+class SpareDesk:
+    """Where the ranks of this process's groups ask for spares.
+
+    Args:
+        wait_s: how long they wait for a spare to come, where none is there; None not at all.
+        handed_over: the names of environment variables that a spare takes over.
+    """
+
+    def __init__(self, wait_s: float | None, handed_over: Sequence[str]) -> None:
+        self._wait_s = wait_s
+        self._handed_over = handed_over
+
+    def asks_for(self, group_id: str, place: GroupPlace) -> AskForSpare:
+        """Return the function with which the ranks of a group ask for spares."""
+
+        def ask(lost: RankProcess, meets_in: RankProcess, attempt: int) -> Future[str]:
+            names = {*OF_TORCHRUN, *self._handed_over}
+            environment = {name: os.environ[name] for name in names if name in os.environ}
+            vacancy = pb.Vacancy(
+                group_id=group_id,
+                group_rank=lost.rank,
+                world_size=place.world_size,
+                host=lost.host,
+                store_address=meets_in.address,
+                attempt=attempt,
+                environment=environment,
+            )
+            return asyncio.run_coroutine_threadsafe(self._ask(vacancy), coordination_loop().loop)
+
+        return ask
+
+    async def _ask(self, vacancy: pb.Vacancy) -> str:
+        """Ask for a spare; return why none comes, "" if one has."""
+        try:
+            address = lighthouse_of(os.environ)
+        except (AddressError, ConfigError) as error:
+            return f"no spare can be asked for: {error}"
+        waits = self._wait_s is not None
+        request = pb.FillVacancyRequest(vacancy=vacancy, waits=waits)
+        limit_s = self._wait_s if self._wait_s is not None else AWAY_S
+        ends_at, reason = time.monotonic() + limit_s, "no answer"
+        while (left_s := ends_at - time.monotonic()) > 0:
+            channel = make_aio_channel(address)
+            try:
+                call = unary(channel, wire.FILL_VACANCY, pb.FillVacancyRequest, pb.FillVacancyResponse)
+                answer = await call(request, timeout=left_s if waits else None)
+                logger.warning("%s takes the place of rank %d", answer.spare_id, vacancy.group_rank)
+                return ""
+            except grpc.aio.AioRpcError as error:
+                reason = error.details() or error.code().name
+                if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                    break
+            finally:
+                await channel.close(None)
+            await asyncio.sleep(RETRY_S)
+        if waits and time.monotonic() >= ends_at:
+            return f"no spare rank has come within spare_wait, {limit_s:g} s"
+        return reason
+
+
+def is_spare(environ: Mapping[str, str]) -> bool:
+    """Return whether this process is to wait for the place of a rank (TORCHFT_SPARE=rank)."""
+    return environ.get(SPARE_ENV) == SPARE_RANK
+
+
+def lighthouse_of(environ: Mapping[str, str]) -> Address:
+    """Return the lighthouse's address.
+
+    Raises:
+        ConfigError, AddressError: the environment does not name it, or not well.
+    """
+    if not (text := environ.get(LIGHTHOUSE_ENV)):
+        raise ConfigError(
+            f"set {LIGHTHOUSE_ENV} on all ranks, and for all spares, to the lighthouse's address"
+        )
+    return parse_address(text, LIGHTHOUSE_ENV)
+
+
+class Spare:
+    """This process as a spare; `take_place` waits for a place, and takes it."""
+
+    def __init__(self, address: Address, connect_s: float) -> None:
+        self._address = address
+        self._connect_s = connect_s
+        self.spare_id = f"{socket.gethostname()}:{uuid.uuid4()}"
+
+    def take_place(self, take: Callable[[Place], T]) -> T:
+        """Return what `take` returns for the first place that it can take.
+
+        Raises:
+            ConnectError: no lighthouse has answered, or it refuses this process.
+        """
+        return coordination_loop().run(self._take_place(take))
+
+    async def _take_place(self, take: Callable[[Place], T]) -> T:
+        ends_at = time.monotonic() + self._connect_s
+        was_there = False
+        while True:
+            channel = make_aio_channel(self._address)
+            call: DuplexCall[pb.SpareRequest, pb.SpareResponse]
+            call = DuplexCall(channel, wire.OFFER_SPARE, pb.SpareRequest, pb.SpareResponse)
+            register = pb.SpareRegister(spare_id=self.spare_id, host=socket.gethostname())
+            call.send(pb.SpareRequest(register=register))
+            try:
+                while (response := await call.read()) is not None:
+                    was_there = True
+                    if response.WhichOneof("response") != "vacancy":
+                        logger.info("%s waits for a place", self.spare_id)
+                        continue
+                    try:
+                        taken = await asyncio.to_thread(take, _place_of(response.vacancy))
+                    except GroupLostError as error:
+                        rank = response.vacancy.group_rank
+                        logger.warning("the place of rank %d is not taken: %s", rank, error)
+                        call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))
+                        continue
+                    await call.finish()
+                    return taken
+                reason = "it has ended the stream"
+            except (grpc.aio.AioRpcError, MalformedMessageError) as error:
+                reason = str(error)
+                if isinstance(error, grpc.aio.AioRpcError):
+                    reason = error.details() or error.code().name
+                    if error.code() in (*DISTRUST, grpc.StatusCode.UNIMPLEMENTED):
+                        raise ConnectError(
+                            f"the lighthouse at {self._address} takes no spare: {reason}"
+                        ) from None
+            finally:
+                await call.close()
+                await channel.close(None)
+            if not was_there and time.monotonic() > ends_at:
+                raise ConnectError(
+                    f"no lighthouse has answered at {self._address} within {self._connect_s:g} s: {reason}"
+                )
+            await asyncio.sleep(RETRY_S)
+
+
+def warm_up() -> None:
+    """Load what torch loads for the first optimizer and the first step, and the rest of this package."""
+    import torch  # noqa: PLC0415 - for its side effects
+
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=0.0)
+    (parameter * parameter).sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+
+
+def _place_of(vacancy: pb.Vacancy) -> Place:
+    try:
+        store = parse_address(vacancy.store_address, "the store of a vacant place")
+    except AddressError as error:
+        raise GroupLostError(str(error)) from error
+    return Place(
+        group_id=vacancy.group_id,
+        rank=vacancy.group_rank,
+        world_size=vacancy.world_size,
+        store=store,
+        attempt=vacancy.attempt,
+        environment=dict(vacancy.environment),
+    )
