@@ -17,25 +17,8 @@ help:  ## this list
 demo: $(READY)  ## three replica groups train, one is killed, one is stopped; about 2 minutes
 	$(BIN)/python examples/demo.py
 
-# The files that take longest come first, in this order, or a processor has nothing to do at the end. Tests of jobs
-# run two at a time: with three on two busy processors a PING goes unanswered for a second now and then. What they
-# leave of the processors while they wait is for the types, and for tests that start no job.
-LONG := $(addprefix tests/,conformance/test_collectives.py conformance/test_faults.py interop/test_mixed_jobs.py \
-	$(addprefix integration/test_,$(addsuffix .py,replica_faults standing_quorum hsdp_example demo hsdp leaving \
-	loader_workers group_coordinator registration baby_processes baby_training)) interop/test_handles.py \
-	conformance/test_functions.py conformance/test_methods.py)
-FILES := $(wildcard tests/*/test_*.py tests/*/*/test_*.py tests/*/*/*/test_*.py)
-BESIDE := $(filter-out %/test_elastic.py tests/unit/process_group/baby/% $(addprefix tests/unit/manager/test_,group.py \
-	lighthouse_link.py peer_links.py probing.py service.py stall_watch.py),$(filter tests/simulation/% tests/unit/% \
-	tests/stress/test_fuzz_% $(addprefix tests/integration/test_,grpc_in_forks.py startup.py),$(sort $(FILES))))
-PYTEST := $(BIN)/python -m pytest -m "not slow and not gpu"
-
 test: style  ## everything that CI checks: lint, format, types, tests
-	@{ $(BIN)/mypy; types=$$?; nice -n 10 $(PYTEST) --timeout 600 $(BESIDE) && exit $$types; } >$(VENV)/beside.log 2>&1 & \
-	beside=$$!; \
-	$(PYTEST) -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0 \
-		$(LONG) $(filter-out $(LONG) $(BESIDE),$(sort $(FILES))); \
-	tests=$$?; wait $$beside; beside=$$?; cat $(VENV)/beside.log; exit $$((tests + beside))
+	$(BIN)/python -m tests.lanes
 
 gpu-test:  ## the tests that need a GPU, with $(GPU_PYTHON), which has a CUDA build of torch (docs/gpu.md)
 	PYTHONPATH=. $(GPU_PYTHON) -m pytest -o addopts=-ra -W ignore::pytest.PytestConfigWarning -m gpu tests/gpu

@@ -17,7 +17,6 @@ import hypothesis
 import pytest
 import torch
 
-from torchft_like.testing import forks
 from torchft_like.testing.processes import Processes
 
 ROOT = Path(__file__).parents[1]
@@ -26,7 +25,6 @@ CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 os.environ.setdefault(CHECK_ENV, "1")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # Time is measured in benchmarks.
 hypothesis.settings.load_profile("no deadline")
-forks.preload("tests.integration.worker", "tests.integration.torch_job", "tests.conformance.member")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell makes its background jobs ignore SIGINT.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -111,6 +111,7 @@ class _Server:
         self._process: subprocess.Popen[bytes] | None = None
         self._control = control or self._start()
         self._control.settimeout(ANSWER_S_MAX)
+        atexit.register(self.stop)
 
     def _start(self) -> socket.socket:
         ours, theirs = _pair()
@@ -120,7 +121,6 @@ class _Server:
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             environment = {**os.environ, **threads, "PYTHONPATH": path}
             self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])  # noqa: S603
-        atexit.register(self.stop)
         return ours
 
     def fork(self, order: Mapping[str, object], descriptors: Sequence[int]) -> tuple[int, int]:
