@@ -1,10 +1,11 @@
 """State over the process group of the training, for scripts of torchft that ask for it.
 
-The bytes are those of `state_stream`, cut into messages: first one of three numbers (step, bytes that
+The bytes are those of `state_stream`, cut into messages: first one of four numbers (format, step, bytes that
 follow, how many of them are the header), then messages of 4 MiB, of which the last of the header, of the
-payload and of the sums are shorter. Where there is no state to send, the second number is negative, and so
-many bytes of the reason follow. The sender sends from its own tensors, to all receivers at the same time, and
-a receiver may have the state arrive in its own: neither makes a copy of the state. A group that is aborted,
+payload and of the sums are shorter. Where there is no state to send, the third number is negative, and so
+many bytes of the reason follow. The first number says what the others are, so every other format has to begin
+with a message of that length. The sender sends from its own tensors, to all receivers at the same time, and a
+receiver may have the state arrive in its own: neither makes a copy of the state. A group that is aborted,
 because a member is lost or the step has failed, ends the transfer with it; the receiver heals in a later
 quorum.
 """
@@ -35,6 +36,7 @@ from torchft_like.errors import CheckpointError, CheckpointFormatError, Checkpoi
 T = TypeVar("T")
 MESSAGE_BYTES = CHUNK_BYTES
 REASON_BYTES_MAX = 400
+FORMAT = int.from_bytes(b"TFT-PG-2")
 _TAG = 0x7F7
 
 
@@ -121,9 +123,14 @@ class PGTransport(CheckpointTransport[T]):
         """Receive the state of `step` from the first source, into the receiver's own tensors."""
         src_rank = sources[0].rank
         line = _Line(self._pg, timeout or self._timeout, f"replica {src_rank}")
-        announcement = torch.empty(3, dtype=torch.int64, device=self._device)
+        announcement = torch.zeros(4, dtype=torch.int64, device=self._device)
         line.move(self._pg.recv, announcement, [src_rank])
-        sent, length, header_length = announcement.tolist()
+        form, sent, length, header_length = announcement.tolist()
+        if form != FORMAT:
+            raise CheckpointFormatError(
+                f"replica {src_rank} sends no state in this version's format: all replicas of a job must run "
+                "the same version of torchft_like"
+            )
         if length < 0:
             told = bytearray(min(-length, REASON_BYTES_MAX))
             _Arriving(line, src_rank, self._device, len(told)).readinto(memoryview(told))
@@ -151,7 +158,8 @@ class PGTransport(CheckpointTransport[T]):
         sections: Iterable[memoryview],
     ) -> None:
         line = _Line(self._pg, timeout or self._timeout, f"replicas {ranks}")
-        line.move(self._pg.send, torch.tensor(head, dtype=torch.int64, device=self._device), ranks)
+        announcement = torch.tensor((FORMAT, *head), dtype=torch.int64, device=self._device)
+        line.move(self._pg.send, announcement, ranks)
         for section in sections:
             for at in range(0, len(section), MESSAGE_BYTES):
                 message = torch.frombuffer(section[at : at + MESSAGE_BYTES], dtype=torch.uint8)

@@ -11,7 +11,7 @@ import torch
 
 from lighthouse.events import printable
 from torchft_like.checkpointing import PGTransport
-from torchft_like.checkpointing.pg_transport import _TAG, MESSAGE_BYTES
+from torchft_like.checkpointing.pg_transport import _TAG, FORMAT, MESSAGE_BYTES
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.process_group import ProcessGroup
@@ -124,6 +124,19 @@ def test_the_state_of_another_step_is_refused(party: Party) -> None:
     assert sending.exception(60) is None or isinstance(sending.exception(60), CheckpointError)
 
 
+@pytest.mark.parametrize(
+    ("numbers", "reason"),
+    [([5, 100, 60], "do not agree on the shape"), ([FORMAT + 1, 5, 100, 60], "must run the same version")],
+    ids=["earlier", "later"],
+)
+def test_a_state_in_another_versions_format_is_refused(party: Party, numbers: list[int], reason: str) -> None:
+    sender, receiver = party.meet(2)
+    sending = party.aside(lambda: sender.send([torch.tensor(numbers)], 1, _TAG).wait())
+    with pytest.raises(CheckpointError, match=f"replica 0.* {reason}"):
+        transport(receiver).recv_checkpoint(0, "", 5, LIMIT)
+    sending.exception(60)
+
+
 @pytest.mark.progress
 def test_an_abort_of_the_group_ends_a_transfer(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = party.meet(2)
@@ -177,7 +190,7 @@ def test_a_transfer_that_has_failed_is_not_followed_by_a_refusal(party: Party) -
     groups = party.meet(2)
     sender, state = transport(groups[0]), state_of(9)
     sending = party.aside(sender.send_checkpoint, [1], 5, state, LIMIT)
-    groups[1].recv([torch.empty(3, dtype=torch.int64)], 0, _TAG).wait()
+    groups[1].recv([torch.empty(4, dtype=torch.int64)], 0, _TAG).wait()
     groups[0].abort("the step has failed")
     with pytest.raises(CheckpointError):
         sending.result(60)
