@@ -36,6 +36,7 @@ LIGHTHOUSE_AWAY_S = 2.0
 LIGHTHOUSE_WAIT_S = 20.0
 SETTLED_STEPS = 20
 SECONDS_MAX = 90.0
+BESIDE_S = 3.0  # after a newcomer's first step, in which steps are as long as those beside its heal
 
 KILL = "SIGKILL of a replica"
 STOP = "SIGSTOP inside a collective"
@@ -43,6 +44,10 @@ AWAY = "lighthouse killed, back after 2 s: longest pause"
 JOIN = "a newcomer joins and heals: longest pause of the others"
 STEP = "the step beside it"
 LOST = "steps that the others lose by it"
+HEAL = "1 GiB comes to a newcomer: longest pause of the others"
+HEAL_STEP = "the step beside that"
+REPLAY = replace(OURS, name=f"{OURS.name}, with a replay", worker_options=("--steps-kept=16",))
+HEAL_OPTIONS = ("--ballast=64", "--compute=0.25")
 
 # The DDP wrapper of torchft 0.2.0 does not outlive a dead peer, so its gradients go through its allreduce.
 PEERS = (replace(TORCHFT, worker_options=("--gradients=allreduce",)), TORCHFT_NIGHTLY)
@@ -75,6 +80,9 @@ METHOD = [
     "A newcomer is the victim of SIGKILL that comes back. From the moment at which its Manager is made until "
     "it commits: the longest time between two commits of a survivor, and how many of their steps were lost. "
     "The step beside it is the survivors' median one in the same seconds, three processes on two cores.",
+    "1 GiB: the same with 64 tensors of 16 MiB in the state, beside the model, and 0.25 s in each step in "
+    "which the processes sleep, as they do where a device computes. With a replay the others do not wait "
+    "for it (docs/healing.md).",
     f"{PEER_VERSIONS} 0.2.0 averages gradients with Manager.allreduce, because its DistributedDataParallel "
     "raises in the survivors when a peer dies; the nightly and ours use DistributedDataParallel.",
 ]
@@ -91,9 +99,10 @@ class Plan:
     aways: int = 5
     aways_peer: int = 2
     aways_retries: int = 3
+    heals: int = 5
 
 
-QUICK = Plan(kills=2, kills_peer=1, stops=1, stops_peer=1, aways=1, aways_peer=1, aways_retries=1)
+QUICK = Plan(kills=2, kills_peer=1, stops=1, stops_peer=1, aways=1, aways_peer=1, aways_retries=1, heals=1)
 
 
 def main(plan: Plan = Plan()) -> Result:
@@ -101,6 +110,7 @@ def main(plan: Plan = Plan()) -> Result:
     _measure_kills(result, plan)
     _measure_stops(result, plan)
     _measure_lighthouse(result, plan)
+    measure_heals(result, plan)
     result.bars = _bars(result)
     result.save()
     return result
@@ -119,6 +129,12 @@ def _bars(result: Result) -> list[Bar]:
             "longest pause while a newcomer joins, beyond a step, median",
             _difference(result.median(JOIN, OURS.name), result.median(STEP, OURS.name)),
             20,
+            "ms",
+        ),
+        Bar(
+            "longest pause while 1 GiB comes to a newcomer, beyond a step, median",
+            _difference(result.median(HEAL, REPLAY.name), result.median(HEAL_STEP, REPLAY.name)),
+            250,
             "ms",
         ),
     ]
@@ -140,6 +156,15 @@ def _measure_kills(result: Result, plan: Plan) -> None:
         result.add(JOIN, system.name, "ms", [join.pause_s * 1e3 for join in job.joins])
         result.add(STEP, system.name, "ms", [join.step_s * 1e3 for join in job.joins])
         result.add(LOST, system.name, "steps", [join.lost for join in job.joins])
+
+
+def measure_heals(result: Result, plan: Plan) -> None:
+    for system in (OURS, REPLAY, PEERS[-1]):
+        with standing_job(system, *HEAL_OPTIONS) as job:
+            for _ in range(plan.heals):
+                job.sample(kill)
+        result.add(HEAL, system.name, "ms", [join.pause_s * 1e3 for join in job.joins])
+        result.add(HEAL_STEP, system.name, "ms", [join.step_s * 1e3 for join in job.joins])
 
 
 def _measure_stops(result: Result, plan: Plan) -> None:
@@ -291,18 +316,14 @@ def _join_of(newcomer: FleetProcess, others: list[FleetProcess]) -> _Join:
     made = next(float(r["time"]) for r in newcomer.records if r["event"] == "ready")
     joined = _first_commit(newcomer, made, REPLICAS)
     assert joined is not None, "it has settled"
-    steps = [
-        [r for r in sorted(_steps_since(other, made), key=lambda r: r["time"]) if r["time"] <= joined + 1.0]
-        for other in others
-    ]
-    pauses = [
-        after - before
-        for records in steps
-        for before, after in pairwise(float(r["time"]) for r in records if r["committed"])
-        if before <= joined
-    ]
-    lost = sum(not r["committed"] for records in steps for r in records)
-    return _Join(max(pauses), statistics.median(pauses), lost)
+    pauses, beside, lost = [], [], 0
+    for other in others:
+        records = sorted(_steps_since(other, 0.0), key=lambda r: r["time"])
+        times = [float(r["time"]) for r in records if r["committed"]]
+        pauses += [after - before for before, after in pairwise(times) if after > made and before <= joined]
+        beside += [after - before for before, after in pairwise(times) if made < after <= joined + BESIDE_S]
+        lost += sum(not r["committed"] for r in records if made < r["time"] <= joined + BESIDE_S)
+    return _Join(max(pauses), statistics.median(beside), lost)
 
 
 def _are_joint(replica: FleetProcess, since: float) -> bool | None:

@@ -33,6 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 BATCH_ROWS = 32
+BALLAST_FLOATS = 4 * 1024 * 1024  # 16 MiB, of a state beside the model
 LAYER_WIDTHS = {
     "tiny": (32, 32, 32, 10),
     "0.3M": (256, 400, 400, 64),
@@ -150,11 +151,17 @@ class ManagedTrainer:
         timeout = timedelta(seconds=options.timeout)
         self.model = model
         optimizer = make_optimizer(model)
+        self._compute_s = options.compute
+        ballast = [torch.zeros(BALLAST_FLOATS) for _ in range(options.ballast)]
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = package.Manager(
             pg=groups.ProcessGroupGloo(timeout=timeout),
-            state_dict=lambda: {"model": model.state_dict(), "optimizer": optimizer.state_dict()},
-            load_state_dict=lambda state: load(model, optimizer, state),
+            state_dict=lambda: {
+                "model": model.state_dict(),
+                "optimizer": optimizer.state_dict(),
+                "ballast": dict(enumerate(ballast)),
+            },
+            load_state_dict=lambda state: load(model, optimizer, ballast, state),
             min_replica_size=options.min_replicas,
             timeout=timeout,
             quorum_timeout=timedelta(seconds=options.quorum_timeout),
@@ -168,6 +175,8 @@ class ManagedTrainer:
             quorum_retries=options.quorum_retries,
         )
         self._optimizer = package.Optimizer(self.manager, optimizer)
+        if options.steps_kept:
+            self.manager.register_replay(self._optimizer.replay(), options.steps_kept)
         self._uses_ddp = options.gradients == "ddp"
         self._wrapped = package.DistributedDataParallel(self.manager, model) if self._uses_ddp else model
         self._batches = Batches(options.model, options.rank, options.loader_workers)
@@ -178,6 +187,7 @@ class ManagedTrainer:
     def step(self, before_backward: Callable[[], None]) -> dict[str, Any]:
         before = self.manager.current_step()
         self._optimizer.zero_grad()
+        time.sleep(self._compute_s)
         loss = self._batches.loss(self._wrapped)
         before_backward()
         loss.backward()  # type: ignore[no-untyped-call]
@@ -193,9 +203,13 @@ class ManagedTrainer:
             work.wait()
 
 
-def load(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+def load(
+    model: nn.Module, optimizer: torch.optim.Optimizer, ballast: list[torch.Tensor], state: dict[str, Any]
+) -> None:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
+    for own, received in zip(ballast, state["ballast"].values(), strict=True):
+        own.copy_(received)
 
 
 def digest(model: nn.Module) -> str:
@@ -284,6 +298,13 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--own-core", action="store_true", help="keep to the core of the number `rank`")
     parser.add_argument("--digest", action="store_true", help="add a digest of the parameters to each step")
     parser.add_argument("--pause", type=float, default=0, help="seconds between two steps, without turns")
+    parser.add_argument(
+        "--ballast", type=int, default=0, help="16 MiB tensors of the state, beside the model"
+    )
+    parser.add_argument(
+        "--compute", type=float, default=0, help="seconds that a device would compute in a step"
+    )
+    parser.add_argument("--steps-kept", type=int, default=0, help="steps that pass while this replica heals")
     parser.add_argument("--turns", action="store_true", help="take steps as standard input asks for them")
     return parser.parse_args()
 

@@ -44,6 +44,7 @@ LEVELS: Mapping[str, int] = {
     "error": logging.WARNING,  # the step will not be committed: reason
     "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, addresses, refused
     "heal_sent": logging.INFO,  # state is offered to healing members: members
+    "kept": logging.INFO,  # a step passed while a state is on its way, to be taken again: steps, so far
     "commit": logging.DEBUG,  # the vote on a step: committed, participants
     "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
     "connected": logging.INFO,  # the lighthouse is back: address
@@ -175,6 +176,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
         f"{_each(f['refused'], '; not from ')}"
     ),
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
+    "kept": lambda f: f"kept the averages of step after step, {f['steps']} so far, to take them again",
     "commit": _commit_sentence,
     "disconnected": lambda f: f"lighthouse {f['address']} is away: {f['reason']}",
     "connected": lambda f: f"lighthouse {f['address']} is back",

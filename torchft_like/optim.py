@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -48,6 +48,15 @@ class OptimizerWrapper(Optimizer):
                 self.manager.disown_state()
             raise
 
+    def replay(self, also: Callable[[], object] | None = None) -> GradientReplay:
+        """Return how the steps of this optimizer are taken again, for `Manager.register_replay`.
+
+        Args:
+            also: does what a committed step does to the state beside the optimizer's step, after that:
+              `scheduler.step`, for one.
+        """
+        return GradientReplay(self.optim, also)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group of parameters to the wrapped optimizer."""
         self.optim.add_param_group(param_group)
@@ -77,3 +86,44 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
+
+
+class GradientReplay:
+    """A replay of an optimizer's steps with the gradients that were kept: averaged, and clipped if they are.
+
+    The kept gradients lie where the parameters' own do, on their device.
+
+    Args:
+        optim: the optimizer, which one step steps once.
+        also: called after each of its steps.
+    """
+
+    def __init__(self, optim: Optimizer, also: Callable[[], object] | None = None) -> None:
+        self._optim = optim
+        self._also = also
+
+    def keep(self) -> list[torch.Tensor | None]:
+        """Return copies of all gradients, None where a parameter has none."""
+        return [None if g is None else g.detach().clone() for g in self._gradients()]
+
+    def take(self, steps: Sequence[object]) -> None:
+        """Step the optimizer with each of these gradients; those of the present step are left as they are."""
+        present = self._gradients()
+        try:
+            for kept in steps:
+                self._set(cast("list[torch.Tensor | None]", kept))
+                self._optim.step()
+                if self._also is not None:
+                    self._also()
+        finally:
+            self._set(present)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [parameter for group in self._optim.param_groups for parameter in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor | None]:
+        return [parameter.grad for parameter in self._parameters()]
+
+    def _set(self, gradients: list[torch.Tensor | None]) -> None:
+        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+            parameter.grad = gradient

@@ -33,6 +33,7 @@ class WorkerOptions:
         width: of the model.
         began: the step, and the number of the first quorum, with which a trainer of another job comes.
         job_id: as the Manager takes it.
+        steps_kept_max: how many steps the others do while this rank heals; 0: they wait.
     """
 
     name: str = ""
@@ -57,6 +58,7 @@ class WorkerOptions:
     width: int = WIDTH
     began: int = 0
     job_id: str = ""
+    steps_kept_max: int = 0
 
     @property
     def device(self) -> str:

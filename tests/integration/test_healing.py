@@ -46,6 +46,41 @@ def test_a_joiner_heals_from_another_peer_when_its_source_fails_midway(tmp_path:
             cluster.wait_for_quorum_of(a, b, c)
 
 
+@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+def test_the_others_commit_while_a_joiner_catches_up(tmp_path: Path, size: int) -> None:
+    with Cluster(tmp_path, is_patient=True) as cluster:
+        hang = WorkerOptions(ballast_mb=8, faults=("hang@heal",), steps_kept_max=100)
+        a = cluster.start("a", size=size, options=hang)
+        cluster.wait_for_quorum_of(a)
+        c = cluster.start("c", size=size, options=WorkerOptions(ballast_mb=8, steps_kept_max=100))
+        cluster.wait_for_fault(a)
+        cluster.wait_until(lambda: all(len(rank.events("kept")) > 3 for rank in c.ranks), "steps pass")
+        assert not c.events("heal"), "the state is still on its way"
+        a.signal(signal.SIGUSR1)
+        cluster.wait_for_quorum_of(a, c)
+        assert not a.failures(), "a lost no step"
+
+
+@pytest.mark.parametrize("dies", ["source", "joiner"])
+def test_a_death_while_a_joiner_catches_up_keeps_nobody_from_training(tmp_path: Path, dies: str) -> None:
+    with Cluster(tmp_path) as cluster:
+        hang = WorkerOptions(ballast_mb=32, faults=(cluster.plan("hang", "heal"),), steps_kept_max=100)
+        a, b = cluster.start_all("ab", options=hang)
+        cluster.pull_trigger()
+        joiner = WorkerOptions(ballast_mb=32, steps_kept_max=100)
+        c = cluster.start("c", options=joiner)
+        source, _ = cluster.wait_for_fault(a, b)
+        if dies == "source":
+            source.kill()
+            cluster.wait_for_quorum_of(b if source is a else a, c)
+        else:
+            c.kill()
+            source.signal(signal.SIGUSR1)
+            c = cluster.start("c", options=joiner)
+            cluster.wait_for_quorum_of(a, b, c)
+        assert c.events("kept")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_joiner_heals_in_steps_that_are_longer_than_the_timeout(tmp_path: Path) -> None:

@@ -52,6 +52,8 @@ def main() -> None:
         if options.began:
             manager.load_state_dict(dict.fromkeys(("step", "first_quorum_id"), options.began))
         loop = Loop(model, manager, journal, options.index, options.pause_s, faults.visit)
+        if options.steps_kept_max:
+            manager.register_replay(loop.replay(), options.steps_kept_max)
         if options.slices:
             manager.watch_divergence(fingerprint_of(model, options))
         steps_done = 0

@@ -266,6 +266,10 @@ class Checker:
         known = self._version(replica_id, len(rank.replica.ranks))
         if known is not None and protocol.step < known[0]:
             self.violate("no_regress", f"{rank.name} was at step {known[0]} and healed to {protocol.step}")
+        version = protocol.step, protocol.commit_quorum_id
+        for (step, quorum_id, _, number), (parameters, name) in self._states.items():
+            if (step, quorum_id, number) == (*version, rank.number) and parameters != rank.parameters:
+                self.violate("heal_is_clean", f"{rank.name} heals to step {step}, and differs from {name}")
         self._record(rank, self._order[self._seen[rank.name]])
 
     def disowned(self, rank: Rank) -> None:

@@ -8,7 +8,7 @@ one that was indeed missing until the simulation found it. `CAUGHT_BY` has a see
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lighthouse.core.decisions import Decision, Link, QuorumOver, QuorumState
@@ -24,6 +24,7 @@ from tests.simulation.simulation import run
 from tests.simulation.world import Process, World
 from torchft_like.core import replica_group as group_module
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
+from torchft_like.core.catch_up import Version
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, RankJoin, RankQuorum, RankVerdict, ReplicaGroup
@@ -668,8 +669,8 @@ class _AsksAtOnce(StepProtocol):
 
 
 class _GoesOnAfterFailures(StepProtocol):
-    def decide(self, committed: bool) -> None:
-        super().decide(committed)
+    def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
+        super().decide(committed, averages, has_fetched)
         self._was_bound = True
 
 
@@ -718,9 +719,9 @@ class _VotesYesAfterAnError(StepProtocol):
 
 
 class _KeepsOldCommitQuorum(StepProtocol):
-    def decide(self, committed: bool) -> None:
+    def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
         before = self.commit_quorum_id
-        super().decide(committed)
+        super().decide(committed, averages, has_fetched)
         self.commit_quorum_id = before
 
 
@@ -808,6 +809,88 @@ class _TakesAllErrorsForItsOwn(StepProtocol):
     def group_broke(self, quorum_id: int) -> bool:
         self._blame_itself(quorum_id, "an error")
         return super().group_broke(quorum_id)
+
+
+# -- catching up
+
+
+class _KeepsStepsThatFailed(StepProtocol):
+    @property
+    def passes(self) -> bool:
+        return self.catch_up is not None and not self.loads
+
+
+class _ForgetsTheLastStep(StepProtocol):
+    def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
+        return super().steps_to_take(counters)[:-1]
+
+
+class _TakesAStepTwice(StepProtocol):
+    def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
+        steps = super().steps_to_take(counters)
+        return [*steps, *steps[-1:]]
+
+
+class _TakesStepsInReverse(StepProtocol):
+    def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
+        return super().steps_to_take(counters)[::-1]
+
+
+class _SpeaksAsTheNewest(StepProtocol):
+    def begin(self) -> Join:
+        own = super().begin()
+        return own._replace(
+            step=max(own.step, own.reached.step),
+            commit_quorum_id=max(own.commit_quorum_id, own.reached.commit_quorum_id),
+        )
+
+
+class _CommitsWhatItKeeps(StepProtocol):
+    def vote(self) -> bool:
+        return super().vote() or self.passes
+
+
+class _WaitsForNoState(StepProtocol):
+    @property
+    def loads(self) -> bool:
+        return self.catch_up is not None and self.catch_up.has_fetched
+
+
+class _BeginsBeforeTheFetch(StepProtocol):
+    def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
+        plan = super().agreed(result, allow_heal)
+        if plan.catch_up:
+            self.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
+        return plan
+
+
+class _LeadsToAnySuchStep(ReplicaGroup):
+    def quorum_formed(
+        self,
+        quorum_id: int,
+        participants: Sequence[QuorumMemberLike],
+        round_number: int,
+        stands: bool = False,
+        first_quorum_id: int = 0,
+    ) -> list[Effect]:
+        step, newest = max((member.step, member.commit_quorum_id) for member in participants)
+        said = [
+            m._replace(reached_quorum_id=newest)
+            if isinstance(m, JoinMessage) and m.reached_step == step
+            else m
+            for m in participants
+        ]
+        return super().quorum_formed(quorum_id, said, round_number, stands, first_quorum_id)
+
+
+class _KeepsWhatOneRankKeeps(ReplicaGroup):
+    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        votes = {**self._votes, group_rank: vote}
+        passed = any(vote.passed for vote in votes.values())
+        return [
+            RankVerdict(e.group_rank, e.verdict._replace(passed=passed)) if isinstance(e, RankVerdict) else e
+            for e in super().rank_voted(group_rank, vote)
+        ]
 
 
 # -- DiLoCo
@@ -953,6 +1036,16 @@ MUTANTS = (
     ),
     _group("goes on torn", _GoesOnTorn, "a group whose ranks hold different states heals or ends"),
     _group("heals from many groups", _HealsFromManyGroups, "all ranks of a group heal from the same one"),
+    _step("keeps steps that failed", _KeepsStepsThatFailed, "a step that failed is thrown away"),
+    _step("forgets the last kept step", _ForgetsTheLastStep, "each kept step is taken"),
+    _step("takes a kept step twice", _TakesAStepTwice, "each kept step is taken once"),
+    _step("takes kept steps in reverse", _TakesStepsInReverse, "kept steps are taken in their order"),
+    _step("speaks as the newest", _SpeaksAsTheNewest, "who catches up has the version that it had before"),
+    _step("commits what it keeps", _CommitsWhatItKeeps, "who catches up commits nothing"),
+    _step("waits for no state", _WaitsForNoState, "where a step cannot be kept, the state is awaited"),
+    _step("begins before the fetch", _BeginsBeforeTheFetch, "kept steps are those since the fetched state"),
+    _group("leads to any such step", _LeadsToAnySuchStep, "kept steps lead to the state of a quorum"),
+    _group("keeps what one rank keeps", _KeepsWhatOneRankKeeps, "all ranks keep a step, or none"),
     _step("goes on after giving up", _GoesOnAfterGivingUp, "a step given up leaves its process group"),
     _step("votes yes unhealed", _VotesYesUnhealed, "who could not heal does not commit"),
     _step(
@@ -1162,5 +1255,15 @@ CAUGHT_BY = {
     "heals without the outer state": Caught(6, "heal_is_clean"),
     "heals without global parameters": Caught(6, "heal_is_clean"),
     "heals without local parameters": Caught(6, "heal_is_clean"),
+    "keeps steps that failed": Caught(3060, "heal_is_clean"),
+    "forgets the last kept step": Caught(16, "heal_is_clean"),
+    "takes a kept step twice": Caught(16, "heal_is_clean"),
+    "takes kept steps in reverse": Caught(16, "heal_is_clean"),
+    "speaks as the newest": Caught(16, "heal_is_clean"),
+    "commits what it keeps": Caught(16, "heal_is_clean"),
+    "waits for no state": Caught(18, "progress"),
+    "begins before the fetch": Caught(5781, "heal_is_clean"),
+    "leads to any such step": Caught(47892, "heal_is_clean"),
+    "keeps what one rank keeps": Caught(13237, "progress"),
     "counts its own absence": Caught(67, "suspicion"),
 }

@@ -17,6 +17,7 @@ from tests.simulation.fragments import Held, mix
 from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import DISOWNED, QuorumResult
+from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
 from torchft_like.core.step import Join, Plan, StepRules
 
@@ -36,6 +37,8 @@ SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
 
+NO_FETCH = 0  # the number of no fetch
+
 TORN = -1  # parameters of which a part is another's
 Snapshot = tuple[int, int, dict[str, int], Held | None]  # step, parameters, counters, fragments
 Sum = tuple[int, int | None, int]  # a sum of gradients, the parameters they were made from, their number
@@ -46,10 +49,13 @@ class Rank(Process):
 
     __slots__ = (
         "_attempt",
+        "_beside",
         "_bucket",
         "_collectives",
         "_configured",
         "_configuring",
+        "_fetched",
+        "_fetches",
         "_has_computed",
         "_heal_until",
         "_hurt",
@@ -130,6 +136,11 @@ class Rank(Process):
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
         self._source: Rank | None = None
         self._heal_until = 0.0
+        # While it catches up: the source of the state, which is None again once that has come or will not.
+        self._beside: Rank | None = None
+        self._fetched: Snapshot | None = None
+        self._fetches = NO_FETCH  # the number of the last fetch beside the steps
+        self.protocol.steps_kept_max = 0 if scenario.fragments else scenario.steps_kept_max
         self._sum: Sum | None = None
         self._bucket = self._collectives = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
@@ -262,6 +273,10 @@ class Rank(Process):
             own_failure=own.own_failure,
             own_failures=own.own_failures,
             first_quorum_id=own.first_quorum_id,
+            may_catch_up=own.may_catch_up,
+            reached_step=own.reached.step,
+            reached_quorum_id=own.reached.commit_quorum_id,
+            has_fetched=own.has_fetched,
         )
         replica.say(self.number, replica.join, join)
 
@@ -367,16 +382,16 @@ class Rank(Process):
     def _vote(self) -> None:
         """Vote, as the end of should_commit does."""
         protocol, replica = self.protocol, self.replica
-        vote = protocol.vote()
-        if not vote and not self._is_excused():
+        has_fetched = self._fetched is not None
+        vote = Verdict(protocol.step, protocol.vote(), self.stop_wanted, protocol.passes, has_fetched)
+        if not (vote.committed or vote.passed) and not self._is_excused():
             replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
         self.phase = VERDICT
         if len(replica.ranks) == 1:
             self._is_leaving = self.stop_wanted
             self._decide(vote)
         else:
-            wanted = Verdict(protocol.step, vote, self.stop_wanted)
-            replica.say(self.number, replica.vote, self.number, wanted)
+            replica.say(self.number, replica.vote, self.number, vote)
 
     def _is_excused(self) -> bool:
         """Return whether there is a reason for not committing."""
@@ -387,15 +402,25 @@ class Rank(Process):
         """Take the verdict of this group's ranks."""
         if verdict.step == self.protocol.step and self.phase == VERDICT:
             self._is_leaving = verdict.stop
-            self._decide(verdict.committed)
+            self._decide(verdict)
 
-    def _decide(self, committed: bool) -> None:
+    def _decide(self, verdict: Verdict) -> None:
         protocol, replica = self.protocol, self.replica
-        world = replica.world
+        world, committed = replica.world, verdict.committed
         before = self.parameters
-        protocol.decide(committed)
+        averages = None
+        if verdict.passed:
+            averages = mix((self._sum or (0,))[0], protocol.num_participants)
+            world.felt["kept_step"] += 1
+        protocol.decide(committed, averages, verdict.has_fetched)
         if world.story is not None:
-            verb = "commits" if committed else "does not commit"
+            verb = (
+                "commits"
+                if committed
+                else "keeps the averages after"
+                if verdict.passed
+                else "does not commit"
+            )
             step = protocol.step if committed else protocol.step + 1
             why = "" if committed else f": {protocol.failure}"
             world.tell(self.name, verb, f"step {step} in quorum {protocol.quorum_id}{why}")
@@ -514,6 +539,9 @@ class Rank(Process):
         source = self._source
         if source is not None and notice.replica_id in (source.replica.replica_id, self.replica.replica_id):
             self._heal_failed(self._attempt)
+        beside = self._beside
+        if beside is not None and notice.replica_id in (beside.replica.replica_id, self.replica.replica_id):
+            self._fetch_failed(self._fetches)
 
     def hear_suspected(self) -> None:
         """Give the quorum up, as a rank of this replica group is silent."""
@@ -651,8 +679,13 @@ class Rank(Process):
         plan, self._plan = self._plan, None
         if plan is not None and plan.serve:
             self._serve()
-        elif plan is not None:
+        elif plan is not None and not plan.hold:
             self.offer, self._refused = None, -1
+        if plan is not None and (plan.heal or self.protocol.catch_up is None):
+            self._beside = self._fetched = None
+        if plan is not None and (plan.catch_up or self.protocol.catch_up is not None):
+            self._catch_up(plan)
+            return
         if plan is None or not plan.heal:
             self._exchanged()
             return
@@ -666,6 +699,59 @@ class Rank(Process):
             self._heal_failed(self._attempt)
         else:
             self._heal()
+
+    def _catch_up(self, plan: Plan) -> None:
+        """Begin to fetch a state beside the steps, or load it, or wait for it where too many have passed."""
+        world, result, protocol = self.replica.world, self._result, self.protocol
+        assert result is not None
+        self._has_computed = True
+        if plan.catch_up:
+            self._fetches += 1
+            protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
+            source = result.replica_ids[result.recover_src_replica_rank or 0]
+            lost = any((result.quorum_id, name) in self._lost for name in (source, self.replica.replica_id))
+            home = world.homes.get(result.recover_src_manager_address)
+            is_there = home is not None and home.is_alive
+            if not lost and protocol.may_wait_for_state and is_there and home is not None:
+                self._beside = home.ranks[self.number]
+                self._beside.asked_for_state(self, -self._fetches, result.max_step)
+        elif self._beside is not None and self._beside.replica.replica_id not in result.replica_ids:
+            self._beside = None  # a source that is no member is not watched
+        if self._beside is None and self._fetched is None:
+            protocol.stop_catching_up()
+            self._fail(protocol.quorum_id, NOT_HEALED, group_broken=False)
+            self._exchanged()
+        elif protocol.loads:
+            self.phase = HEAL
+            if self._fetched is not None:
+                self._load(self._fetched)
+        else:
+            self._exchanged()
+
+    def _hear_fetched(self, number: int, source: Rank, state: Snapshot, step: int) -> None:
+        """Take a state that has come beside the steps, if the source lived so long."""
+        if number != self._fetches or self._beside is not source:
+            return
+        world = self.replica.world
+        if source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
+            if self.phase == HEAL:
+                self.replica.stalled(self.number, self.protocol.quorum_id, for_long=True)
+            world.after(world.scenario.keepalive_s / 2, self, self._hear_fetched, number, source, state, step)
+        elif source.state == DEAD or state[0] != step:
+            self._fetch_failed(number)
+        else:
+            self._beside, self._fetched = None, state
+            if self.phase == HEAL:
+                self._load(state)
+
+    def _fetch_failed(self, number: int) -> None:
+        """Do without a state that does not come; if the step waits for it, it fails."""
+        if number == self._fetches and self._beside is not None:
+            self._beside = None
+            if self.phase == HEAL:
+                self.protocol.stop_catching_up()
+                self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=False)
+                self._exchanged()
 
     def _exchanged(self) -> None:
         if self.phase == READY or (self.phase == HEAL and self._has_computed):
@@ -728,6 +814,8 @@ class Rank(Process):
     def _send_state(self, rank: Rank, attempt: int, step: int) -> None:
         world = self.replica.world
         time = world.latency() * 3
+        if attempt < 0:
+            time += world.scenario.transfer_s * world.random()
         if world.random() < world.heal_break_rate:
             world.feel("heal_break")
             world.after(time / 2, rank, rank._heal_broke, attempt)
@@ -736,6 +824,9 @@ class Rank(Process):
 
     def hear_state(self, attempt: int, source: Rank, state: Snapshot, step: int, late: bool = False) -> None:
         """Take a peer's state that has arrived, if the peer lived so long."""
+        if attempt < 0:
+            self._hear_fetched(-attempt, source, state, step)
+            return
         if attempt != self._attempt or self.phase != HEAL or self._source is not source:
             return
         world = self.replica.world
@@ -750,7 +841,9 @@ class Rank(Process):
             self._load(state)
 
     def _heal_broke(self, attempt: int) -> None:
-        """Lose the state: a part of it is the peer's by now."""
+        """Lose the state: a part of it is the peer's by now, unless it comes beside the steps."""
+        if attempt < 0:
+            self._fetch_failed(-attempt)
         if attempt == self._attempt and self.phase == HEAL:
             self.parameters = TORN
             self.protocol.lose_state()
@@ -759,6 +852,8 @@ class Rank(Process):
 
     def _heal_failed(self, attempt: int) -> None:
         """Fail the step: without the state neither this rank nor a rank whose sums count it commits."""
+        if attempt < 0:
+            self._fetch_failed(-attempt)
         if attempt == self._attempt and self.phase == HEAL:
             self._source = None
             self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
@@ -779,13 +874,30 @@ class Rank(Process):
                 self.give_up()
             return
         self.parameters, held = state[1], state[3]
+        counters = state[2]
         if self.fragments is not None and held is not None:
             self.fragments.load(held)
             self.parameters = self.fragments.digest()
-        self.protocol.heal(state[2])
+        if self.protocol.catch_up is not None:
+            self._retake_steps(counters)
+        else:
+            self.protocol.heal(counters)
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)
         self._exchanged()
+
+    def _retake_steps(self, counters: dict[str, int]) -> None:
+        world, protocol = self.replica.world, self.protocol
+        try:
+            steps = protocol.steps_to_take(counters)
+        except ValueError as error:
+            world.checker.violate("heal_is_clean", f"{self.name}: {error}")
+        for averages in steps:
+            assert isinstance(averages, int)
+            self.parameters = mix(self.parameters, averages)
+            world.felt["retaken_step"] += 1
+        protocol.caught_up(counters)
+        self._fetched = None
 
     # -- ends
 

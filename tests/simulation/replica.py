@@ -55,6 +55,10 @@ class JoinMessage(NamedTuple):
     commit_quorum_id: int
     fingerprint: bytes = b""
     reconfigure_handles: tuple[str, ...] = ()
+    may_catch_up: bool = False
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
 
 class Replica:
@@ -362,7 +366,18 @@ class Replica:
         if session is None or not self._connected:
             return  # the join is repeated when the session is open
         step, failures, quorum_id = join.step, join.commit_failures, join.commit_quorum_id
-        message = JoinMessage(self.replica_id, self.address, self.address, step, failures, quorum_id)
+        message = JoinMessage(
+            self.replica_id,
+            self.address,
+            self.address,
+            step,
+            failures,
+            quorum_id,
+            may_catch_up=join.may_catch_up,
+            reached_step=join.reached_step,
+            reached_quorum_id=join.reached_quorum_id,
+            has_fetched=join.has_fetched,
+        )
         member = Member(
             self.replica_id,
             step,

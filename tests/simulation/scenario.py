@@ -57,10 +57,12 @@ ORDER_KINDS = (
 )
 
 # Steps that are no fault: they are counted when they are committed.
-STEP_KINDS = ("bare_step", "long_step")
+STEP_KINDS = ("bare_step", "long_step", "kept_step", "retaken_step")
 
 # A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"
+
+CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which replica groups catch up
 
 STRANGER = "stranger"  # the name of trainers of another job
 
@@ -108,6 +110,9 @@ class Scenario:
         inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
         delay_steps: the inner steps between the begin of a sync and its end.
         keeps_local: whether local parameters are mixed with the global ones after a sync, and not replaced.
+        steps_kept_max: how many steps a replica group that heals lets pass before others wait for it; 0: it
+            does not catch up beside them.
+        transfer_s: the longest that a state takes then.
         is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
             its place.
     """
@@ -149,6 +154,8 @@ class Scenario:
     inner_steps: int = 1
     delay_steps: int = 0
     keeps_local: bool = False
+    steps_kept_max: int = 0
+    transfer_s: float = 0.0
 
     def collectives(self, step: int) -> int:
         """Return how many collectives this step has on all ranks."""
@@ -223,6 +230,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         scenario = replace(scenario, stopped=one, dead_s=3600.0)
     scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
     scenario = _with_syncs(scenario) if seed % 32 == 6 else scenario
+    scenario = _with_catching_up(scenario) if seed % 32 in CATCHING_UP else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
 
@@ -260,6 +268,14 @@ def _with_spares(scenario: Scenario) -> Scenario:
     # members whose scripts do as they please end a quorum that stands without being asked to.
     kinds = [*ORDER_KINDS, "give_up"]
     return replace(scenario, spares=1 if is_vacant else 2, is_vacant=is_vacant, is_even=True).without(kinds)
+
+
+def _with_catching_up(scenario: Scenario) -> Scenario:
+    """Return the job with replica groups that heal beside the steps of the others."""
+    chance = random.Random(scenario.seed * 3 + 4).random
+    steps = 1 + int(chance() * 5)
+    transfer_s = scenario.compute_s * 2 * steps * chance()
+    return replace(scenario, async_quorum=True, steps_kept_max=steps, transfer_s=transfer_s)
 
 
 def _with_syncs(scenario: Scenario) -> Scenario:

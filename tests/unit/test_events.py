@@ -66,6 +66,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
         "refused": ["http://10.0.0.2:4711: the stream is truncated"],
     },
     "heal_sent": {"members": ["b:89abcde"]},
+    "kept": {"steps": 3},
     "commit": {"committed": False, "participants": 2},
     "disconnected": {"address": "127.0.0.1:1", "reason": "ping timeout"},
     "connected": {"address": "127.0.0.1:1"},

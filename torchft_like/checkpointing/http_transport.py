@@ -51,7 +51,7 @@ class HTTPTransport(CheckpointTransport[T]):
         ValueError: a number is out of range.
     """
 
-    takes_helpers = True
+    takes_helpers = keeps_offers = True
 
     def __init__(
         self,

@@ -49,9 +49,12 @@ class CheckpointTransport(ABC, Generic[T]):
     Attributes:
         takes_helpers: whether a state may come from several sources, which then all offer theirs, some of
           them to no receiver in particular.
+        keeps_offers: whether a state that was sent is a snapshot, which receivers may fetch in later steps,
+          until `disallow_checkpoint`, and on any thread.
     """
 
     takes_helpers = False
+    keeps_offers = False
 
     @abstractmethod
     def metadata(self) -> str:

@@ -11,6 +11,8 @@ so the rules must be a function of that list alone. They are torchft's, with the
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
 * Other groups that are up to date, a few of them, help the source: they offer their state, too.
+* A group that catches up (`catch_up.py`) goes on with that, and needs no other source, while the steps that
+  it keeps lead to the newest state.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from torchft_like.core.catch_up import NOWHERE, Version
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
 SOURCES_MAX = 4  # of one healing member: each copies its state, and a few fill the member's link
@@ -45,6 +48,14 @@ class QuorumMemberLike(Protocol):
     def fingerprint(self) -> bytes: ...
     @property
     def reconfigure_handles(self) -> Sequence[str]: ...
+    @property
+    def may_catch_up(self) -> bool: ...
+    @property
+    def reached_step(self) -> int: ...
+    @property
+    def reached_quorum_id(self) -> int: ...
+    @property
+    def has_fetched(self) -> bool: ...
 
 
 _replica_id = attrgetter("replica_id")
@@ -68,6 +79,10 @@ class QuorumResult(NamedTuple):
         source_ranks: the members that offer the state that this one heals to, its source first.
         source_addresses: their ManagerServers.
         helps: whether this member offers its state to one that heals from another.
+        max_commit_quorum_id: the quorum in which the up-to-date members committed `max_step`.
+        begins_to_catch_up: whether this member, which heals, does that beside the steps that follow.
+        catches_up: whether this member goes on with the state that is on its way to it.
+        is_awaited: whether offers of earlier steps are kept, for a member that catches up.
         store_address: host:port of the store for the process group's rendezvous.
         divergence: members whose state differs from that of others after the same step, if any.
         reconfigure_handles: for each member in the order of ranks, the handle of the process group of this
@@ -99,6 +114,10 @@ class QuorumResult(NamedTuple):
     source_ranks: tuple[int, ...] = ()
     source_addresses: tuple[str, ...] = ()
     helps: bool = False
+    max_commit_quorum_id: int = 0
+    begins_to_catch_up: bool = False
+    catches_up: bool = False
+    is_awaited: bool = False
 
     @property
     def healing_ranks(self) -> frozenset[int]:
@@ -127,7 +146,7 @@ def assign(
         raise NotAMemberError(f"replica {replica_id} is not in quorum {quorum_id}: {', '.join(replica_ids)}")
     replica_rank = replica_ids.index(replica_id)
 
-    versions = [(member.step, member.commit_quorum_id) for member in members]
+    versions = [Version(member.step, member.commit_quorum_id) for member in members]
     newest = max(versions)
     up_to_date = [rank for rank, version in enumerate(versions) if version == newest]
     is_first = (init_sync and newest[0] == 0) or newest[1] == DISOWNED
@@ -142,7 +161,8 @@ def assign(
     if is_first:
         del sources[1:]
     healing = sorted(set(range(len(members))).difference(sources))
-    sources_of = _share_out(healing, sources)
+    catching_up = [rank for rank in healing if not is_first and _leads_to(members[rank], newest)]
+    sources_of = _share_out([rank for rank in healing if rank not in catching_up], sources)
     own_sources = sources_of.get(replica_rank, ())
     source = own_sources[0] if own_sources else None
     return QuorumResult(
@@ -168,7 +188,17 @@ def assign(
         source_ranks=own_sources,
         source_addresses=tuple([members[rank].address for rank in own_sources]),
         helps=any(replica_rank in helpers for _, *helpers in sources_of.values()),
+        max_commit_quorum_id=newest.commit_quorum_id,
+        begins_to_catch_up=source is not None and members[replica_rank].may_catch_up and not is_first,
+        catches_up=replica_rank in catching_up,
+        is_awaited=not all(members[rank].has_fetched for rank in catching_up),
     )
+
+
+def _leads_to(member: QuorumMemberLike, newest: Version) -> bool:
+    """Return whether the steps that a member keeps, if it does, lead to the newest state."""
+    reached = Version(member.reached_step, member.reached_quorum_id)
+    return member.may_catch_up and reached == newest != NOWHERE
 
 
 def none_if_empty(handles: Sequence[str]) -> tuple[str, ...]:

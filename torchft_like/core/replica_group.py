@@ -61,6 +61,10 @@ class RankJoin(NamedTuple):
     own_failures: int = 0
     first_quorum_id: int = 0
     form: StateForm | None = None  # of its state, if that was looked at since its last join
+    may_catch_up: bool = False  # `catch_up.py`, as are the rest
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
 
 class GroupJoin(NamedTuple):
@@ -76,6 +80,10 @@ class GroupJoin(NamedTuple):
     may_stand: bool = False
     own_failure: str = ""  # of the rank that has failed most often by itself
     own_failures: int = 0
+    may_catch_up: bool = False
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
 
 class GroupIdentity(NamedTuple):
@@ -111,11 +119,15 @@ class Verdict(NamedTuple):
 
     Attributes:
         stop: whether a rank was asked to stop: all leave after this step, none a step later than another.
+        passed: whether all ranks, which catch up, keep the step and take it again later.
+        has_fetched: whether all ranks have the state that they fetch for that.
     """
 
     step: int
     committed: bool
     stop: bool = False
+    passed: bool = False
+    has_fetched: bool = False
 
 
 class HoldRanks(NamedTuple):
@@ -306,6 +318,7 @@ class ReplicaGroup:
             may_stand=not self._is_torn and all(j.may_stand for j in joins),
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
+            **self._catch_up(joins),
         )
         before, self._identity = self._identity, self._identify(joins)
         identity = [GroupIdentity(self._identity)] if self._identity != before else []
@@ -313,6 +326,17 @@ class ReplicaGroup:
             self._links.step_succeeded()
             return [*identity, *self._say_join()]
         return [*identity, *self._links.step_failed(), *self._say_join()]
+
+    def _catch_up(self, joins: Sequence[RankJoin]) -> dict[str, Any]:
+        """Say whether all ranks may catch up, or do, and have kept the same steps."""
+        reached = {(j.reached_step, j.reached_quorum_id) for j in joins}
+        step, quorum_id = reached.pop() if len(reached) == 1 else (0, 0)
+        return {
+            "may_catch_up": not self._is_torn and all(j.may_catch_up for j in joins),
+            "reached_step": step,
+            "reached_quorum_id": quorum_id,
+            "has_fetched": all(j.has_fetched for j in joins),
+        }
 
     def _identify(self, joins: Sequence[RankJoin]) -> Identity:
         forms = self._identity.forms
@@ -579,20 +603,23 @@ class ReplicaGroup:
         """Handle a rank's vote on a step: the verdict that it wants."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
-        was_lost = any(not other.committed for other in self._votes.values())
+        was_lost = any(not (other.committed or other.passed) for other in self._votes.values())
         self._votes[group_rank] = vote
         if self._joins or self._suspects:
             return self._refuse_votes()
         if len(self._votes) < self.world_size:
-            is_news = not (vote.committed or was_lost)
+            is_news = not (vote.committed or vote.passed or was_lost)
             return [StepLostNotice(self._not_voted(), self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
-        same_step = len({vote.step for vote in votes.values()}) == 1
-        committed = same_step and all(vote.committed for vote in votes.values()) and not self._is_given_up
-        stop = any(vote.stop for vote in votes.values())
-        return [
-            RankVerdict(rank, Verdict(vote.step, committed, stop)) for rank, vote in sorted(votes.items())
-        ]
+        same_step = len({vote.step for vote in votes.values()}) == 1 and not self._is_given_up
+        common = Verdict(
+            step=0,
+            committed=same_step and all(vote.committed for vote in votes.values()),
+            stop=any(vote.stop for vote in votes.values()),
+            passed=same_step and all(vote.passed for vote in votes.values()),
+            has_fetched=all(vote.has_fetched for vote in votes.values()),
+        )
+        return [RankVerdict(rank, common._replace(step=vote.step)) for rank, vote in sorted(votes.items())]
 
     def _refuse_votes(self) -> list[Effect]:
         """Answer the votes on a step that another rank has given up, or that waits for a suspect."""

@@ -9,7 +9,12 @@ and anything may go wrong in between. In a quorum that stands the next attempt n
 
     begin -> stand -> enter -> vote -> decide
 
-Between `stand` and `enter` it may still be told to ask. Invariants:
+Between `stand` and `enter` it may still be told to ask. A rank that catches up with its peers (`catch_up.py`)
+passes the steps that it keeps:
+
+    begin -> agreed -> (configured) -> passes -> decide
+
+until it `loads`. Invariants:
 
 * An error belongs to the quorum in which it happened. It makes every later step of that quorum
   fail, and no step of any other (`no_zombie`).
@@ -18,7 +23,8 @@ Between `stand` and `enter` it may still be told to ask. Invariants:
 * A quorum is recorded as configured only after the process group was.
 * An attempt is not entered, and so takes part in no collective and no vote, while this rank holds, nor at a
   step at which the members ask for a quorum.
-* The state version (step, commit_quorum_id) changes in two places: a commit, and a complete heal.
+* The state version (step, commit_quorum_id) changes in three places: a commit, a complete heal, and when a
+  rank that catches up has taken all steps that it kept. Until then it has the version that it had before.
 * A replica whose process group is broken says so when it joins, so that the next quorum has a new
   id and with it a fresh store prefix, and that peers that wait for it in the old one are released.
 * Where this rank has spoilt a quorum by itself, its next joins say so, and how often it has lately: once more
@@ -36,6 +42,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from torchft_like.core.assignment import DISOWNED, NO_STATE, QuorumResult
+from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
 
 
 class WorldSizeMode(Enum):
@@ -70,6 +77,9 @@ class Join(NamedTuple):
     first_quorum_id: int = 0
     own_failure: str = ""
     own_failures: int = 0
+    may_catch_up: bool = False
+    reached: Version = NOWHERE  # to which the kept steps lead
+    has_fetched: bool = False
 
 
 class Plan(NamedTuple):
@@ -79,6 +89,8 @@ class Plan(NamedTuple):
     serve: bool
     heal: bool
     help: bool = False  # offer the state beside the source of a member that heals, which needs it less
+    catch_up: bool = False  # heal beside this step and those that follow
+    hold: bool = False  # keep the offer of an earlier step
 
 
 class Share(NamedTuple):
@@ -103,7 +115,13 @@ GIVEN_UP = "it gave a step up without a verdict"
 
 
 class StepProtocol:
-    """The state of one rank between and during steps."""
+    """The state of one rank between and during steps.
+
+    Attributes:
+        steps_kept_max: how many steps may pass while a state comes to this rank beside them; 0: it waits for
+          the state.
+        catch_up: the steps that it keeps meanwhile.
+    """
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
@@ -117,6 +135,8 @@ class StepProtocol:
         self.steps_given_up = 0
         self.has_committed = False  # a step, in this process
         self.healing = False
+        self.steps_kept_max = 0
+        self.catch_up: CatchUp | None = None
         self.participating_rank: int | None = None
         self.num_participants = 0
         self._counted: Sequence[int] = ()  # the participants whose gradients count
@@ -158,7 +178,17 @@ class StepProtocol:
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
         own = self.first_quorum_id, self._own_failure, self._own_failures
-        return Join(self.step, failures, self.commit_quorum_id, broken, may_stand, *own)
+        join = Join(self.step, failures, self.commit_quorum_id, broken, may_stand, *own, self._may_catch_up)
+        if self.catch_up is None:
+            return join
+        return join._replace(reached=self.catch_up.reached, has_fetched=self.catch_up.has_fetched)
+
+    @property
+    def _may_catch_up(self) -> bool:
+        # With a synchronous quorum the others count this replica, which has to heal first.
+        # With a part of a peer's state, which is none, no script should compute for longer than it has to.
+        has_state = self.commit_quorum_id != NO_STATE
+        return self.steps_kept_max > 0 and self._rules.use_async_quorum and has_state
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
@@ -172,13 +202,17 @@ class StepProtocol:
         self._own_failure = ""
         if self._failure_before_quorum is not None:
             self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
-        self.healing = self._lacks_state = result.heal and allow_heal
+        self.healing = self._lacks_state = (result.heal or result.catches_up) and allow_heal
+        if not (result.catches_up and allow_heal):  # what it kept leads nowhere
+            self.catch_up = None
         self._choose_participants(result, allow_heal)
         return Plan(
             configure=result.quorum_id != self._configured_quorum_id,
             serve=allow_heal and bool(result.recover_dst_replica_ranks),
-            heal=self.healing,
+            heal=result.heal and allow_heal,
             help=allow_heal and result.helps,
+            catch_up=result.begins_to_catch_up and allow_heal,
+            hold=result.is_awaited,
         )
 
     # -- a quorum that stands
@@ -253,7 +287,7 @@ class StepProtocol:
 
     def restore(self, counters: Mapping[str, object]) -> None:
         """Take over counters of a periodic checkpoint, which `counters` returned."""
-        self._stands = False
+        self._stands, self.catch_up = False, None
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
@@ -269,6 +303,35 @@ class StepProtocol:
         self._lacks_state = False
         self.healing = self._rules.use_async_quorum
 
+    def begin_to_catch_up(self, start: Version) -> None:
+        """Keep the steps from now on: the state of this version is on its way, beside them."""
+        self.catch_up = CatchUp(start)
+
+    def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
+        """Return the averages of the kept steps, which are to be taken from the state with these counters.
+
+        Raises:
+            ValueError: the steps were kept since another state.
+        """
+        found = Version(_count(counters, "step"), _count(counters, "commit_quorum_id"))
+        if self.catch_up is None or found != self.catch_up.start:
+            raise ValueError(f"a state of {found} was fetched for steps that were kept since another one")
+        return [step.averages for step in self.catch_up.kept]
+
+    def caught_up(self, counters: Mapping[str, object]) -> None:
+        """Take over the counters of the state that was fetched and loaded, and count the steps that were kept
+        and are taken.
+        """
+        catch_up = self.catch_up
+        self.heal(counters)
+        if catch_up is not None:
+            self.step, self.commit_quorum_id = catch_up.reached
+            self.batches_committed += sum(step.participants for step in catch_up.kept)
+
+    def stop_catching_up(self) -> None:
+        """Keep no step any more: the state does not come, or an average could not be kept."""
+        self.catch_up = None
+
     def disown_state(self) -> None:
         """Declare the state not to be that of the step, so that a replica that has it is ahead of this rank,
         and one that has not either is not equal to it.
@@ -276,11 +339,13 @@ class StepProtocol:
         if self.commit_quorum_id != NO_STATE:
             self.commit_quorum_id = DISOWNED
         self._stands = self._was_bound = False
+        self.catch_up = None
 
     def lose_state(self) -> None:
         """Declare that there is no state, as a part is a peer's: this rank takes one over, or is lost."""
         self.commit_quorum_id = NO_STATE
         self._stands = self._was_bound = False
+        self.catch_up = None
 
     def counters(self) -> dict[str, int]:
         """Return the state's version, origin and number of batches, for peers and periodic checkpoints."""
@@ -377,10 +442,38 @@ class StepProtocol:
             return False
         if self._has_gone_on and not self._is_bound:
             return False
+        return self._are_enough
+
+    @property
+    def _are_enough(self) -> bool:
         return self.num_participants >= self._rules.min_replica_size
 
-    def decide(self, committed: bool) -> None:
-        """Record the decision of the whole replica group."""
+    @property
+    def loads(self) -> bool:
+        """Whether this rank, which catches up, takes the state over in this attempt, and waits until it has
+        come.
+
+        So it does once all ranks of the group have it, and in a step that it cannot keep: one too many, one
+        in which the others are too few, or one without a collective of all members, of which it may not hear.
+        """
+        if (catch_up := self.catch_up) is None:
+            return False
+        is_full = len(catch_up.kept) >= self.steps_kept_max
+        can_keep = self._is_bound and self._are_enough and not is_full
+        return catch_up.has_fetched or (self.failure is None and not can_keep)
+
+    @property
+    def passes(self) -> bool:
+        """Whether this rank, which catches up, may keep the step, as nothing went wrong in it here."""
+        return self.catch_up is not None and self.failure is None and not self.loads
+
+    def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
+        """Record the decision of the whole replica group.
+
+        Args:
+            averages: those of the step, if all of its ranks keep it.
+            has_fetched: whether all of them have the state that they fetch.
+        """
         self.in_step = False
         self._was_bound = committed and self._is_bound
         if committed:
@@ -391,8 +484,13 @@ class StepProtocol:
             self.batches_committed += self.num_participants
             self.commit_failures = 0
             self._own_failures = max(self._own_failures - 1, 0)
+        elif averages is not None and self.catch_up is not None:
+            self.catch_up.kept.append(KeptStep(self.quorum_id, self.num_participants, averages))
+            self.commit_failures = 0
         else:
             self.commit_failures += 1
+        if self.catch_up is not None:
+            self.catch_up.has_fetched |= has_fetched
 
     @property
     def leaves_in_order(self) -> bool:

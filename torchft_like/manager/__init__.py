@@ -5,6 +5,7 @@ to the lighthouse, only the line from a rank to its server (`manager_server.rank
 """
 
 from torchft_like.core.step import WorldSizeMode
+from torchft_like.manager.catching_up import Replay
 from torchft_like.manager.config import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_PORT_ENV,
@@ -26,6 +27,7 @@ __all__ = [
     "TORCH_FR_DUMP_TEMP_FILE_ENV",
     "ExceptionWithTraceback",
     "Manager",
+    "Replay",
     "WorldSizeMode",
     "get_timeout",
 ]

@@ -54,13 +54,13 @@ class Ballot:
             if (check := reference()) is not None and (error := check()) is not None:
                 yield error
 
-    def decide(self, attempt: Attempt, step: int, vote: bool, timeout: timedelta | float | None) -> bool:
-        """Return whether the step commits, which is the same on every rank.
+    def decide(self, attempt: Attempt, vote: Verdict, timeout: timedelta | float | None) -> Verdict:
+        """Return the verdict on the step, which is the same on every rank.
 
         Raises:
             GroupLostError: a rank is gone, or did not vote within the timeout.
         """
-        self._link.vote(self._config.group_rank, Verdict(step, vote, self._stop_wanted))
+        self._link.vote(self._config.group_rank, vote._replace(stop=self._stop_wanted))
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         if attempt.has_exchanged:
             bound_s += self._config.timeout_s
@@ -68,10 +68,10 @@ class Ballot:
         if verdict is None:
             # The others may have been told either verdict; a guess could make the ranks of this group differ.
             error = GroupLostError(
-                f"not all ranks of replica group {self._link.replica_id} voted on step {step} within "
+                f"not all ranks of replica group {self._link.replica_id} voted on step {vote.step} within "
                 f"{bound_s:g} s; restart all ranks of this replica group"
             )
             self._driver.stop(error, None)
             raise error
         self.stop_agreed = verdict.stop
-        return verdict.committed
+        return verdict

@@ -31,10 +31,11 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.collectives import ErrorFeedback, check_quantizable
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.replica_group import RankJoin
+from torchft_like.core.replica_group import RankJoin, Verdict
 from torchft_like.core.step import Join, Share, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
+    ConfigError,
     ForeignStateError,
     MaxRetriesError,
     ProcessGroupAbortedError,
@@ -43,6 +44,7 @@ from torchft_like.errors import (
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.ballot import Ballot
+from torchft_like.manager.catching_up import STEPS_KEPT_MAX, Replay
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager.connection import connect
 from torchft_like.manager.failure import ExceptionWithTraceback
@@ -197,6 +199,35 @@ class Manager:
         """Register functions under the key `set_state_dict_fns` (torchft's older name)."""
         self.register_state_dict_fn("set_state_dict_fns", load_state_dict, state_dict)
 
+    def register_replay(self, replay: Replay, steps_max: int = STEPS_KEPT_MAX) -> None:
+        """Let the others train on while this replica heals; all ranks of the group do it, before the first
+        step.
+
+        The state then comes beside the steps. This replica takes part in them with zeros, `should_commit`
+        returns False and keeps what `replay` needs to take the step again later. Once the state has come it
+        is loaded, and the kept steps are taken, in a `should_commit` that returns True. docs/healing.md says
+        what that needs of a script.
+
+        Args:
+            replay: takes the script's steps again: `OptimizerWrapper.replay()`.
+            steps_max: how many steps pass; in one more the others wait for the state.
+
+        Raises:
+            ConfigError: there is another one, the quorum is synchronous, or the transport keeps no snapshots.
+        """
+        if self._exchange.replay is not None:
+            raise ConfigError("a replay is registered already: register one that takes all of a step again")
+        if not self._rules.use_async_quorum:
+            raise ConfigError(
+                "a replay needs use_async_quorum=True: the others wait for a synchronous quorum"
+            )
+        if not self._transport.keeps_offers:
+            name = type(self._transport).__name__
+            raise ConfigError(f"a replay needs a transport that keeps snapshots (HTTPTransport), not {name}")
+        if steps_max < 1:
+            raise ConfigError(f"steps_max is {steps_max}, must be above 0")
+        self._exchange.replay, self._protocol.steps_kept_max = replay, steps_max
+
     def allow_state_dict_read(self) -> None:
         """Declare the state consistent again; peers may be served at the end of a step."""
         self._state.allow_read()
@@ -280,6 +311,10 @@ class Manager:
             own_failures=own.own_failures,
             first_quorum_id=own.first_quorum_id,
             form=self._state.take_news(),
+            may_catch_up=own.may_catch_up,
+            reached_step=own.reached.step,
+            reached_quorum_id=own.reached.commit_quorum_id,
+            has_fetched=own.has_fetched,
         )
         self._driver.ask(attempt, join, self._link)
 
@@ -419,19 +454,28 @@ class Manager:
         self._reducer.compare(attempt)
         self._check_process_group()
         self._exchange_state(attempt)
-        step = self._protocol.step
+        protocol, is_alone = self._protocol, self._ballot.is_alone
+        has_fetched = self._exchange.has_fetched
         with self._group.lock:
-            vote = self._protocol.vote()
-            if self._ballot.is_alone:  # in one piece: the server may give the quorum up at any other time
-                self._protocol.decide(vote)
-        committed = vote
-        if not self._ballot.is_alone:
-            committed = self._ballot.decide(attempt, step, vote, timeout)
+            votes = {"committed": protocol.vote(), "passed": protocol.passes, "has_fetched": has_fetched}
+            verdict = Verdict(protocol.step, **votes)
+            if (
+                is_alone and verdict.committed
+            ):  # in one piece: the server may give the quorum up at any other time
+                protocol.decide(verdict.committed)
+        if not is_alone:
+            verdict = self._ballot.decide(attempt, verdict, timeout)
+        committed = verdict.committed
+        if not (is_alone and committed):
+            averages = self._exchange.keep() if verdict.passed else None
             with self._group.lock:
-                self._protocol.decide(committed)
+                protocol.decide(committed, averages, verdict.has_fetched)
         for feedback in attempt.error_feedbacks if committed else ():
             feedback.accept()
-        self._emit("commit", committed=committed, participants=self._protocol.num_participants)
+        if verdict.passed and protocol.catch_up is not None:
+            self._emit("kept", steps=len(protocol.catch_up.kept))
+        else:
+            self._emit("commit", committed=committed, participants=protocol.num_participants)
         if self._protocol.out_of_retries:
             raise MaxRetriesError(
                 f"{self._protocol.commit_failures} steps in a row were not committed, max_retries is "
@@ -552,6 +596,8 @@ class Manager:
         else:
             self._link.close()
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)
+        if wait:
+            self._exchange.close()
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
         # A gradient may refer to a mesh, that to this Manager, and this to the gradient by the script's

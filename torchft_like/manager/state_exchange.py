@@ -14,13 +14,17 @@ there for it.
 
 A peer's state arrives in the tensors of the rank's own, where those are alike, once its form was found to be
 the rank's. If it does not arrive whole, the rank has no state.
+
+A rank that catches up (`core/catch_up.py`) waits for nothing: the state comes to memory of its own on another
+thread, while the steps pass. It is loaded, and the kept steps are taken again, at the same place in a later
+step.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -31,9 +35,11 @@ import torch
 
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
 from torchft_like.manager.attempt import Attempt
+from torchft_like.manager.catching_up import FetchBeside, Replay
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.managed_group import Emit, ManagedGroup
@@ -72,14 +78,34 @@ class PeerState:
 
 @dataclass(frozen=True, eq=False)
 class _Fetching:
-    """The members that take part in a fetch: this replica, and those that offer its state, with ranks."""
+    """The members that take part in a fetch: this replica, and those that offer its state, with ranks.
+
+    Attributes:
+        began: when it began.
+    """
 
     own: str
     sources: Mapping[str, int]
+    began: float
+
+    @classmethod
+    def of(cls, result: QuorumResult) -> _Fetching:
+        """Return the members that take part in the fetch of this rank."""
+        names = result.replica_ids
+        return cls(
+            names[result.replica_rank], {names[rank]: rank for rank in result.source_ranks}, time.monotonic()
+        )
+
+
+Fetched = tuple[PeerState, Destination[State]]  # a state, and where it has arrived
 
 
 class StateExchange:
-    """Serves this rank's state and loads a peer's; the coordination loop may end a fetch."""
+    """Serves this rank's state and loads a peer's; the coordination loop may end a fetch.
+
+    Attributes:
+        replay: takes the script's steps again, if there is one.
+    """
 
     def __init__(
         self,
@@ -96,6 +122,8 @@ class StateExchange:
         self._registry = registry
         self._transport = transport
         self._emit = emit
+        self.replay: Replay | None = None
+        self._beside: FetchBeside[Fetched] | None = None
         self._is_serving = False
         self._fetching: _Fetching | None = None  # the fetch that runs
         self._clients: list[ManagerClient] = []  # the clients that ask the sources
@@ -119,15 +147,20 @@ class StateExchange:
         if plan is None or result is None:
             return
         serves = self._serves(plan)
-        if not (serves or plan.heal or self._is_serving):
+        if plan.heal or self._protocol.catch_up is None:
+            self._drop_beside("it is of no use any more")
+        catches_up = plan.catch_up or self._protocol.catch_up is not None
+        if not (serves or plan.heal or catches_up or self._is_serving):
             return
         if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
             self._registry.check_registered()
         attempt.synchronize()
         attempt.is_exchanging = attempt.has_exchanged = True
         try:
-            self._serve(serves, result)
-            if plan.heal:
+            self._serve(serves, plan.hold, result)
+            if catches_up:
+                self._catch_up(attempt, plan, result)
+            elif plan.heal:
                 self._heal(attempt, result)
         finally:
             attempt.is_exchanging = False
@@ -142,12 +175,12 @@ class StateExchange:
     def _serves(self, plan: Plan) -> bool:
         return plan.serve or (plan.help and self._transport.takes_helpers)
 
-    def _serve(self, serves: bool, result: QuorumResult) -> None:
+    def _serve(self, serves: bool, holds: bool, result: QuorumResult) -> None:
         """Offer the state to healing replicas, which hear of a failure; the failure spoils no step."""
         if serves:
             self._is_serving = True
             self._offer(result)
-        elif self._is_serving:  # every member of this quorum is done with the last one
+        elif self._is_serving and not holds:  # every member of this quorum is done with the last one
             self._is_serving = False
             try:
                 self._transport.disallow_checkpoint()
@@ -180,67 +213,158 @@ class StateExchange:
         A failure loses the others nothing where they do not count this replica, which adds zeros then; where
         they count it (`StepProtocol.is_counted_on`) no replica commits.
         """
-        began = time.monotonic()
-        names = result.replica_ids
-        source, member = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
-        self._fetching = _Fetching(member, {names[rank]: rank for rank in result.source_ranks})
         try:
-            attempt.raise_error()
-            lost = any((result.quorum_id, one) in self._lost for one in (source, member))
-            if lost or not self._protocol.may_wait_for_state:
-                raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
-            state, destination = self._fetch(attempt, result)
-        except Exception as error:  # it may be an error of a user's transport, or a lack of memory or threads
-            attempt.raise_error()
-            self._group.fail(result.quorum_id, error, group_broken=self._protocol.is_counted_on)
-            if isinstance(error, ForeignStateError) and not self._protocol.has_committed:
-                raise
-            return
-        finally:
+            fetching = self._meet(attempt, result)
+            # Before the first step its own state is as good as the peer's, if that dies: it is kept whole.
+            own = self._registry.own() if result.max_step > 0 else None
+            timeout_s = self._config.timeout_s
+            # The source may wait for this rank, whose next join releases it.
+            if self._protocol.failure is not None:
+                timeout_s *= PATIENCE_WHEN_FAILED
+            state, destination = self._fetch(fetching, result, attempt.sources, own, timeout_s)
+        except Exception as error:  # noqa: BLE001 - of a user's transport, perhaps, or a lack of memory or threads
             self._fetching = None
-        seconds, nbytes = time.monotonic() - began, state_bytes(state.user)
-        self._emit(
-            "heal",
-            source=source,
-            bytes=nbytes,
-            seconds=seconds,
-            gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
-            addresses=[f"{address} ({part} B)" for address, part in destination.received.items()],
-            refused=[f"{address}: {reason}" for address, reason in destination.refused.items()],
-        )
+            self._fail(attempt, result, error, group_broken=self._protocol.is_counted_on)
+            return
         self._load(state, cast("dict[str, object]", destination.own["user"]) if destination.own else None)
 
-    def _fetch(self, attempt: Attempt, result: QuorumResult) -> tuple[PeerState, Destination[State]]:
-        """Fetch the whole state of the up-to-date peer that the quorum assigned; return it, and where it has
-        arrived.
+    def _fail(self, attempt: Attempt, result: QuorumResult, error: Exception, *, group_broken: bool) -> None:
+        """Fail the step: without the state this rank does not commit."""
+        attempt.raise_error()
+        self._group.fail(result.quorum_id, error, group_broken=group_broken)
+        if isinstance(error, ForeignStateError) and not self._protocol.has_committed:
+            raise error
+
+    def _meet(self, attempt: Attempt, result: QuorumResult) -> _Fetching:
+        """Begin a fetch, asking for nothing yet, if this rank has met its source, which comes to the end
+        of the step, then, and offers its state.
+        """
+        names = result.replica_ids
+        needed = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
+        fetching = self._fetching = _Fetching.of(result)
+        try:
+            attempt.raise_error()
+            lost = any((result.quorum_id, one) in self._lost for one in needed)
+            if lost or not self._protocol.may_wait_for_state:
+                raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
+        except BaseException:
+            self._fetching = None
+            raise
+        return fetching
+
+    def _fetch(
+        self,
+        fetching: _Fetching,
+        result: QuorumResult,
+        sources: list[Source],
+        own: dict[str, object] | None,
+        timeout_s: float,
+    ) -> Fetched:
+        """Fetch the whole state of the up-to-date peer that the quorum assigned.
+
+        Args:
+            sources: where it can be fetched, if that is known.
+            own: the state in whose tensors it may arrive.
 
         Raises:
             ForeignStateError: the peer's state is none for this replica.
             CheckpointError: the peer is gone or slow, or did not send the state of `max_step`.
         """
-        timeout_s = self._config.timeout_s
-        # The source may wait for this rank, whose next join releases it.
-        if self._protocol.failure is not None:
-            timeout_s *= PATIENCE_WHEN_FAILED
-        sources = attempt.sources or self._ask(result, timeout_s)
-        # Before the first step its own state is as good as the peer's, if that dies: it is kept whole.
-        own = self._registry.own() if result.max_step > 0 else None
         destination = Destination[State](None if own is None else {"user": own}, partial(self._check, result))
         try:
-            state = self._transport.recv_checkpoint_from(
-                sources, result.max_step, timedelta(seconds=timeout_s), destination
+            state = PeerState.of(
+                self._transport.recv_checkpoint_from(
+                    sources or self._ask(result, timeout_s),
+                    result.max_step,
+                    timedelta(seconds=timeout_s),
+                    destination,
+                )
             )
         except BaseException:
             if destination.is_written:
                 with self._group.lock:
                     self._protocol.lose_state()
             raise
-        return PeerState.of(state), destination
+        finally:
+            if self._fetching is fetching:
+                self._fetching = None
+        seconds, nbytes = time.monotonic() - fetching.began, state_bytes(state.user)
+        self._emit(
+            "heal",
+            source=result.replica_ids[result.recover_src_replica_rank or 0],
+            bytes=nbytes,
+            seconds=seconds,
+            gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
+            addresses=[f"{address} ({part} B)" for address, part in destination.received.items()],
+            refused=[f"{address}: {reason}" for address, reason in destination.refused.items()],
+        )
+        return state, destination
+
+    # -- beside the steps
+
+    @property
+    def has_fetched(self) -> bool:
+        """Whether the state has come that was fetched beside the steps."""
+        return self._beside is not None and self._beside.has_come
+
+    def keep(self) -> object:
+        """Return what the step that passes is to be taken again with; None if it could not be kept."""
+        try:
+            return self.replay.keep() if self.replay is not None else None
+        except Exception:  # memory may have run out; it would again
+            logger.exception("a step cannot be kept: from now on the others wait while this replica heals")
+            with self._group.lock:
+                self._protocol.stop_catching_up()
+                self._protocol.steps_kept_max = 0
+            return None
+
+    def _catch_up(self, attempt: Attempt, plan: Plan, result: QuorumResult) -> None:
+        """Begin to fetch a state beside the steps, or load it, or do neither while it is on its way.
+
+        A failure loses the others nothing: they do not count this replica.
+        """
+        protocol = self._protocol
+        try:
+            if plan.catch_up:
+                self._begin_to_catch_up(self._meet(attempt, result), result, attempt.sources)
+            elif (fetching := self._fetching) is not None:
+                for gone in fetching.sources.keys() - set(result.replica_ids):
+                    self._transport.lose_source(fetching.sources[gone], f"{gone} is no member any more")
+            if (beside := self._beside) is None:
+                raise CheckpointError("the state that was on its way does not come")
+            beside.raise_error()
+            if not protocol.loads:
+                return
+            state, _ = beside.result()
+            steps = protocol.steps_to_take(state.counters)
+        except Exception as error:  # noqa: BLE001 - as in `_heal`
+            with self._group.lock:
+                protocol.stop_catching_up()
+            self._drop_beside("it has failed")
+            self._fail(attempt, result, error, group_broken=False)
+            return
+        self._load(state, None, steps)
+        self._beside = None
+
+    def _begin_to_catch_up(self, fetching: _Fetching, result: QuorumResult, sources: list[Source]) -> None:
+        with self._group.lock:
+            self._protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
+        timeout_s = self._config.timeout_s
+        self._beside = FetchBeside(lambda: self._fetch(fetching, result, sources, None, timeout_s))
+
+    def _drop_beside(self, reason: str) -> None:
+        """End a fetch beside the steps, so that the next one is not ended in its place."""
+        beside, self._beside = self._beside, None
+        if beside is not None:
+            self._end(self._fetching, reason)
+            beside.join(2 * REACH_S)
 
     def _check(self, result: QuorumResult, arriving: State) -> None:
         """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""
         source, state = result.recover_src_manager_address, PeerState.of(arriving)
-        if state.counters.get("step") != result.max_step:
+        quorum_id = state.counters.get("commit_quorum_id")
+        is_other = result.begins_to_catch_up and quorum_id != result.max_commit_quorum_id
+        if state.counters.get("step") != result.max_step or is_other:
             raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
         self._registry.check_form(state.user, source)
 
@@ -275,15 +399,27 @@ class StateExchange:
                 client.close()
         return sources
 
-    def _load(self, state: PeerState, own: dict[str, object] | None) -> None:
+    def _load(
+        self, state: PeerState, own: dict[str, object] | None, steps: Sequence[object] | None = None
+    ) -> None:
+        """Load a state, and take the steps again that were kept since then, if it came beside them."""
         try:
             self._registry.load(state.user, own)
+            if steps and self.replay is not None:
+                self.replay.take(steps)
             with self._group.lock:
-                self._protocol.heal(state.counters)
+                if steps is None:
+                    self._protocol.heal(state.counters)
+                else:
+                    self._protocol.caught_up(state.counters)
         except BaseException:  # a part of the state may be the peer's by now
             with self._group.lock:
                 self._protocol.lose_state()
             raise
+
+    def close(self) -> None:
+        """Wait for the end of a fetch beside the steps, which was ended."""
+        self._drop_beside("this replica stops")
 
     def linger(self) -> None:
         """Wait, before this replica leaves, for one that has begun to fetch its state in the last step."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import uuid
 from dataclasses import asdict
-from typing import Protocol
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -166,9 +166,7 @@ class SessionLink:
         self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**fields)))
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
-        request = pb.ShouldCommitRequest(
-            group_rank=group_rank, step=vote.step, should_commit=vote.committed, stop=vote.stop
-        )
+        request = pb.ShouldCommitRequest(group_rank=group_rank, **verdict_fields(vote))
         self._send(pb.RankSessionRequest(vote=request))
 
     def leave(self, reason: str, step: int = 0) -> None:
@@ -316,8 +314,7 @@ class SessionLink:
             case "quorum":
                 self._listener.quorum(quorum_result_from_wire(response.quorum))
             case "vote":
-                vote = response.vote
-                self._listener.verdict(Verdict(vote.step, vote.should_commit, vote.stop))
+                self._listener.verdict(verdict_from_wire(response.vote))
             case "step_lost":
                 self._listener.step_lost(response.step_lost.quorum_id)
             case "member_lost":
@@ -350,6 +347,17 @@ class SessionLink:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+
+
+def verdict_from_wire(message: pb.ShouldCommitRequest | pb.ShouldCommitResponse) -> Verdict:
+    """Convert a rank's vote, or its group's verdict, to a value."""
+    return Verdict(committed=message.should_commit, **codec.fields_of(message, Verdict))
+
+
+def verdict_fields(verdict: Verdict) -> dict[str, Any]:
+    """Return the fields of a vote's message, or a verdict's."""
+    fields = verdict._asdict()
+    return {"should_commit": fields.pop("committed"), **fields}
 
 
 def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:

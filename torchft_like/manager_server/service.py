@@ -22,7 +22,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
-from torchft_like.manager_server.rank_link import quorum_result_to_wire
+from torchft_like.manager_server.rank_link import quorum_result_to_wire, verdict_fields, verdict_from_wire
 
 if TYPE_CHECKING:
     from torchft_like.manager_server.server import ManagerServer
@@ -135,8 +135,7 @@ class _Handlers:
                     case "join":
                         self._server.rank_joined(rank_join(request.join, group_rank))
                     case "vote":
-                        vote = request.vote
-                        self._server.rank_voted(group_rank, Verdict(vote.step, vote.should_commit, vote.stop))
+                        self._server.rank_voted(group_rank, verdict_from_wire(request.vote))
                     case "holds":
                         self._server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
                     case "leave":
@@ -168,9 +167,7 @@ class _Handlers:
     ) -> pb.ShouldCommitResponse:
         request = await _well_formed(request, context)
         call = await self._attach_call(request.group_rank, context)
-        self._server.rank_voted(
-            request.group_rank, Verdict(request.step, request.should_commit, request.stop)
-        )
+        self._server.rank_voted(request.group_rank, verdict_from_wire(request))
         try:
             return vote_response(await call.verdict_given)
         except _GroupLostError as error:
@@ -238,7 +235,7 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
 
 def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
     """Convert a verdict to a wire message."""
-    return pb.ShouldCommitResponse(should_commit=verdict.committed, step=verdict.step, stop=verdict.stop)
+    return pb.ShouldCommitResponse(**verdict_fields(verdict))
 
 
 _Connection = asyncio.Queue[pb.RankSessionResponse | None]

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torchft_like import DistributedDataParallel, Manager, Optimizer
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.local_sgd import DiLoCo
+from torchft_like.optim import GradientReplay
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import Filter, Relay
 from torchft_like.testing.witness import Witness
@@ -174,6 +175,10 @@ class Loop:
         model.taken_over = self._witness.took_over
         first = next(model.net.parameters())  # whose gradient is the last one of a backward pass
         first.register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
+
+    def replay(self) -> GradientReplay:
+        """Return how steps are taken again that passed while this rank caught up."""
+        return self._optimizer.replay(lambda: self._witness.took_over(self._model.digest()))
 
     def attempt_step(self) -> bool:
         """Attempt one step; return whether it was committed."""

@@ -35,6 +35,10 @@ class Member:
     commit_quorum_id: int = 3
     commit_failures: int = 0
     reconfigure_handles: tuple[str, ...] = ()
+    may_catch_up: bool = False
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
     @property
     def address(self) -> str:

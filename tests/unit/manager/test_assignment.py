@@ -18,6 +18,10 @@ class Member:
     commit_failures: int = 0
     fingerprint: bytes = b""
     reconfigure_handles: tuple[str, ...] = ()
+    may_catch_up: bool = False
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
     @property
     def address(self) -> str:

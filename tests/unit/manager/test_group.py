@@ -38,6 +38,10 @@ class Member:
     store_address: str = "h:2"
     fingerprint: bytes = b""
     reconfigure_handles: tuple[str, ...] = ()
+    may_catch_up: bool = False
+    reached_step: int = 0
+    reached_quorum_id: int = 0
+    has_fetched: bool = False
 
 
 def join(group_rank: int, **changes: Any) -> RankJoin:
