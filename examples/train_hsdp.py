@@ -20,25 +20,19 @@ group is left: started again, they all go on from there.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import logging
 import os
 import random
-import re
-import signal
-import subprocess
 import sys
 import sysconfig
-import threading
 import time
 from pathlib import Path
-from typing import Any, NoReturn
 
-import psutil
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
+from local_groups import interrupt_at_sigterm, run_groups
 from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor
@@ -145,84 +139,14 @@ class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
 # ------------------------------------------------------------- all of it on this machine
 
 
-class LocalGroup:
-    """A replica group under a torchrun of its own, and its output."""
-
-    def __init__(self, index: int, lighthouse: str, kill_at_step: int | None) -> None:
-        self.index = index
-        self.kill_at_step = kill_at_step
-        self.result: dict[str, Any] = {}
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        own = ["--replica-id", str(index), "--finish-together"]
-        self.process = subprocess.Popen(
-            [sys.executable, *torchrun, "--nproc_per_node=2", "--max-restarts=3", *sys.argv, *own],
-            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        self.reader = threading.Thread(target=self.read, daemon=True)
-        self.reader.start()
-
-    def read(self) -> None:
-        for line in self.process.stdout or ():
-            print(f"group {self.index} | {line.rstrip()}", flush=True)
-            if line.startswith("{"):
-                self.result = json.loads(line)
-            elif self.kill_at_step is not None and self.trains_with_others_at(self.kill_at_step, line):
-                self.kill_at_step = None
-                self.kill_ranks()
-
-    @staticmethod
-    def trains_with_others_at(step: int, line: str) -> bool:
-        match = re.match(r"step (\d+) .* participants (\d+)", line)
-        return match is not None and int(match[1]) >= step and int(match[2]) > 1
-
-    def kill_ranks(self) -> None:
-        """Send SIGKILL to every rank at once; torchrun starts them again."""
-        print(f"group {self.index} | killed", flush=True)
-        kill(psutil.Process(self.process.pid).children())
-
-    def end(self) -> None:
-        """End every process, however the run went."""
-        if self.process.poll() is None:
-            family = psutil.Process(self.process.pid).children(recursive=True)
-            self.process.kill()
-            kill(family)
-            psutil.wait_procs(family)
-        self.reader.join()
-
-
-def kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        with contextlib.suppress(psutil.NoSuchProcess):  # torchrun ends the others when one is gone
-            process.kill()
-
-
 def run_locally(args: argparse.Namespace) -> int:
     """Run a lighthouse here and the groups as processes; return 0 if all of them end with the same bits."""
-    sys.argv.remove("--local")
-    signal.signal(signal.SIGTERM, _interrupt)
+    interrupt_at_sigterm()
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
-    groups: list[LocalGroup] = []
     try:
-        for index in range(args.num_replicas):
-            kill_at_step = args.kill_at_step if index == args.num_replicas - 1 else None
-            groups.append(LocalGroup(index, lighthouse.address(), kill_at_step))
-        codes = [group.process.wait() for group in groups]
+        return run_groups(2, lighthouse.address(), args.kill_at_step, [()] * args.num_replicas)
     finally:
-        for group in groups:
-            group.end()
         lighthouse.shutdown()
-    digests = {group.result.get("digest") for group in groups}
-    is_identical = len(digests) == 1 and None not in digests and not any(codes)
-    print("all groups ended with the same bits" if is_identical else f"failed: {codes}, {digests}")
-    return 0 if is_identical else 1
-
-
-def _interrupt(_signal: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 def parse_args() -> argparse.Namespace:

@@ -205,6 +205,19 @@ class DiLoCo(_InnerSteps):
             key = f"StreamingDiLoCoFragment_{number}"
             manager.register_state_dict_fn(key, fragment.load_state_dict, fragment.state_dict)
 
+    @property
+    def is_syncing(self) -> bool:
+        """Whether a fragment is sent and its average not yet taken over."""
+        return self._schedule.under_way is not None
+
+    def global_states(self) -> list[dict[str, Any]]:
+        """Return the global parameters and the outer optimizer's state of each fragment: what is equal bit by
+        bit on all participants after a committed sync.
+
+        The keys are torchft's, "original_parameters" and "outer_optimizer"; tensors are not copied.
+        """
+        return [fragment.state_dict() for fragment in self._fragments]
+
     def _after_step(self) -> None:
         schedule = self._schedule
         schedule.step()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
 from typing import Any
 
 import torch
@@ -17,9 +19,11 @@ from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.local_sgd import DiLoCo
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.training import digest_of, prepare_process, seed_of, tensors_in
+from torchft_like.testing.relay import at
+from torchft_like.testing.training import RelayedTransport, digest_of, prepare_process, seed_of, tensors_in
 
 SYNC_EVERY = 8
+STRUCK_AT_BYTES = 2000  # within the answer that has the state
 
 
 def main() -> None:
@@ -38,14 +42,25 @@ def main() -> None:
         net.load_state_dict(state["net"])
         inner.load_state_dict(state["inner"])
 
-    manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=120)),
+    limit = timedelta(seconds=120)
+
+    def visit_heal(data: bytes) -> bytes:
+        visit("heal")
+        return data
+
+    manager: Any = Manager(
+        pg=ProcessGroupGloo(timeout=limit),
         load_state_dict=load,
         state_dict=lambda: {"net": net.state_dict(), "inner": inner.state_dict()},
         min_replica_size=1,
         use_async_quorum=False,
         replica_id=name,
+        checkpoint_transport=RelayedTransport(
+            lambda: at(STRUCK_AT_BYTES, visit_heal), timedelta(seconds=120)
+        ),
     )
+    manager.allreduce = _and_then(manager.allreduce, lambda: visit("sum"))
+    manager.should_commit = _after(lambda: visit("vote"), manager.should_commit)
     diloco = DiLoCo(
         manager,
         list(net),
@@ -60,7 +75,7 @@ def main() -> None:
     with manager, diloco:
         while True:
             # "backward" is between the begin and the end of a sync, "step" between two syncs.
-            visit("step" if diloco._schedule.under_way is None else "backward")
+            visit("backward" if diloco.is_syncing else "step")
             inputs = torch.randn(16, 8, generator=generator)
             inner.zero_grad()
             nn.functional.mse_loss(net(inputs), inputs.flip(1)).backward()  # type: ignore[no-untyped-call]
@@ -68,7 +83,7 @@ def main() -> None:
             before = manager.current_step()
             inner.step()
             if manager.current_step() != before:
-                shared = [t for fragment in diloco._fragments for t in tensors_in(fragment.state_dict())]
+                shared = [t for state in diloco.global_states() for t in tensors_in(state)]
                 journal.write(
                     "sync",
                     step=manager.current_step(),
@@ -76,6 +91,25 @@ def main() -> None:
                     participants=manager.num_participants(),
                     digest=digest_of(shared),
                 )
+
+
+def _and_then(method: Callable[..., Any], visit: Callable[[], None]) -> Callable[..., Any]:
+    @wraps(method)
+    def call_and_visit(*arguments: Any, **named: Any) -> Any:
+        result = method(*arguments, **named)
+        visit()
+        return result
+
+    return call_and_visit
+
+
+def _after(visit: Callable[[], None], method: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(method)
+    def visit_and_call(*arguments: Any, **named: Any) -> Any:
+        visit()
+        return method(*arguments, **named)
+
+    return visit_and_call
 
 
 if __name__ == "__main__":

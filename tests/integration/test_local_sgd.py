@@ -21,6 +21,11 @@ ROUNDS = 4
         ("step", 2, 1, 0.5, "fp8"),
         ("backward", 2, 2, 0.0, ""),
         ("backward", 2, 2, 0.5, "int8"),
+        ("sum", 2, 0, 0.0, "int8"),
+        ("sum", 2, 1, 0.5, ""),
+        ("vote", 1, 0, 0.0, ""),
+        ("vote", 2, 2, 0.5, "fp8"),
+        ("heal", 2, 1, 0.0, ""),
     ],
 )
 def test_global_parameters_are_the_same_after_each_sync_through_deaths_and_heals(
@@ -49,11 +54,14 @@ def test_global_parameters_are_the_same_after_each_sync_through_deaths_and_heals
         wait_for_syncs_of(living)
         for _ in range(ROUNDS):
             cluster.pull_trigger()
+            if place == "heal":
+                living.append(start(f"{living[-1].name}2"))  # a source of this one is struck
             victim, _ = cluster.wait_for_fault(*living)
             cluster.wait_for_end(victim)
             living.remove(victim)
             wait_for_syncs_of(living)
-            living.append(start(victim.name))
+            if place != "heal":
+                living.append(start(victim.name))
             wait_for_syncs_of(living)
         digests = defaultdict(set)
         for record in (r for group in cluster.groups for r in group.ranks[0].records("sync")):

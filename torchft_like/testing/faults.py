@@ -25,6 +25,8 @@ PLACES = (
     "step",  # before the join
     "backward",  # after the gradients, before the collective
     "configure",  # before the process group meets the others
+    "sum",  # within a collective, which has begun
+    "vote",  # after the sums, before the vote
     "heal",  # while a part of the state is on its way to a healing peer
 )
 

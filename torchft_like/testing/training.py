@@ -144,7 +144,7 @@ class LocalModel(Model):
 
     def digest(self) -> str:
         """Return the SHA-256 of all global parameters and of the outer optimizers' states."""
-        return digest_of(t for each in self.diloco._fragments for t in tensors_in(each.state_dict()))
+        return digest_of(t for state in self.diloco.global_states() for t in tensors_in(state))
 
 
 class Loop:

@@ -1,0 +1,118 @@
+"""Replica groups on this machine, each under a torchrun of its own, one of which is killed on the way."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import psutil
+
+
+class LocalGroup:
+    """A replica group under a torchrun of its own, which runs the present script, and its output."""
+
+    def __init__(
+        self, index: int, ranks: int, lighthouse: str, kill_at_step: int | None, inside: Sequence[str]
+    ) -> None:
+        self.index = index
+        self.kill_at_step = kill_at_step
+        self.result: dict[str, Any] = {}
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        torchrun += [f"--nproc_per_node={ranks}", "--max-restarts=3"]
+        own = ["--replica-id", str(index), "--finish-together"]
+        self.process = subprocess.Popen(
+            [
+                *inside,
+                sys.executable,
+                *torchrun,
+                f"--nproc_per_node={ranks}",
+                "--max-restarts=3",
+                *sys.argv,
+                *own,
+            ],
+            env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.reader = threading.Thread(target=self.read, daemon=True)
+        self.reader.start()
+
+    def read(self) -> None:
+        for line in self.process.stdout or ():
+            print(f"group {self.index} | {line.rstrip()}", flush=True)
+            if line.startswith("{"):
+                self.result = json.loads(line)
+            elif self.kill_at_step is not None and self.trains_with_others_at(self.kill_at_step, line):
+                self.kill_at_step = None
+                self.kill_ranks()
+
+    @staticmethod
+    def trains_with_others_at(step: int, line: str) -> bool:
+        match = re.match(r"step (\d+) .* participants (\d+)", line)
+        return match is not None and int(match[1]) >= step and int(match[2]) > 1
+
+    def kill_ranks(self) -> None:
+        """Send SIGKILL to every rank at once; torchrun starts them again."""
+        print(f"group {self.index} | killed", flush=True)
+        kill(psutil.Process(self.process.pid).children())
+
+    def end(self) -> None:
+        """End every process, however the run went."""
+        if self.process.poll() is None:
+            family = psutil.Process(self.process.pid).children(recursive=True)
+            self.process.kill()
+            kill(family)
+            psutil.wait_procs(family)
+        self.reader.join()
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):  # torchrun ends the others when one is gone
+            process.kill()
+
+
+def run_groups(
+    ranks: int, lighthouse: str, kill_at_step: int | None, insides: Sequence[Sequence[str]]
+) -> int:
+    """Run the present script without --local as replica groups; return 0 if all end with the same bits.
+
+    Args:
+        ranks: the ranks of each group.
+        lighthouse: its address.
+        kill_at_step: the step at which the last group is killed, once, while it trains with others.
+        insides: for each group the words to put in front of its command.
+    """
+    sys.argv.remove("--local")
+    groups: list[LocalGroup] = []
+    try:
+        for index, inside in enumerate(insides):
+            own_kill = kill_at_step if index == len(insides) - 1 else None
+            groups.append(LocalGroup(index, ranks, lighthouse, own_kill, inside))
+        codes = [group.process.wait() for group in groups]
+    finally:
+        for group in groups:
+            group.end()
+    digests = {group.result.get("digest") for group in groups}
+    is_identical = len(digests) == 1 and None not in digests and not any(codes)
+    print("all groups ended with the same bits" if is_identical else f"failed: {codes}, {digests}")
+    return 0 if is_identical else 1
+
+
+def interrupt_at_sigterm() -> None:
+    """Let SIGTERM end the groups, too, as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, _interrupt)
+
+
+def _interrupt(_signal: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt
