@@ -26,6 +26,7 @@ from benchmarks import (
     native_groups,
     plots,
     process_groups,
+    rank_loss,
     recovery,
     slow_links,
     startup,
@@ -45,6 +46,7 @@ def _of_groups(name: str) -> Callable[[bool], Result]:
 
 BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "recovery": lambda quick: recovery.main(recovery.QUICK if quick else recovery.Plan()),
+    "rank_loss": lambda quick: rank_loss.main(rank_loss.QUICK if quick else rank_loss.Plan()),
     "startup": lambda quick: startup.main(1 if quick else 5),
     "loaders": lambda quick: loaders.main(loaders.QUICK if quick else loaders.Plan()),
     "step_time": lambda quick: step_time.main(step_time.QUICK if quick else step_time.Plan()),

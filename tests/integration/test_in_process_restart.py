@@ -86,8 +86,10 @@ def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: P
         assert "in fail_oddly" in group.ranks[1].output, "it is this rank's own error that it ends with"
 
 
-@pytest.mark.parametrize("killed", [[1], [0], [0, 1]], ids=str)
-def test_a_spare_takes_the_place_of_a_rank_that_was_killed(tmp_path: Path, killed: list[int]) -> None:
+@pytest.mark.parametrize(("size", "killed"), [(3, [1]), (4, [0]), (3, [0, 1])], ids=str)
+def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
+    tmp_path: Path, size: int, killed: list[int]
+) -> None:
     """The other ranks go on in their processes, and all end with the bits of the other group."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         options = "--steps=40", "--pause=0.05", "--fault=deadly"
@@ -98,9 +100,9 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(tmp_path: Path, kille
         cluster.lighthouse.wait_for_output("(?s)waits for a place.*waits for a place", LIMIT_S)
         fault = "--fault-on", *map(str, killed)
         a = cluster.launch(
-            "a", [JOB, "--fault-at=5", *fault, *options], size=3, variables={"REPLICA_GROUP_ID": "a"}
+            "a", [JOB, "--fault-at=5", *fault, *options], size=size, variables={"REPLICA_GROUP_ID": "a"}
         )
-        b = cluster.launch("b", [JOB, *options], size=3, variables={"REPLICA_GROUP_ID": "b"})
+        b = cluster.launch("b", [JOB, *options], size=size, variables={"REPLICA_GROUP_ID": "b"})
         for rank in [*a.ranks, *b.ranks, *(spare.ranks[0] for spare in spares)]:
             rank.may_end = True
         lives = [rank for number, rank in enumerate(a.ranks) if number not in killed]

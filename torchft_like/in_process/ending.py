@@ -35,6 +35,7 @@ from torchft_like.runtime import living
 logger = logging.getLogger(__name__)
 
 THREADS_END_S = 1.0
+_OF_FSDP = "torch.distributed.fsdp._fully_shard"
 _caches: weakref.WeakSet[functools._lru_cache_wrapper[Any]] = weakref.WeakSet()  # torch's
 
 
@@ -76,7 +77,8 @@ def _destroy_torchs_groups() -> None:
     """Let torch forget its groups, whose connections are closed once nobody keeps them.
 
     torch's caches of DTensor operations keep meshes, and each mesh its groups. A later try would also compute
-    with what is cached for the mesh of an earlier one, which equals its own.
+    with what is cached for the mesh of an earlier one, which equals its own. After an error in a forward or
+    backward pass FSDP and the graph of autograd keep each other, where the collector cannot see it.
     """
     try:
         dist.destroy_process_group()
@@ -87,8 +89,11 @@ def _destroy_torchs_groups() -> None:
     for cache in _caches:
         cache.cache_clear()
     for each in made:
-        if issubclass(type(each), DeviceMesh):
+        kind = type(each)
+        if issubclass(kind, DeviceMesh):
             vars(each).get("_pg_registry", {}).clear()
+        elif str(kind.__module__).startswith(_OF_FSDP) and not issubclass(kind, torch.nn.Module):
+            getattr(each, "__dict__", {}).clear()
     planners = getattr(sys.modules.get("torch.distributed.tensor._redistribute"), "_planner_cache", {})
     planners.clear()
     getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", lambda: None)()

@@ -14,6 +14,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from tests.conftest import WAIT_LIMIT_S
 from torchft_like import GroupLostError, MaxRetriesError, Restart, restartable
@@ -111,8 +112,9 @@ def test_what_a_function_held_is_freed_before_its_next_try() -> None:
     assert len(held) == 1
 
 
+@pytest.mark.parametrize("where", ["between steps", "foreach_all_gather", "foreach_reduce"])
 def test_torchs_groups_and_a_sharded_model_are_gone_before_the_next_try(
-    monkeypatch: pytest.MonkeyPatch,
+    where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     held: list[weakref.ref[object]] = []
     ports: list[str] = []
@@ -133,6 +135,10 @@ def test_torchs_groups_and_a_sharded_model_are_gone_before_the_next_try(
         held.extend(map(weakref.ref, (model, dist.group.WORLD, loss)))
         assert restart is not None
         if restart.attempt < 2:
+            with monkeypatch.context() as patches:
+                if where != "between steps":
+                    patches.setattr(_fsdp_param_group, where, fail_oddly)
+                model(torch.ones(1, 4)).sum().backward()
             raise OddError("x")
         dist.destroy_process_group()
 
@@ -150,6 +156,10 @@ def test_torchs_default_group_has_to_be_started_in_the_function() -> None:
             restartable(lambda: None)()
     finally:
         dist.destroy_process_group()
+
+
+def fail_oddly(*_: object, **__: object) -> None:
+    raise OddError("x")
 
 
 class Thing:
