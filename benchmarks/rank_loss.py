@@ -27,8 +27,8 @@ SPARE, LAUNCHER = "a spare takes its place", "its group is started again"
 
 METHOD = [
     "Two replica groups train a small model that FSDP shards over their ranks, with a pause of 50 ms in each "
-    "step: all processes share the cores of one machine. A rank is sent SIGKILL; the times run to the next step "
-    "that all ranks of a group have committed. The shards are of some kilobytes: their transfer takes nothing.",
+    "step: all processes share the cores of one machine. A rank is killed; the times run to the next step "
+    "that all ranks of a group have committed. The shards are of kilobytes: their transfer takes nothing.",
     "Beside it, what the launcher does without spares: it ends the other ranks, and starts them all again.",
     "An error of a rank, not a death: all ranks of its group run their function again in the same processes.",
     "A rank is killed again and again, in groups of 3 with 2 spares; another spare is started each time. The "
