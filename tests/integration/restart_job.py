@@ -81,7 +81,8 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
             inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), targets)
-            if step == args.fault_at and restart.attempt == 0 and rank in args.fault_on:
+            is_due = 0 <= args.fault_at <= step and manager.num_participants() >= args.groups
+            if is_due and restart.attempt == 0 and rank in args.fault_on:
                 FAULTS[args.fault]()
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -98,7 +99,9 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=2)
     parser.add_argument("--fault", choices=FAULTS, default="known")
-    parser.add_argument("--fault-at", type=int, default=-1, help="the step")
+    parser.add_argument(
+        "--fault-at", type=int, default=-1, help="the first step in which all groups are there"
+    )
     parser.add_argument("--fault-on", type=int, nargs="+", default=[1], help="the ranks")
     parser.add_argument("--pause", type=float, default=0.0)
     return parser.parse_args()
