@@ -5,14 +5,12 @@ Debian has it as `chromium` and `chromium-driver`. It talks to nobody but loopba
 
 from __future__ import annotations
 
-import base64
 import json
 import re
 import shutil
 import socket
 import tempfile
 import urllib.request
-from pathlib import Path
 from typing import Any, Final, Self
 
 import pytest
@@ -21,7 +19,6 @@ from torchft_like.testing.processes import RunningProcess
 
 START_S_MAX: Final = 60.0
 CALL_S_MAX: Final = 60.0
-_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the key by which the protocol marks an element
 KEYS: Final = {"tab": "\ue004", "enter": "\ue007", "escape": "\ue00c", "space": " "}
 _FLAGS = (
     "--headless",
@@ -95,20 +92,6 @@ class Browser:
         strokes = [KEYS.get(key, key) for key in keys]
         actions = [{"type": kind, "value": key} for key in strokes for kind in ("keyDown", "keyUp")]
         self._call("POST", "/actions", {"actions": [{"type": "key", "id": "keyboard", "actions": actions}]})
-
-    def emulate(self, *, scheme: str = "light", width: int = 1200, height: int = 900) -> None:
-        """Prefer a colour scheme, "light" or "dark", and have a window of that size."""
-        features = [{"name": "prefers-color-scheme", "value": scheme}]
-        self._devtools("Emulation.setEmulatedMedia", features=features)
-        sizes = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
-        self._devtools("Emulation.setDeviceMetricsOverride", **sizes)
-
-    def shoot(self, path: Path) -> None:
-        """Write a picture of the window."""
-        path.write_bytes(base64.b64decode(self._call("GET", "/screenshot")))
-
-    def _devtools(self, command: str, **parameters: object) -> Any:
-        return self._call("POST", "/goog/cdp/execute", {"cmd": command, "params": parameters})
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import sys
 import threading
 from collections.abc import Iterator
 from types import TracebackType
@@ -20,7 +19,6 @@ from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.testing.processes import ForkedProcess
 
 LIMIT_S = 30.0
 
@@ -179,16 +177,6 @@ class UnaryClient:
 
 
 @contextlib.contextmanager
-def session_process(address: str, replica_id: str) -> Iterator[ForkedProcess]:
-    """Start a session in a process of its own, which writes a line for each message that it gets."""
-    process = ForkedProcess([__name__, address, replica_id])
-    try:
-        yield process
-    finally:
-        process.kill()
-
-
-@contextlib.contextmanager
 def registered(address: str, *replica_ids: str) -> Iterator[list[SessionClient]]:
     """Yield sessions that the lighthouse has registered, in this order."""
     with contextlib.ExitStack() as stack:
@@ -205,16 +193,3 @@ def _serialized(request: pb.SessionRequest | bytes) -> bytes:
 
 def ids_of(quorum: pb.Quorum) -> list[str]:
     return [member.replica_id for member in quorum.participants]
-
-
-def _main(address: str, replica_id: str) -> None:
-    with SessionClient(address, replica_id) as session:
-        session.registered()
-        print("registered", flush=True)
-        session.join()
-        print("quorum", *ids_of(session.quorum()), flush=True)
-        print("ended", *session.end(), flush=True)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1], sys.argv[2])

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import psutil
 import pytest
 
 from lighthouse import wire
@@ -29,7 +28,6 @@ from tests.integration.lighthouse_clients import (
     UnaryClient,
     ids_of,
     registered,
-    session_process,
 )
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.lighthouse import LighthouseProcess
@@ -128,38 +126,6 @@ def test_a_cancelled_unary_call_has_not_joined(embedded: Embedded) -> None:
 
 
 # -- deaths
-
-
-def test_survivors_hear_of_a_killed_member_and_go_on_without_it(fresh: str) -> None:
-    with registered(fresh, "a", "b") as (a, b), session_process(fresh, "victim") as victim:
-        victim.wait_for_output("registered\n")
-        a.join()
-        b.join()
-        quorum = a.quorum()
-        assert ids_of(quorum) == ids_of(b.quorum()) == ["a", "b", "victim"]
-        victim.signal(signal.SIGKILL)
-        for survivor in (a, b):
-            lost = survivor.member_lost()
-            assert (lost.quorum_id, lost.replica_id) == (quorum.quorum_id, "victim")
-        assert victim.wait() == -signal.SIGKILL
-        a.join()
-        b.join()
-        after = a.quorum()
-        assert ids_of(after) == ["a", "b"]
-        assert after.quorum_id > quorum.quorum_id
-
-
-def test_survivors_hear_of_a_stopped_member_by_its_missing_ping(fresh: str) -> None:
-    with registered(fresh, "a") as (a,), session_process(fresh, "victim") as victim:
-        victim.wait_for_output("registered\n")
-        a.join()
-        assert ids_of(a.quorum()) == ["a", "victim"]
-        victim.wait_for_output("quorum a victim\n")
-        victim.signal(signal.SIGSTOP)
-        assert a.member_lost().replica_id == "victim"
-        assert psutil.Process(victim.pid).status() == psutil.STATUS_STOPPED
-        victim.signal(signal.SIGCONT)
-        victim.wait_for_output("(?m)^ended")
 
 
 def test_a_silent_unary_member_is_lost_after_heartbeat_timeout() -> None:

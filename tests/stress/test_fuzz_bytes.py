@@ -64,10 +64,10 @@ def of_leaves(count: int) -> bytes:
     )
 )
 @example(forged(HEAD + struct.pack("<BI", LIST, 1) * 200_000))
-@example(forged(HEAD + struct.pack("<BI", LIST, 1_000_000) + b"\x00" * 1_000_000))
-@example(forged(HEAD + struct.pack("<BI", LIST, 500_000) + struct.pack("<BI", ORDERED_DICT, 0) * 500_000))
-@example(forged(HEAD + struct.pack("<BI", LONG, 6_000_000) + b"\x7f" * 6_000_000))
-@example(forged(of_leaves(100_000)))
+@example(forged(HEAD + struct.pack("<BI", LIST, 200_000) + b"\x00" * 200_000))
+@example(forged(HEAD + struct.pack("<BI", LIST, 100_000) + struct.pack("<BI", ORDERED_DICT, 0) * 100_000))
+@example(forged(HEAD + struct.pack("<BI", LONG, 2_000_000) + b"\x7f" * 2_000_000))
+@example(forged(of_leaves(20_000)))
 @example(b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00")  # announces 64 MB and sends none
 def test_bytes_are_a_state_or_refused(data: bytes) -> None:
     parse_or_refuse(load_state, data, refusals=CheckpointFormatError)
