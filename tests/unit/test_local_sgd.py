@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.futures import Future
 from torch.testing._internal.distributed import fake_pg
 
@@ -185,19 +186,32 @@ def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
     assert list(peers[0].registered) == ["StreamingDiLoCoFragment_0", "StreamingDiLoCoFragment_1"]
 
 
-def test_dtensors_are_synced_shard_by_shard() -> None:
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
+@pytest.mark.parametrize(
+    ("mesh", "placements"),
+    [
+        ((2,), [Shard(0)]),
+        ((2,), [Shard(1)]),
+        ((2, 2), [Shard(0), Shard(1)]),
+        ((4,), [Shard(0)]),
+    ],
+    ids=["FSDP", "TP", "FSDP and TP", "uneven"],
+)
+def test_dtensors_are_synced_shard_by_shard(mesh: tuple[int, ...], placements: list[Placement]) -> None:
+    ranks = math.prod(mesh)
+    torch.distributed.init_process_group("fake", rank=1, world_size=ranks, store=fake_pg.FakeStore())
     try:
-        mesh = init_device_mesh("cpu", (2,))
         net = nn.Linear(4, 6, bias=False)
         whole = net.weight.detach().clone()
-        net.weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        sharded = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
+        before = sharded.to_local().clone()
+        net.weight = nn.Parameter(sharded)
         peer, inner = Peer(), torch.optim.SGD(net.parameters(), lr=0.0)
         with DiLoCo(peer, [net], inner, torch.optim.SGD(net.parameters(), lr=1.0), sync_every=1):
             inner.step()
         assert isinstance(net.weight, DTensor)
-        torch.testing.assert_close(net.weight.to_local(), whole[3:] - offset(0) / 2)
-        assert peer.reduced == [12]
+        torch.testing.assert_close(net.weight.to_local(), before - offset(0) / 2)
+        assert peer.reduced == [before.numel()]
+        assert before.numel() < whole.numel()
     finally:
         torch.distributed.destroy_process_group()
 

@@ -222,11 +222,17 @@ def test_what_a_call_has_left_does_not_count_before_it_is_accepted() -> None:
 @pytest.mark.parametrize("quantize_to", FORMATS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, RANKS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_each_rank_gets_its_part_of_a_reduce_scatter(
-    party: Party, groups: Mapping[int, list[ProcessGroup]], quantize_to: str, operation: Any, ranks: int
+    party: Party,
+    groups: Mapping[int, list[ProcessGroup]],
+    quantize_to: str,
+    operation: Any,
+    ranks: int,
+    dtype: torch.dtype,
 ) -> None:
     shapes = [(7,), (4, 300), (1, 2, 3)]
-    inputs = [of_rank(rank, 2, shapes, torch.float32) for rank in range(ranks)]
+    inputs = [of_rank(rank, 2, shapes, dtype) for rank in range(ranks)]
 
     def reduce(rank: int, group: ProcessGroup) -> Tensor:
         output, sizes = allocate_reduce_scatter_output(inputs[rank], ranks)
@@ -243,9 +249,25 @@ def test_each_rank_gets_its_part_of_a_reduce_scatter(
         wanted = []
         for of_all, size in zip(zip(*inputs, strict=True), sizes, strict=True):
             padded = torch.zeros(size)
-            padded.view(-1)[: of_all[0].numel()] = torch.stack(of_all).sum(0).reshape(-1) / divisor
+            padded.view(-1)[: of_all[0].numel()] = torch.stack(of_all).float().sum(0).reshape(-1) / divisor
             wanted.append(padded.chunk(ranks)[rank].reshape(-1))
-        torch.testing.assert_close(output, torch.cat(wanted), atol=limit, rtol=0)
+        assert output.dtype == dtype
+        torch.testing.assert_close(output.float(), torch.cat(wanted), atol=limit, rtol=0)
+
+
+def test_a_reduce_scatter_of_nothing_is_nothing_and_an_infinity_makes_its_row_nan(
+    party: Party, groups: Mapping[int, list[ProcessGroup]]
+) -> None:
+    def reduce(rank: int, group: ProcessGroup) -> list[bool]:
+        empty = torch.empty(0)
+        reduce_scatter_quantized(empty, [torch.empty(0, 3)], ReduceOp.SUM, group).wait()
+        given, output = torch.ones(RANKS * 2, ROW), torch.empty(2, ROW)
+        if rank == 1:
+            given[3, 5] = torch.inf
+        reduce_scatter_quantized(output, [given], ReduceOp.SUM, group).wait()
+        return [row.isnan().all().item() for row in output]
+
+    assert party.together(groups[RANKS], reduce) == [[False, False], [False, True], [False, False]]
 
 
 def test_padded_sizes_are_multiples_of_the_ranks() -> None:
