@@ -152,7 +152,7 @@ class ManagedTrainer:
         self.model = model
         optimizer = make_optimizer(model)
         self._compute_s = options.compute
-        ballast = [torch.zeros(BALLAST_FLOATS) for _ in range(options.ballast)]
+        ballast = [torch.ones(BALLAST_FLOATS) for _ in range(options.ballast)]
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = package.Manager(
             pg=groups.ProcessGroupGloo(timeout=timeout),

@@ -336,9 +336,11 @@ class QuorumDriver:
         """Return how many steps are committed, and the replica whose state is being taken over."""
         attempt = self.attempt
         result = None if attempt is None or attempt.error is not None else attempt.result
-        if result is None or not self._protocol.healing or result.recover_src_replica_rank is None:
+        if result is None or not self._protocol.healing:
             return self._protocol.step, ""
-        return self._protocol.step, result.replica_ids[result.recover_src_replica_rank]
+        source = result.recover_src_replica_rank
+        name = self._exchange.source if source is None else result.replica_ids[source]
+        return self._protocol.step, name
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.trouble, self._left_out = reason, None  # the lighthouse tells it again if it is still so

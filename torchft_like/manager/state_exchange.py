@@ -307,6 +307,11 @@ class StateExchange:
         """Whether the state has come that was fetched beside the steps."""
         return self._beside is not None and self._beside.has_come
 
+    @property
+    def source(self) -> str:
+        """The replica whose state is on its way; empty if none is."""
+        return "" if (fetching := self._fetching) is None else next(iter(fetching.sources), "")
+
     def keep(self) -> object:
         """Return what the step that passes is to be taken again with; None if it could not be kept."""
         try:

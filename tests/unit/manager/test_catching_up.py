@@ -240,7 +240,7 @@ class Catching(Replica):
         super().__init__(monkeypatch)
         self.release, self.loaded, self.replay = threading.Event(), list[object](), Steps()
         self.registry.register("model", self.loaded.append, dict)
-        self.exchange.replay, self.protocol.steps_kept_max = self.replay, 2
+        self.exchange.replay, self.protocol.steps_kept_max = self.replay, 3
         monkeypatch.setattr(self.transport, "recv_checkpoint", self._receive)
 
     def _receive(self, step: int, **_: object) -> object:
@@ -272,15 +272,17 @@ def test_a_state_comes_beside_the_steps_and_is_loaded_when_the_group_has_it(
     a = Catching(monkeypatch)
     assert not a.step(10, OTHERS)
     assert a.transport.is_receiving.wait(LIMIT_S)
-    assert (a.loaded, a.replay.kept) == ([], 1)
+    assert not a.step(10, dict.fromkeys("bc", Version(6, 10)))
+    assert (a.loaded, a.replay.kept) == ([], 2)
+    assert a.driver.step_and_source() == (0, "b"), "as the page shows it"
     a.release.set()
     assert a.exchange._beside is not None
     a.exchange._beside.result()
-    assert not a.step(10, dict.fromkeys("bc", Version(6, 10)))
+    assert not a.step(10, dict.fromkeys("bc", Version(7, 10)))
     assert a.loaded == []
-    assert a.step(10, dict.fromkeys("bc", Version(7, 10)))
-    assert (a.loaded, a.replay.taken) == ([{}], [1, 2])
-    assert a.protocol.step == 8
+    assert a.step(10, dict.fromkeys("bc", Version(8, 10)))
+    assert (a.loaded, a.replay.taken) == ([{}], [1, 2, 3])
+    assert a.protocol.step == 9
     assert a.exchange._beside is None
     a.driver.stop(ShutdownError("over"), LIMIT_S)
 
