@@ -26,6 +26,7 @@ DILOCO = {
     "DiLoCo, fp8": ("fp8", False),
     "DiLoCo, int8 with error feedback": ("int8", True),
 }
+CURVE_EVERY = SYNC_EVERY  # after a sync all replicas have the same parameters
 LOSS = "loss after the last step, on text that nobody trained on"
 BYTES = "bytes that a replica sends in the whole run"
 LOSS_RATIO_MAX, QUANTIZED_LOSS_RATIO_MAX = 1.02, 1.025
@@ -44,7 +45,8 @@ METHOD = [
     "DDP averages gradients in every step. DiLoCo averages pseudogradients, in one bucket, after every "
     f"{SYNC_EVERY} steps; its outer optimizer is SGD with 0.7 and Nesterov momentum of 0.9.",
     "The loss is that of the global parameters, which are equal on all replicas, on 1,024 windows of which "
-    "no replica has trained on any. A sample is a run with another seed of weights and batches; ratios are "
+    "no replica has trained on any, along the way on 128 of them. A "
+    "sample is a run with another seed of weights and batches; ratios are "
     "medians over those of each seed.",
     "Bytes are counted at the process group: an allreduce of n bytes counts as 2 n (K-1) / K, which is what "
     "a ring sends, and so do the two halves of a quantized one. Votes and quorums are not counted.",
@@ -63,19 +65,23 @@ QUICK = Plan(steps=100, seeds=1)
 def main(plan: Plan = Plan()) -> Result:
     losses: dict[str, list[float]] = {name: [] for name in (DDP, *DILOCO)}
     sent: dict[str, list[float]] = {name: [] for name in losses}
+    curves: dict[str, list[list[float]]] = {name: [] for name in losses}
     with tempfile.TemporaryDirectory(prefix="low-communication-") as folder:
         for seed in range(plan.seeds):
             common = [f"--model={folder}/model-{seed}.pt", f"--seed={seed}"]
             pretrain(common)
             for name, of_seeds in losses.items():
-                loss, count = train(name, [*common, f"--steps={plan.steps}"])
+                loss, count, curve = train(name, [*common, f"--steps={plan.steps}"])
                 of_seeds.append(loss)
                 sent[name].append(count)
+                curves[name].append(curve)
                 print(f"seed {seed}: {name}: {loss:.4f}, {count:,} bytes", flush=True)
-    return report(losses, sent)
+    return report(losses, sent, curves)
 
 
-def report(losses: dict[str, list[float]], sent: dict[str, list[float]]) -> Result:
+def report(
+    losses: dict[str, list[float]], sent: dict[str, list[float]], curves: dict[str, list[list[float]]]
+) -> Result:
     """Save what was measured, by way, a sample for each seed."""
     result = Result("low_communication", "What does DiLoCo cost in loss, and save in bytes?", METHOD)
     for name, of_seeds in losses.items():
@@ -90,6 +96,10 @@ def report(losses: dict[str, list[float]], sent: dict[str, list[float]]) -> Resu
         if name in DILOCO:
             limit = QUANTIZED_BYTES_RATIO_MAX if DILOCO[name][0] else BYTES_RATIO_MAX
             result.bars.append(Bar(f"{name}: bytes over DDP's", part, limit, "x"))
+    for name, of_runs in curves.items():
+        for point, samples in enumerate(zip(*of_runs, strict=True), 1):
+            at = point * CURVE_EVERY
+            result.add(f"loss after {at:,} steps", name, "nats per byte", samples, at=at)
     result.save()
     return result
 
@@ -100,8 +110,9 @@ def pretrain(options: list[str]) -> None:
         _results(fleet, [fleet.start("pretraining", [*WORKER, *options], WITH_EXAMPLES)])
 
 
-def train(name: str, options: list[str]) -> tuple[float, float]:
-    """Train with all replicas; return the loss and the bytes that each has sent, which are alike."""
+def train(name: str, options: list[str]) -> tuple[float, float, list[float]]:
+    """Train with all replicas; return the loss, the bytes sent and the losses on the way, alike on all."""
+    options = [*options, f"--curve-every={CURVE_EVERY}"]
     if name in DILOCO:
         quantize_to, error_feedback = DILOCO[name]
         options = [*options, f"--sync-every={SYNC_EVERY}", f"--quantize={quantize_to}"]
@@ -116,12 +127,14 @@ def train(name: str, options: list[str]) -> tuple[float, float]:
                 [*WORKER, f"--rank={rank}", f"--replicas={REPLICAS}", *options] for rank in range(REPLICAS)
             ]
             replicas = [fleet.start("replica", command, WITH_EXAMPLES | place) for command in commands]
-            found = {(record["loss"], record["bytes"]) for record in _results(fleet, replicas)}
+            results = _results(fleet, replicas)
+            found = {(record["loss"], record["bytes"], *record["curve"]) for record in results}
     finally:
         lighthouse.shutdown()
     if len(found) != 1:
         raise AssertionError(f"{name}: the replicas ended differently: {found}")
-    return found.pop()
+    loss, count, *curve = found.pop()
+    return loss, count, curve
 
 
 def _results(fleet: Fleet, processes: list[FleetProcess]) -> list[Record]:

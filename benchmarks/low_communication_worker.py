@@ -29,6 +29,7 @@ from torchft_like.process_group import ProcessGroupWrapper
 from torchft_like.process_group.collectives import Collective, tensors_of
 
 CONTEXT, BATCH, HELD_OUT = 64, 8, 20  # of so many windows one is not trained on
+CURVE_WINDOWS = 128  # of those, for a point of the curve
 WARM_UP, LEARNING_RATE = 20, 1e-3
 PRETRAINING_STEPS, PRETRAINING_BATCH, PRETRAINING_RATE = 700, 16, 3e-3
 
@@ -80,7 +81,7 @@ def train(model: TinyGPT, text: Text, args: argparse.Namespace) -> None:
             block.enter_context(diloco(manager, model, adamw, args))
         else:
             trained, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, adamw)
-        quorums = set[int]()
+        quorums, curve = set[int](), list[float]()
         for step in range(args.steps):
             inputs, targets = text.batch(step)
             optimizer.zero_grad()
@@ -89,10 +90,11 @@ def train(model: TinyGPT, text: Text, args: argparse.Namespace) -> None:
             rate.step()
             if manager.current_step():
                 quorums.add(manager.quorum_id)
+            if (step + 1) % args.curve_every == 0:
+                curve.append(text.loss_of(model, CURVE_WINDOWS))
         assert len(quorums) == 1, "a replica was lost, and its optimizer with it: there is no result"
-        with torch.no_grad():
-            loss = next_byte_loss(model(text.held_out[0]), text.held_out[1]).item()
-        print(json.dumps({"loss": loss, "bytes": round(group.sent)}), flush=True)
+        record = {"loss": text.loss_of(model), "bytes": round(group.sent), "curve": curve}
+        print(json.dumps(record), flush=True)
         sys.stdin.readline()  # no replica lacks a peer in its last step
 
 
@@ -137,6 +139,12 @@ class Text:
         self._key = f"{args.seed}/{args.rank}"
         self.held_out = self._windows(random.Random("held out").sample(windows[::HELD_OUT], 1024))
 
+    @torch.no_grad()
+    def loss_of(self, model: TinyGPT, windows: int | None = None) -> float:
+        """Return the loss on the first windows that nobody trains on, by default on all."""
+        inputs, targets = (tokens[:windows] for tokens in self.held_out)
+        return next_byte_loss(model(inputs), targets).item()
+
     def batch(self, step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:
         return self._windows(random.Random(f"{self._key}/{step}").sample(self._trained, size))
 
@@ -154,6 +162,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sync-every", type=int, default=0, help="DiLoCo's; 0 is DDP")
     parser.add_argument("--quantize", default="")
+    parser.add_argument("--curve-every", type=int, default=50, help="steps between two points of the curve")
     parser.add_argument("--error-feedback", action="store_true")
     return parser.parse_args()
 
