@@ -228,9 +228,7 @@ class Meeting:
                 except ProcessGroupAbortedError:
                     continue
                 except (ProcessGroupError, TimeoutError) as error:
-                    raise GroupLostError(
-                        f"rank {host.rank}, in whose store the ranks meet: {error}"
-                    ) from error
+                    raise GroupLostError(_lost_store(host, error)) from error
 
     def set(self, key: str, value: str) -> None:
         """Set a key of that store.
@@ -270,7 +268,7 @@ class Meeting:
         records = self._values(store, [_ended(attempt, rank) for rank in sorted(self._processes)])
         if any(record.ending == MOVED for record in records):
             raise _MovedError
-        vacant = [rank for rank, record in enumerate(records) if record.is_vacant]
+        vacant = {rank: record for rank, record in enumerate(records) if record.is_vacant}
         if vacant and all(record.ending != Ending.LAST.value for record in records):
             taken = self._fill(store, host, attempt, vacant)
             records = [taken.get(rank, record) for rank, record in enumerate(records)]
@@ -303,17 +301,17 @@ class Meeting:
             self._take(store, attempt, said)
 
     def _fill(
-        self, store: AbortableStore, host: RankProcess, attempt: int, vacant: Sequence[int]
+        self, store: AbortableStore, host: RankProcess, attempt: int, vacant: Mapping[int, Record]
     ) -> Mapping[int, Record]:
         """Wait until every vacant place is taken, or is known not to be."""
-        for rank in vacant:
+        for rank, why in vacant.items():
             asked = self._asked.get((rank, host.address))
             if asked is None and rank != self._own.rank:
                 asked = self._ask_for_spare(self._processes[rank], host, attempt)
                 self._asked[rank, host.address] = asked
                 asked.add_done_callback(lambda _: self._interrupt())
             if asked is not None and asked.done() and not asked.cancelled() and asked.result():
-                none = Record(Ending.GONE.value, f"its process has ended, and {asked.result()}")
+                none = Record(Ending.GONE.value, f"{why.reason}, and {asked.result()}")
                 store.compare_set(_taken(attempt, rank), "", none.text())
         return dict(zip(vacant, self._values(store, [_taken(attempt, rank) for rank in vacant]), strict=True))
 
