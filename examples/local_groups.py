@@ -33,8 +33,6 @@ class LocalGroup:
                 *inside,
                 sys.executable,
                 *torchrun,
-                f"--nproc_per_node={ranks}",
-                "--max-restarts=3",
                 *sys.argv,
                 *own,
             ],

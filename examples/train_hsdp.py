@@ -4,6 +4,11 @@ On one machine, with a lighthouse and two replica groups of two ranks each, one 
 
     python examples/train_hsdp.py --local --kill-at-step 20
 
+With --spares 1 a single rank is killed. A spare takes its place, and nobody else is started again, as
+--picture lives.png shows:
+
+    python examples/train_hsdp.py --local --kill-at-step 20 --spares 1 --picture lives.png
+
 As on a cluster, each replica group under a torchrun of its own, which starts it again when it fails:
 
     python -m lighthouse --bind 127.0.0.1:29510 --min_replicas 1
@@ -33,13 +38,22 @@ import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
 from local_groups import interrupt_at_sigterm, run_groups
+from local_ranks import run_ranks
 from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import Dataset
 
-from torchft_like import LighthouseServer, Manager, Optimizer, ProcessGroupGloo, stop_on_signals
+from torchft_like import (
+    LighthouseServer,
+    Manager,
+    Optimizer,
+    ProcessGroupGloo,
+    Restart,
+    restartable,
+    stop_on_signals,
+)
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.errors import ConnectError, CoordinationError
@@ -47,11 +61,19 @@ from torchft_like.fsdp import ShardedState
 
 CONTEXT = 64  # bytes that the model sees at once
 BATCH_SIZE = 4  # windows per rank and step
+RANKS = 2  # of each replica group, with --local
 
 
-def train(args: argparse.Namespace) -> None:
-    """Train as one rank of one replica group."""
+FIRST = Restart()
+
+
+@restartable
+def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
+    """Train as one rank of one replica group; again in the same process, if another rank has died."""
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    replica_id = int(os.environ.get("REPLICA_GROUP_ID", args.replica_id))  # a spare is told by the others
+    where = {"try": restart.attempt, "group": replica_id, "rank": rank, "time": time.time()}
+    print(json.dumps(where), flush=True)
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     torch.manual_seed(args.seed)  # the same on all ranks, each of which keeps its part
 
@@ -60,7 +82,7 @@ def train(args: argparse.Namespace) -> None:
         load_state_dict=None,
         state_dict=None,
         min_replica_size=args.min_replicas,
-        replica_id=f"group-{args.replica_id}",
+        replica_id=f"group-{replica_id}",
     )
     with manager, stop_on_signals(manager) as stop:
         mesh = ft_init_device_mesh(
@@ -81,10 +103,10 @@ def train(args: argparse.Namespace) -> None:
         manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
         checkpoints = Checkpoints(args.checkpoint_dir, args.checkpoint_every, manager, model, adamw)
         if checkpoints.resume():
-            report("resumed", args, manager, state)
+            report("resumed", replica_id, manager, state)
 
         everybody = mesh._flatten("dp").get_group()  # all ranks of all groups
-        data = StandardLibraryText(args.seed, shard=args.replica_id * group_size + rank)
+        data = StandardLibraryText(args.seed, shard=replica_id * group_size + rank)
         batches = StepLoader(data, manager.current_step, args.workers)
         while not stop.requested and not is_done(manager, args):
             inputs, targets = batches.batch()
@@ -101,7 +123,7 @@ def train(args: argparse.Namespace) -> None:
             time.sleep(args.pause)
         checkpoints.save()
         checkpoints.finish()
-        report("finished", args, manager, state)
+        report("finished", replica_id, manager, state)
     dist.destroy_process_group()
 
 
@@ -111,13 +133,13 @@ def is_done(manager: Manager, args: argparse.Namespace) -> bool:
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
 
-def report(what: str, args: argparse.Namespace, manager: Manager, state: ShardedState) -> None:
+def report(what: str, replica_id: int, manager: Manager, state: ShardedState) -> None:
     """Print the step and a digest of all shards of this group, parameters and optimizer."""
     digests = [""] * dist.get_world_size()
     dist.all_gather_object(digests, state_digest(state.state_dict()))
     if dist.get_rank() == 0:
         digest = state_digest({"shards": digests})
-        result = {what: args.replica_id, "step": manager.current_step(), "digest": digest}
+        result = {what: replica_id, "step": manager.current_step(), "digest": digest}
         print(json.dumps(result), flush=True)
 
 
@@ -144,7 +166,10 @@ def run_locally(args: argparse.Namespace) -> int:
     interrupt_at_sigterm()
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000)
     try:
-        return run_groups(2, lighthouse.address(), args.kill_at_step, [()] * args.num_replicas)
+        if args.spares:
+            job = args.num_replicas, RANKS, args.spares, lighthouse.address()
+            return run_ranks(*job, args.kill_at_step, args.picture)
+        return run_groups(RANKS, lighthouse.address(), args.kill_at_step, [()] * args.num_replicas)
     finally:
         lighthouse.shutdown()
 
@@ -162,8 +187,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--kill-at-step",
         type=int,
-        help="with --local: kill the last group, once, while it trains with others",
+        help="with --local: kill the last group while it trains with others, once; with spares its last rank",
     )
+    parser.add_argument("--spares", type=int, default=0, help="with --local: processes that wait for a place")
+    parser.add_argument("--picture", type=Path, help="with --spares: draw who has lived when, as PNG")
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
     parser.add_argument("--num-replicas", type=int, default=2, help="replica groups that share the data")
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
@@ -185,7 +212,7 @@ def main() -> None:
             sys.exit(run_locally(args))
         except KeyboardInterrupt:
             sys.exit("interrupted; every group has been ended")
-    if "RANK" not in os.environ:
+    if "RANK" not in os.environ and os.environ.get("TORCHFT_SPARE") != "rank":
         sys.exit("train_hsdp.py: start it with torchrun, or with --local")
     try:
         train(args)

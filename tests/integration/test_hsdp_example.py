@@ -38,6 +38,20 @@ def test_it_starts_everything_itself_and_a_killed_group_heals(tmp_path: Path, pr
     check_that_group_1_was_lost_and_healed(list(read_events(events)))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(LIMIT_S + 20)
+def test_a_spare_takes_the_place_of_a_killed_rank_and_nobody_else_is_started_again(
+    tmp_path: Path, processes: Processes
+) -> None:
+    options = ("--local", "--kill-at-step=3", "--steps=60", "--pause=0.1", "--spares=1")
+    picture = f"--picture={tmp_path / 'lives.png'}"
+    process = processes.start(sys.executable, str(EXAMPLE), *options, picture)
+    assert process.wait(LIMIT_S) == 0, process.output
+    assert "all groups ended with the same bits" in process.output
+    assert "1 spares were used; 3 processes ran from the start to the end" in process.output
+    assert (tmp_path / "lives.png").read_bytes().startswith(b"\x89PNG")
+
+
 @pytest.mark.timeout(3 * LIMIT_S + 20)
 def test_a_killed_group_heals_and_a_new_job_goes_on(tmp_path: Path) -> None:
     """As by torchrun, which starts the ranks of a group that was killed again."""

@@ -59,7 +59,7 @@ def test_ranks_under_torchrun_start_again_together_and_end_with_the_bits_of_the_
     assert by_rank(a.output, "error")[1] == [None, "InjectedError"]
     assert len({line["pid"] for line in said(a.output, "rank")}) == 2, "no process is new"
     healed_at = by_rank(a.output, "committed")[0][1]
-    assert healed_at > 6, "the others went on meanwhile, and it has healed from them"
+    assert healed_at >= 6, "it has healed from the others, which went on meanwhile"
     finished = by_rank(a.output, "finished")
     assert finished == by_rank(b.output, "finished")
     assert by_rank(a.output, "digest") == by_rank(b.output, "digest")
