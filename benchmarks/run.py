@@ -21,6 +21,7 @@ from benchmarks import (
     lighthouse_cost,
     lighthouse_scale,
     loaders,
+    local_steps,
     low_communication,
     message_queue,
     native_groups,
@@ -53,6 +54,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "low_communication": lambda quick: low_communication.main(
         low_communication.QUICK if quick else low_communication.Plan()
     ),
+    "local_steps": lambda quick: local_steps.main(local_steps.QUICK if quick else local_steps.Plan()),
     "slow_links": lambda quick: slow_links.main(slow_links.QUICK if quick else slow_links.Plan()),
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
