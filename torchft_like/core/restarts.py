@@ -24,6 +24,8 @@ from torchft_like.errors import (
     QuorumTimeoutError,
 )
 
+SPARE_ENV = "TORCHFT_SPARE"
+SPARE_RANK = "rank"  # the value with which a process is a spare for the place of a rank
 PAUSE_S_MIN, PAUSE_S_MAX = 1.0, 30.0
 
 ErrorTypes = tuple[type[BaseException], ...]

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchft_like.core.restarts import (
     OF_THE_RUN,
+    SPARE_ENV,
     Ending,
     Restart,
     RestartBudget,
@@ -37,7 +38,7 @@ from torchft_like.in_process.group import RestartGroup
 from torchft_like.in_process.health import HealthCheck, device, wait_until_healthy
 from torchft_like.in_process.meeting import Place
 from torchft_like.in_process.spare import Spare, SpareDesk, is_spare, lighthouse_of, warm_up
-from torchft_like.manager.config import OF_TORCHRUN, SPARE_ENV, place_in_group
+from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime.durations import seconds_of
 
 P = ParamSpec("P")

@@ -23,10 +23,10 @@ from lighthouse import wire
 from lighthouse.address import Address, parse_address
 from lighthouse.net import DISTRUST, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.core.restarts import RankProcess
+from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK, RankProcess
 from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLostError
 from torchft_like.in_process.meeting import AskForSpare, Place
-from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN, SPARE_ENV, SPARE_RANK, GroupPlace
+from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN, GroupPlace
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.runtime.event_loop import coordination_loop
 

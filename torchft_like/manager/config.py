@@ -18,6 +18,7 @@ from typing import TypeVar
 
 from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.core.identity import about_job_id
+from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 from torchft_like.errors import ConfigError
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
@@ -41,8 +42,6 @@ FREE_FILES_MIN = (
     64  # a Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing
 )
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
-SPARE_ENV = "TORCHFT_SPARE"
-SPARE_RANK = "rank"  # as the value of that variable
 CONTINUE, WAIT = "continue", "wait"
 
 

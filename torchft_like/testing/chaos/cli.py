@@ -31,7 +31,7 @@ from typing import Any
 from lighthouse import __version__
 from lighthouse.keys import add_command as add_keys_command
 from lighthouse.page.cli import add_commands as add_status_commands
-from torchft_like.in_process.cli import add_command as add_spare_command
+from torchft_like.spare_command import add_command as add_spare_command
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
 

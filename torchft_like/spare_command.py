@@ -14,7 +14,8 @@ import os
 import sys
 from typing import Any
 
-from torchft_like.manager.config import LIGHTHOUSE_ENV, SPARE_ENV, SPARE_RANK
+from lighthouse.page.cli import LIGHTHOUSE_ENV
+from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 
 
 def add_command(commands: Any) -> None:
