@@ -631,8 +631,11 @@ class ReplicaGroup:
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""
-        waiting = tuple(sorted(self._joins.keys() | self._votes.keys()))
+        waits = self._joins.keys() | self._votes.keys()
         going_on = self._go_on()
+        if self._held is not None:  # the quorum is over, and nobody can name the step for those that hold
+            waits |= {*self._not_joined()} - {group_rank}
+        waiting = tuple(sorted(waits))
         notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")
         return [*going_on, *[GroupLeftNotice(waiting, notice.reason) for notice in notices]]
 

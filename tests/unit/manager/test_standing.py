@@ -265,6 +265,14 @@ class TestGroup:
         group.rank_holds(0, 9, 5)
         assert group.rank_left(1, "done") == [ReleaseRanks((0, 1), 9, None), GroupLeftNotice((), ANY)]
 
+    def test_a_rank_that_leaves_after_a_loss_ends_those_that_hold(self) -> None:
+        group = formed(3)
+        group.member_lost(9, "b", "gone")
+        group.rank_holds(0, 9, 5)
+        assert group.rank_left(1, "done") == [GroupLeftNotice((0, 2), ANY)], (
+            "nobody will tell them the step at which they ask"
+        )
+
     def test_a_rank_that_asks_with_a_state_of_a_later_step_breaks_the_quorum(self) -> None:
         group = formed(2)
         group.rank_joined(join(1)._replace(step=30))
