@@ -313,7 +313,7 @@ class _NcclBackend:
 
     def _is_over(self, work: Work) -> bool:
         """Return whether the device is done: torch calls completed, too, what NCCL gave up."""
-        return self._questions.ask(lambda: work.is_completed() and work.exception() is None, otherwise=False)
+        return self._questions.ask(lambda: work.is_completed() and error_of(work) is None, otherwise=False)
 
     def _settle(self, work: Work, tensors: object) -> IsOver:
         """Return a function that does as `_is_over`, without a query to NCCL.
@@ -337,7 +337,7 @@ class _NcclBackend:
         if (probe := self._probe) is None:
             return None
         self._questions.ask(probe.is_completed, otherwise=True)
-        return probe.exception()  # type: ignore[no-any-return]
+        return error_of(probe)
 
     def _connect(self) -> None:
         """Begin to connect, without waiting for peers; an abort of the store ends its waits."""
@@ -359,7 +359,7 @@ class _NcclBackend:
                     raise ProcessGroupError(f"NCCL did not connect {self._members} in time")
                 time.sleep(POLL_S)
             self.abort_signal.check()
-            if (error := work.exception()) is not None:
+            if (error := error_of(work)) is not None:
                 raise ProcessGroupError(f"NCCL did not connect {self._members}: {error}") from error
             work.block_current_stream()
             if (found := int(count.item())) != self._members.world_size:
@@ -401,6 +401,17 @@ class _Questions:
         """Wait for the query that is under way, and allow no other."""
         with self._lock:
             self._are_allowed = False
+
+
+def error_of(work: Work) -> BaseException | None:
+    """Return why an operation of torch's has failed; None if it has not."""
+    try:
+        error: BaseException | None = work.exception()
+    except TypeError:  # torch 2.11 cannot give the error to Python, nor that there is none
+        return (
+            None if work.is_success() else ProcessGroupError("NCCL reports an error; torch cannot say which")
+        )
+    return error
 
 
 def require_nccl() -> None:
@@ -766,7 +777,7 @@ class NcclOperation(ExplainedOperation):
             self._check()
         except ProcessGroupError as error:
             return error
-        return self._work.exception()
+        return error_of(self._work)
 
     def result(self) -> list[torch.Tensor]:
         return self._work.result()
