@@ -39,6 +39,7 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import logging
 import math
@@ -303,7 +304,8 @@ class _NcclBackend:
         watched = self.watch.watch(
             name, lambda: self._is_over(work), lambda: self._settle(work, tensors), self._limit_s(options)
         )
-        return OperationWork(NcclOperation(work, watched, self.watch, self.abort_signal, self._mark))
+        about = self.abort_signal, self._mark, self._error_of
+        return OperationWork(NcclOperation(work, watched, self.watch, *about))
 
     def _limit_s(self, options: Any) -> float:
         own = getattr(options, "timeout", None)
@@ -313,7 +315,20 @@ class _NcclBackend:
 
     def _is_over(self, work: Work) -> bool:
         """Return whether the device is done: torch calls completed, too, what NCCL gave up."""
-        return self._questions.ask(lambda: work.is_completed() and error_of(work) is None, otherwise=False)
+        return self._questions.ask(
+            lambda: work.is_completed() and error_of(work, self._nccl) is None, otherwise=False
+        )
+
+    def _error_of(self, work: Work) -> BaseException | None:
+        error: BaseException | None = None
+
+        def has_failed() -> bool:
+            nonlocal error
+            error = error_of(work, self._nccl)
+            return error is not None
+
+        self._questions.ask(has_failed, otherwise=False)
+        return error
 
     def _settle(self, work: Work, tensors: object) -> IsOver:
         """Return a function that does as `_is_over`, without a query to NCCL.
@@ -337,7 +352,7 @@ class _NcclBackend:
         if (probe := self._probe) is None:
             return None
         self._questions.ask(probe.is_completed, otherwise=True)
-        return error_of(probe)
+        return self._error_of(probe)
 
     def _connect(self) -> None:
         """Begin to connect, without waiting for peers; an abort of the store ends its waits."""
@@ -359,7 +374,7 @@ class _NcclBackend:
                     raise ProcessGroupError(f"NCCL did not connect {self._members} in time")
                 time.sleep(POLL_S)
             self.abort_signal.check()
-            if (error := error_of(work)) is not None:
+            if (error := self._error_of(work)) is not None:
                 raise ProcessGroupError(f"NCCL did not connect {self._members}: {error}") from error
             work.block_current_stream()
             if (found := int(count.item())) != self._members.world_size:
@@ -403,15 +418,28 @@ class _Questions:
             self._are_allowed = False
 
 
-def error_of(work: Work) -> BaseException | None:
-    """Return why an operation of torch's has failed; None if it has not."""
+NCCL_SUCCESS, NCCL_IN_PROGRESS = 0, 7
+
+
+def error_of(work: Work, backend: Any) -> BaseException | None:
+    """Return why an operation of torch's `backend` has failed; None if it has not."""
     try:
         error: BaseException | None = work.exception()
-    except TypeError:  # torch 2.11 cannot give the error to Python, nor that there is none
-        return (
-            None if work.is_success() else ProcessGroupError("NCCL reports an error; torch cannot say which")
-        )
+    except (
+        TypeError
+    ):  # torch 2.11 cannot give the error to Python, nor that there is none: NCCL itself is asked
+        return _error_of_communicator(backend._comm_ptr())
     return error
+
+
+def _error_of_communicator(communicator: int) -> ProcessGroupError | None:
+    nccl, code = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()  # the one that torch has loaded
+    asked = nccl.ncclCommGetAsyncError(ctypes.c_void_p(communicator), ctypes.byref(code))
+    failed = asked or code.value
+    if failed in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
+        return None
+    nccl.ncclGetErrorString.restype = ctypes.c_char_p
+    return ProcessGroupError(f"NCCL: {nccl.ncclGetErrorString(failed).decode()} (error {failed})")
 
 
 def require_nccl() -> None:
@@ -739,13 +767,20 @@ def _yes() -> bool:
 class NcclOperation(ExplainedOperation):
     """An operation on NCCL's stream, which a `DeviceWatch` keeps until it is over. It sets `abort` when a
     wait lasts too long; `mark` returns a function that tells whether the current stream has passed the point
-    at which it is now.
+    at which it is now, `error_of` why torch's work has failed.
     """
 
     def __init__(
-        self, work: Work, watched: Watched, watch: DeviceWatch, abort: AbortSignal, mark: Callable[[], IsOver]
+        self,
+        work: Work,
+        watched: Watched,
+        watch: DeviceWatch,
+        abort: AbortSignal,
+        mark: Callable[[], IsOver],
+        error_of: Callable[[Work], BaseException | None],
     ) -> None:
         self._work = work
+        self._error_of = error_of
         self._watched = watched
         self._watch = watch
         self._abort = abort
@@ -777,7 +812,7 @@ class NcclOperation(ExplainedOperation):
             self._check()
         except ProcessGroupError as error:
             return error
-        return error_of(self._work)
+        return self._error_of(self._work)
 
     def result(self) -> list[torch.Tensor]:
         return self._work.result()

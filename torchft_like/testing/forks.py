@@ -25,6 +25,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 MESSAGE_BYTES_MAX = 200_000
@@ -34,6 +35,7 @@ _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _modules = [
     "torch",
+    "torch._dynamo",  # which torch loads for the first optimizer: four seconds of a processor
     "grpc",
     "torchft_like",
     "torchft_like.testing.ranks",
@@ -164,13 +166,10 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Load everything, then fork on demand. This returns in a fork, which then runs its order, and at the
     end.
     """
-    for module in modules:
+    # Where there is a GPU a fork loads everything itself: it could not use what this process has asked.
+    for module in () if any(Path("/dev").glob("nvidia*")) else modules:
         with contextlib.suppress(ImportError):  # the fork that needs the module raises the error
             importlib.import_module(module)
-    if (torch := sys.modules.get("torch")) is not None and torch.version.cuda is None:
-        # torch loads it for the first optimizer, in four seconds of a processor. Where there is a GPU it asks
-        # that, too, and a fork could not use it afterwards.
-        importlib.import_module("torch._dynamo")
     if (threads := threading.active_count()) != 1:
         raise RuntimeError(f"{threads} threads: a fork would have locks that nobody releases")
     # Otherwise each fork, when it ends, looks at all that was loaded and copies it page by page. But Triton,
