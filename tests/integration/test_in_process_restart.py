@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 from pathlib import Path
 from typing import Any
@@ -92,19 +93,22 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
 ) -> None:
     """The other ranks go on in their processes, and all end with the bits of the other group."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
-        options = "--steps=40", "--pause=0.05", "--fault=deadly"
+        options = "--steps=60", "--pause=0.05"
         spares = [
             cluster.launch(f"spare{number}", [JOB, *options], variables={"TORCHFT_SPARE": "rank"})
             for number in range(2)
         ]
         cluster.lighthouse.wait_for_output("(?s)waits for a place.*waits for a place", LIMIT_S)
-        fault = "--fault-on", *map(str, killed)
-        a = cluster.launch(
-            "a", [JOB, "--fault-at=5", *fault, *options], size=size, variables={"REPLICA_GROUP_ID": "a"}
+        a, b = (
+            cluster.launch(name, [JOB, *options], size=size, variables={"REPLICA_GROUP_ID": name})
+            for name in "ab"
         )
-        b = cluster.launch("b", [JOB, *options], size=size, variables={"REPLICA_GROUP_ID": "b"})
         for rank in [*a.ranks, *b.ranks, *(spare.ranks[0] for spare in spares)]:
             rank.may_end = True
+        for rank in [*a.ranks, *b.ranks]:
+            rank.wait_for_output("committed", LIMIT_S)
+        for number in killed:
+            a.ranks[number].signal(signal.SIGKILL)
         lives = [rank for number, rank in enumerate(a.ranks) if number not in killed]
         cluster.wait_for_end(b)
         taken = [spare.ranks[0] for spare in spares if said(spare.ranks[0].output, "attempt")]

@@ -258,6 +258,7 @@ def _become(env: Mapping[str, str], output: int, server: int) -> None:
     """Give this process a session, an environment and an output of its own, and end it with the server."""
     os.setsid()
     end_with(server)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
     os.environ.clear()
     os.environ.update(env)
     with open(os.devnull, "rb") as nothing:
