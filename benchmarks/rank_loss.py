@@ -85,7 +85,8 @@ class Job:
         return [self._start(f"{group}.{rank}", RANK=str(rank), **variables) for rank in range(self._size)]
 
     def settle(self) -> None:
-        """Wait until both groups have committed some steps together."""
+        """Wait until both groups have committed some steps together, and all spares are ready."""
+        self._fleet.wait_for(lambda: all(map(waits, self.spares)) or None, "spares", SECONDS_MAX)
         since = time.time()
 
         def have() -> bool | None:
@@ -111,6 +112,10 @@ class Job:
             if tries := [record for record in spare.records if record["event"] == "try"]:
                 self.groups[tries[0]["group"]][tries[0]["rank"]] = spare
                 self.spares.remove(spare)
+
+
+def waits(spare: FleetProcess) -> bool:
+    return any(record["event"] == "waits" for record in list(spare.records))
 
 
 def steps(process: FleetProcess, since: float = 0.0) -> list[Record]:

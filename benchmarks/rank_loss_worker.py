@@ -7,6 +7,7 @@ it is a spare, of whatever group it comes to.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import time
@@ -25,6 +26,14 @@ PAUSE_S = 0.05
 WIDTH = 64
 FIRST = Restart()
 _wanted: list[int] = []
+
+
+class Waiting(logging.Handler):
+    """Reports that this process waits for a place, as a spare."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "waits for a place" in record.getMessage():
+            report("waits")
 
 
 class InjectedError(Exception):
@@ -82,5 +91,7 @@ def train(restart: Restart = FIRST) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, lambda *_: _wanted.append(1))
     torch.set_num_threads(1)
-
+    spare = logging.getLogger("torchft_like.in_process.spare")
+    spare.setLevel(logging.INFO)
+    spare.addHandler(Waiting())
     train()
