@@ -39,6 +39,7 @@ from torchft_like.core.restarts import (
     why_not,
 )
 from torchft_like.errors import GroupLostError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import AbortableStore, StoreAddress
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -184,6 +185,8 @@ class Meeting:
         """Say that this rank comes to no meeting after this try, nor to any other."""
         record = self._record(told)
         for host in self._hosts()[:TELL_MAX]:
+            if not is_listening(parse_address(host.address)):
+                continue  # it has ended, and a client would wait for it to begin
             with (
                 contextlib.suppress(GroupLostError, ProcessGroupError, TimeoutError),
                 self._connected(host, timedelta(seconds=TELL_S)) as store,

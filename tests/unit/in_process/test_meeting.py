@@ -177,3 +177,21 @@ def test_ranks_that_begin_a_try_know_the_same_processes_whoever_has_died(seed: i
         assert len({p.rank for p in began}) == len(began), f"two processes are the same rank in try {attempt}"
     if not job.dead:
         assert all(job.tries in p.began for p in job.processes[:RANKS])
+
+
+def test_who_leaves_tells_those_that_are_there_and_does_not_wait_for_one_that_has_ended() -> None:
+    job = Job(seed=0)
+    ended, lives = job.processes[:2]
+    with contextlib.suppress(DeadError):
+        ended.die()
+    told: list[str] = []
+    store_of = lives.meeting._store_of
+
+    def note(host: RankProcess, limit: timedelta) -> AbortableStore:
+        told.append(host.address)
+        return store_of(host, limit)  # type: ignore[no-any-return]
+
+    lives.lives_for = None
+    lives.meeting._store_of = note
+    lives.meeting.say(1, Told(Ending.LAST, "done"))
+    assert told == [str(lives.address), str(job.processes[2].address)]
