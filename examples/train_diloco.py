@@ -19,10 +19,12 @@ On one machine, with a lighthouse, and the second replica group killed on the wa
 With --link 100,20, as root, each replica group has a network namespace of its own, and a link of 100 Mbit/s
 with 20 ms each way between them. As in two data centers, a torchrun for each, which starts it again:
 
-    python -m lighthouse --bind 0.0.0.0:29510 --min_replicas 1
+    python -m lighthouse --bind 0.0.0.0:29510 --min_replicas 1 --insecure
     TORCHFT_LIGHTHOUSE=http://HOST:29510 torchrun --standalone --nproc_per_node 1 --max-restarts 3 \\
         examples/train_diloco.py --replica-id 0
     (the same with --replica-id 1 in the other one)
+
+(docs/security.md has what a network that is not closed needs instead of --insecure.)
 
 A replica group that comes back trains until the others' next sync, and goes on from there as their copy.
 """
@@ -169,6 +171,7 @@ def run_locally(args: argparse.Namespace) -> int:
             network.apply(rules_of(args.link, names))
             host, insides = network.address(names[0]), [network.entering(name) for name in names]
         command = ["-m", "lighthouse", f"--bind={host}:0", "--min_replicas=1", "--join_timeout_ms=10000"]
+        command.append("--insecure")  # no other host reaches the namespaces
         lighthouse = RunningProcess([*insides[0], sys.executable, *command], folder / "lighthouse.log")
         stack.callback(lighthouse.kill)
         port = lighthouse.wait_for_output(r"listening on .*:(\d+)")[1]

@@ -1,5 +1,6 @@
 """The lighthouse decides which replicas are in the quorum, and tells the replicas over gRPC."""
 
+import os
 from pathlib import Path
 
 from lighthouse.grpc_forks import turn_off_handlers_of_forks
@@ -23,4 +24,6 @@ def _refuse_a_mixture() -> None:
 
 
 _refuse_a_mixture()
+# Else whoever reaches a port could fill a log: gRPC writes a line for each connection that is no TLS.
+os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 turn_off_handlers_of_forks()

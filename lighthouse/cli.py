@@ -1,9 +1,13 @@
-"""The daemon: `python -m lighthouse`, or `torchft-like-lighthouse`.
+"""The daemon: `torchft-like lighthouse`, `python -m lighthouse`, or `torchft-like-lighthouse`.
 
 The daemon takes torchft's flags, with underscores or dashes. Once it can be reached it prints to standard
 output where its page is (`lighthouse page on http://HOST:PORT`), if it has one, and as the last line
 `lighthouse listening on http://HOST:PORT`; event records go to standard error.
 SIGTERM and Ctrl-C end it with status 0; a wrong argument is reported in one line and ends it with status 2.
+
+Where other hosts could reach it, and it has neither tokens nor a certificate, it does not start without
+`--insecure`. Under torchft's name, `torchft_lighthouse`, it warns and starts: torchft's scripts know no such
+flag.
 """
 
 from __future__ import annotations
@@ -13,6 +17,7 @@ import asyncio
 import contextlib
 import importlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -53,10 +58,11 @@ _HELP = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, *, may_be_open: bool = False) -> int:
     """Run the daemon until a signal ends it, and return the exit status."""
     try:
         given = _parse(sys.argv[1:] if arguments is None else arguments)
+        _check_openness(given, may_be_open)
         form = "%(asctime)s %(levelname)s %(message)s"
         logging.basicConfig(stream=sys.stderr, level=given.log_level, format=form)
         given.config = _within_open_files(given.config)
@@ -65,6 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lighthouse: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
         return 2
     return 0
+
+
+def main_as_torchft() -> int:
+    """Run the daemon as torchft's."""
+    return main(may_be_open=True)
+
+
+def _check_openness(given: _Given, may_be_open: bool) -> None:
+    """Refuse what a stranger could reach.
+
+    Raises:
+        ConfigError: other hosts could reach a listener that asks for nothing, and it was not told to be so.
+    """
+    from lighthouse.trust import INSECURE_ENV, about_openness  # noqa: PLC0415 - --help does without
+
+    if given.is_insecure:
+        os.environ[INSECURE_ENV] = "1"
+    for bind in filter(None, [given.bind, given.page]):
+        if (complaint := about_openness(bind)) and not may_be_open:
+            raise ConfigError(f"{complaint}; here --insecure says so, too")
 
 
 @dataclass
@@ -77,6 +103,7 @@ class _Given:
     page: Address | None
     must_have_page: bool
     everybody_operates: bool
+    is_insecure: bool
 
 
 async def _serve(given: _Given) -> None:
@@ -117,7 +144,7 @@ async def _start_page(lighthouse: Lighthouse, given: _Given) -> PageServer | Non
     except BindError as error:
         failure = error
     else:
-        print(f"lighthouse page on {page.address.url}", flush=True)  # noqa: T201
+        print(f"lighthouse page on {page.url}", flush=True)  # noqa: T201
         return page
     if given.must_have_page:
         raise failure
@@ -191,6 +218,11 @@ def _parse(arguments: Sequence[str]) -> _Given:
         " (default: %(default)s)",
     )
     parser.add_argument(
+        "--insecure",
+        action="store_true",
+        help="listen for other hosts without tokens and certificate, in a closed network",
+    )
+    parser.add_argument(
         *_spellings("log_level"),
         default="INFO",
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
@@ -211,6 +243,7 @@ def _parse(arguments: Sequence[str]) -> _Given:
         page=None if given.page == "off" else page,
         must_have_page=is_page_asked,
         everybody_operates=given.page_operators == "everybody",
+        is_insecure=given.insecure,
     )
 
 

@@ -1,22 +1,31 @@
-"""The command `torchft-like keys`: the tokens of a job, a file for each role.
+"""The command `torchft-like keys`: what the processes of a job know each other by.
 
-    torchft-like keys FOLDER
+    torchft-like keys FOLDER [--host HOST ...] [--days N]
 
-It makes FOLDER/observe, FOLDER/participate and FOLDER/operate, which only their owner may read, and
-overwrites none. No token is printed. Exit status 2 says that a file could not be made.
+It makes FOLDER/observe, FOLDER/participate and FOLDER/operate, with the tokens of the roles, and FOLDER/tls,
+with the certificate of the job, its key, and the authority that signed it, whose own key is in no file: it
+signs no other. Only their owner may read them, and none is overwritten. No token and no key is printed. Exit
+status 2 says that a file could not be made.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import secrets
+import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lighthouse.address import parse_host
 from lighthouse.core.trust import Role, make_texts
+from lighthouse.errors import AddressError, ConfigError
+from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, NAME, TLS_ENV
 from lighthouse.trust import TOKEN_FILE_ENV
 
+DAYS = 365
 _WHOSE = {
     Role.OBSERVE: "for who looks at the page, such as Prometheus",
     Role.PARTICIPATE: f"for the trainers: {TOKEN_FILE_ENV}=",
@@ -26,23 +35,90 @@ _WHOSE = {
 
 def add_command(commands: Any) -> None:
     """Add the command to a parser's subparsers; `run` among the options is what it does."""
-    what = "make the tokens of a job, a file for each role"
+    what = "make the tokens and the certificate of a job"
     parser = commands.add_parser("keys", help=what, description=what)
     parser.add_argument("folder", type=Path, help="where the files go; it is made, if need be")
+    parser.add_argument(
+        "--host",
+        action="append",
+        default=[],
+        metavar="HOST",
+        help="a name or address of the lighthouse's host that browsers use; may be given again",
+    )
+    parser.add_argument("--days", type=int, default=DAYS, help="of the certificate (default: %(default)s)")
+    parser.add_argument("--tokens-only", action="store_true", help="make no certificate, which takes openssl")
     parser.set_defaults(run=_make)
 
 
 def _make(options: argparse.Namespace) -> int:
     folder: Path = options.folder
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for role, text in make_texts().items():
+        # The certificate comes first, as it is what may fail.
+        made = {} if options.tokens_only else certify(options.host, options.days)
+        files = {Path("tls", name): text for name, text in made.items()}
+        texts = {Path(role.name.lower()): text for role, text in make_texts().items()}
+        for path, text in {**texts, **files}.items():
+            _write(folder / path, text)
+        for role, whose in _WHOSE.items():
             path = folder / role.name.lower()
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-                file.write(text)
-            whose = _WHOSE[role]
             sys.stdout.write(f"{path}: {whose}{path if whose.endswith('=') else ''}\n")
+        if files:
+            sys.stdout.write(f"{folder / 'tls'}: for all of them: {TLS_ENV}={folder / 'tls'}\n")
     except OSError as error:
         sys.stderr.write(f"torchft-like: {error.filename}: {error.strerror}; nothing was overwritten\n")
         return 2
+    except (AddressError, ConfigError) as error:
+        sys.stderr.write(f"torchft-like: {error}\n")
+        return 2
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path.touch(mode=0o600, exist_ok=False)
+    path.write_text(text)
+
+
+def certify(hosts: Sequence[str], days: int = DAYS, name: str = NAME) -> dict[str, str]:
+    """Make an authority, and a certificate of it for a name and for hosts; return the files' texts by name.
+
+    Raises:
+        AddressError: a host is neither a name nor an address.
+        ConfigError: openssl is not there, or refuses.
+    """
+    hosts = [parse_host(host, "--host") for host in hosts]
+    names = [f"DNS:{name}", *(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)]
+    with tempfile.TemporaryDirectory(prefix="torchft-keys-") as scratch:
+        Path(scratch, "extensions").write_text(
+            f"subjectAltName={','.join(names)}\nbasicConstraints=critical,CA:FALSE\n"
+            "keyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth,clientAuth\n"
+        )
+        new = "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"
+        life = "-sha256", "-days", str(days), "-set_serial", f"0x{secrets.token_hex(16)}"
+        ends = "-out", AUTHORITIES, "-keyout", "ca.key", "-subj", f"/CN=authority of {secrets.token_hex(4)}"
+        _openssl(scratch, *new, "-x509", *life, *ends, "-addext", "keyUsage=critical,keyCertSign")
+        _openssl(scratch, *new, "-out", "request", "-keyout", KEY, "-subj", f"/CN={name}")
+        signed = "x509", "-req", "-in", "request", "-CA", AUTHORITIES, "-CAkey", "ca.key", *life
+        _openssl(scratch, *signed, "-extfile", "extensions", "-out", CERTIFICATE)
+        return {file: Path(scratch, file).read_text() for file in FILES}
+
+
+def _openssl(folder: str, *arguments: str) -> None:
+    try:
+        subprocess.run(  # noqa: S603 - no shell, and the names are checked
+            ["openssl", *arguments],  # noqa: S607 - the operator's own
+            cwd=folder,
+            check=True,
+            capture_output=True,
+            text=True,
+            umask=0o077,
+        )
+    except FileNotFoundError:
+        text = "a certificate takes the command openssl, 1.1.1 or later, which is not installed: install it"
+        raise ConfigError(f"{text}, or pass --tokens-only") from None
+    except subprocess.CalledProcessError as error:
+        raise ConfigError(f"openssl {arguments[0]} has failed: {error.stderr.strip()[-500:]}") from None
+
+
+def _is_address(host: str) -> bool:
+    return ":" in host or host.replace(".", "").isdecimal()

@@ -1,7 +1,7 @@
 """The one module that makes channels, servers and listeners.
 
-Every other module that uses the network asks this one, so that tokens are asked for and shown in one place
-and the liveness settings are the same everywhere.
+Every other module that uses the network asks this one, so that tokens and certificates are asked for and
+shown in one place and the liveness settings are the same everywhere.
 
 Liveness is HTTP/2 keepalive: PINGs sent and answered by gRPC's native threads. No Python runs on
 either side, so a trainer that holds the GIL for seconds is not taken for dead, and a stopped process
@@ -28,6 +28,7 @@ from lighthouse.errors import ConfigError
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
 from lighthouse.listening import bind_error, why_unbindable
+from lighthouse.tls import NAME, Identity, process_identity
 from lighthouse.trust import ROLES, authorization, process_trust, warn_if_open
 
 prepare_for_forks()
@@ -131,6 +132,8 @@ _SERVER_OPTIONS = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
 ]
 
+_EXPECTED_NAME = ("grpc.ssl_target_name_override", NAME)
+
 _CHANNEL_OPTIONS = [
     ("grpc.initial_reconnect_backoff_ms", 50),
     ("grpc.min_reconnect_backoff_ms", 250),
@@ -145,14 +148,42 @@ _CHANNEL_OPTIONS = [
 def make_channel(address: Address) -> grpc.Channel:
     """Make a blocking channel, which connects lazily and reconnects by itself."""
     disown(address)
-    return grpc.insecure_channel(str(address), options=[*_CHANNEL_OPTIONS, *default_keepalive().options()])
+    options = [*_CHANNEL_OPTIONS, *default_keepalive().options()]
+    if (identity := process_identity()) is None:
+        return grpc.insecure_channel(str(address), options)
+    return grpc.secure_channel(str(address), _channel_credentials(identity), [*options, _EXPECTED_NAME])
 
 
 def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
     """Make an asyncio channel; call this on the loop that will use the channel."""
     disown(address)
     options = [*_CHANNEL_OPTIONS, *(keepalive or default_keepalive()).options()]
-    return grpc.aio.insecure_channel(str(address), options=options)
+    if (identity := process_identity()) is None:
+        return grpc.aio.insecure_channel(str(address), options)
+    return grpc.aio.secure_channel(str(address), _channel_credentials(identity), [*options, _EXPECTED_NAME])
+
+
+def _channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
+
+
+def _server_credentials(known: Identity) -> grpc.ServerCredentials:
+    """Return credentials that follow this process's certificate: gRPC asks for it with each connection."""
+
+    def configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+        pair = identity.key, identity.certificate
+        return grpc.ssl_server_certificate_configuration([pair], identity.authorities)
+
+    def fetch() -> Any:
+        nonlocal known
+        if (identity := process_identity()) is None or identity is known:
+            return None
+        known = identity
+        return configuration(identity)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(known), fetch, require_client_authentication=True
+    )
 
 
 def unary(
@@ -188,11 +219,12 @@ def make_aio_server(
 ) -> tuple[grpc.aio.Server, Address]:
     """Make an asyncio server, bound but not started; return it and the address with the port that it got.
 
-    If this process has tokens, every call has to show one. `own_token` gives all roles, too, here only.
+    If this process has tokens, every call has to show one. `own_token` gives all roles, too, here only. If it
+    has a certificate, every client has to show one.
 
     Raises:
         BindError: the address is in use or not of this host.
-        ConfigError: this process's tokens cannot be read.
+        ConfigError: this process's tokens or certificate cannot be read.
     """
     if why_unbindable(bind) is not None:  # checked first, because a failing gRPC logs lines of its own
         raise bind_error(bind, None)
@@ -201,8 +233,13 @@ def make_aio_server(
     guards = [_Guard(own_token)] if process_trust() is not None else []
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls, interceptors=guards)
     server.add_generic_rpc_handlers(tuple(handlers))
+    identity = process_identity()
     try:
-        port = server.add_insecure_port(str(bind))
+        port = (
+            server.add_insecure_port(str(bind))
+            if identity is None
+            else server.add_secure_port(str(bind), _server_credentials(identity))
+        )
     except RuntimeError as error:
         raise bind_error(bind, error) from error
     if port == 0:

@@ -1,6 +1,7 @@
 """The tokens of this process, from a file or the environment, and what each gRPC method asks for.
 
-Without either variable there is no authentication, and everything works as in torchft.
+Without either variable there is no authentication but that by certificates (`tls.py`); without these, too,
+everything works as in torchft.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.core.trust import Role, Trust, parse_trust
 from lighthouse.errors import ConfigError
+from lighthouse.rereading import read_again
+from lighthouse.tls import TLS_ENV, process_identity
 
 TOKEN_FILE_ENV = "TORCHFT_TOKEN_FILE"  # noqa: S105 - a name
 TOKEN_ENV = "TORCHFT_TOKEN"  # noqa: S105 - likewise
@@ -33,7 +36,6 @@ ROLES = {
 }
 
 logger = logging.getLogger(__name__)
-_known: dict[str, tuple[object, Trust]] = {}  # by path, what was read and the state of the file then
 _warned: set[None] = set()
 
 
@@ -49,27 +51,8 @@ def process_trust() -> Trust | None:
     if path and text:
         raise ConfigError(f"{TOKEN_FILE_ENV} and {TOKEN_ENV} are both set: leave one out")
     if path:
-        return _from_file(path)
+        return read_again([path], lambda: parse_trust(_read(path), f"the file {path} ({TOKEN_FILE_ENV})"))
     return parse_trust(text, f"the environment variable {TOKEN_ENV}") if text else None
-
-
-def _from_file(path: str) -> Trust:
-    before, trust = _known.get(path, (None, None))
-    try:
-        found = os.stat(path)
-        state = found.st_mtime_ns, found.st_size, found.st_ino
-        if trust is None or state != before:
-            trust = parse_trust(_read(path), f"the file {path} ({TOKEN_FILE_ENV})")
-            _known[path] = state, trust
-    except (OSError, ConfigError) as error:
-        failure = error
-        if isinstance(error, OSError):
-            reason = error.strerror or type(error).__name__
-            failure = ConfigError(f"the file {path} ({TOKEN_FILE_ENV}) cannot be read: {reason}")
-        if trust is None:
-            raise failure from None
-        logger.warning("the tokens stay as they were: %s", failure)
-    return trust
 
 
 def _read(path: str) -> str:
@@ -83,21 +66,31 @@ def authorization() -> str:
 
 
 def warn_if_open(bind: Address) -> None:
-    """Log a warning, once in a process, if other hosts may reach a listener that asks for no token."""
-    if (
-        _warned
-        or os.environ.get(INSECURE_ENV) == "1"
-        or _is_loopback(bind.host)
-        or process_trust() is not None
-    ):
-        return
-    _warned.add(None)
-    logger.warning(
-        "%s asks for no token: whoever reaches it can join the job, read its state and end it. Set %s, or "
-        "%s=1 if the network is closed (docs/security.md)",
-        bind,
-        TOKEN_FILE_ENV,
-        INSECURE_ENV,
+    """Log a warning, once in a process, if other hosts may reach a listener and nothing keeps them out.
+
+    Raises:
+        ConfigError: this process's tokens or certificate cannot be read.
+    """
+    if (complaint := about_openness(bind)) and not _warned:
+        _warned.add(None)
+        logger.warning("%s", complaint)
+
+
+def about_openness(bind: Address) -> str:
+    """Return what is wrong with a listener that other hosts may reach and that asks for neither a token nor a
+    certificate; "" for any other, and where the environment says that the network is closed.
+
+    Raises:
+        ConfigError: this process's tokens or certificate cannot be read.
+    """
+    if process_trust() is not None or process_identity() is not None:
+        return ""
+    if os.environ.get(INSECURE_ENV) == "1" or _is_loopback(bind.host):
+        return ""
+    return (
+        f"{bind} asks for no token and no certificate: whoever reaches it can join the job, read its state "
+        f"and end it. Set {TOKEN_FILE_ENV} or {TLS_ENV} (`torchft-like keys` makes what they name), or "
+        f"{INSECURE_ENV}=1 if the network is closed (docs/security.md)"
     )
 
 

@@ -131,7 +131,8 @@ class LighthouseClient:
             self._channel.close()
             raise ConnectError(
                 f"no lighthouse answered at {self._address} within {timeout_s:g} s; check that "
-                "`python -m lighthouse` is running there and that the address is right"
+                "`python -m lighthouse` is running there, that the address is right, and that both have "
+                "TORCHFT_TLS or neither"
             ) from None
 
     def quorum(

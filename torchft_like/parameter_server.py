@@ -1,6 +1,7 @@
 """A parameter server: clients open sessions with it, and each session is a process group of two.
 
     GET /new_session     200  {"session_id": ..., "store_addr": ...}, and the server waits there
+                         401  this process has tokens, and the request shows none that may participate
                          503  all sessions are taken: ask again
                          404  not such a request
 
@@ -29,9 +30,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lighthouse.address import Address
+from lighthouse.core.trust import Role
 from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
-from torchft_like.errors import ConnectError, SessionsTakenError
+from lighthouse.tls import accepted, scheme
+from lighthouse.trust import authorization, process_trust, warn_if_open
+from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.store import serve_store
 from torchft_like.runtime.connecting import connect_tcp
@@ -106,6 +110,7 @@ class ParameterServer(ABC):
         Raises:
             ConnectError: no parameter server answered there.
             SessionsTakenError: the server has no session left; try again later.
+            TrustError: this process has no token that the server takes.
             ProcessGroupError: the server did not come to the group.
         """
         session = _ask(address)
@@ -119,7 +124,7 @@ class ParameterServer(ABC):
 
     def address(self) -> str:
         """Return where clients open sessions, as `http://host:port/new_session`."""
-        return f"http://{Address(self._host, self._server.server_port)}{PATH}"
+        return f"{scheme()}://{Address(self._host, self._server.server_port)}{PATH}"
 
     def sessions(self) -> list[str]:
         """Return the ids of the sessions that are open now."""
@@ -171,11 +176,17 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, bind: Address, owner: ParameterServer, sessions_max: int) -> None:
         super().__init__((bind.host, bind.port), _Request, bind_and_activate=False)
         self.socket.close()
+        warn_if_open(bind)
         self.socket = listen_tcp(bind)
         self.server_port = self.socket.getsockname()[1]
         self.owner = owner
         self.sessions_max = sessions_max
         self._places = threading.BoundedSemaphore(sessions_max)
+
+    def get_request(self) -> tuple[Any, Any]:
+        """Accept a client."""
+        peer, client_address = super().get_request()
+        return accepted(peer), client_address
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a client a place and a thread, or refuse it."""
@@ -211,13 +222,18 @@ class _Request(BaseHTTPRequestHandler):
         if self.path != PATH:
             self.send_error(404, f"clients ask for {PATH}")
             return
+        if (trust := process_trust()) is not None:
+            role = trust.role_of_header(self.headers.get("Authorization", ""))
+            if role < Role.PARTICIPATE:
+                self.send_error(401, "this server asks for a token of the job (TORCHFT_TOKEN_FILE)")
+                return
         session_id, store_addr = self.server.owner._offer()
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps({"session_id": session_id, "store_addr": store_addr}).encode() + b"\n")
         self.wfile.flush()
-        self.connection.shutdown(socket.SHUT_RDWR)
+        socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
         self.server.owner._handle_session(session_id, store_addr)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
@@ -231,8 +247,11 @@ def _ask(address: str) -> dict[str, str]:
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port or 80)
     try:
         connection.sock = connect_tcp(Address(connection.host, connection.port), REQUEST_S)
-        connection.request("GET", parts.path)
+        header = authorization()
+        connection.request("GET", parts.path, headers={"Authorization": header} if header else {})
         response = connection.getresponse()
+        if response.status == http.HTTPStatus.UNAUTHORIZED:
+            raise TrustError(f"the parameter server at {address} says: {printable(response.reason)}")
         if response.status == http.HTTPStatus.SERVICE_UNAVAILABLE:
             raise SessionsTakenError(
                 f"the parameter server at {address} takes no session now ({printable(response.reason)}); try "
@@ -240,6 +259,8 @@ def _ask(address: str) -> dict[str, str]:
             )
         answer = json.loads(response.read(ANSWER_BYTES_MAX))
         return {key: str(answer[key]) for key in ("session_id", "store_addr")}
+    except TrustError:
+        raise
     except (OSError, http.client.HTTPException, ValueError, KeyError, TypeError) as error:
         raise ConnectError(
             f"no parameter server answers at {address} ({error!r:.200}); check the address, and that it runs"

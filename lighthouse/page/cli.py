@@ -22,6 +22,7 @@ from typing import Any
 from lighthouse.address import Address, parse_address
 from lighthouse.errors import AddressError, CoordinationError
 from lighthouse.events import printable, short_name
+from lighthouse.tls import connecting
 from lighthouse.trust import TOKEN_FILE_ENV, authorization
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
@@ -133,6 +134,8 @@ class Pages:
 def _fetch(address: Address) -> dict[str, Any]:
     connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
     try:
+        connection.connect()
+        connection.sock = connecting(connection.sock)
         header = authorization()
         connection.request("GET", "/status", headers={"Authorization": header} if header else {})
         answer = connection.getresponse()

@@ -19,6 +19,7 @@ from lighthouse.address import Address
 from lighthouse.errors import ConfigError
 from lighthouse.listening import listen_tcp
 from lighthouse.page.app import Page
+from lighthouse.tls import page_context, scheme
 from lighthouse.trust import process_trust, warn_if_open
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ class PageServer:
 
     def __init__(self, server: uvicorn.Server, address: Address, task: asyncio.Task[None]) -> None:
         self.address = address
+        self.url = f"{scheme()}://{address}"
         self._server = server
         self._task = task
 
@@ -65,6 +67,8 @@ class PageServer:
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
         )
+        config.load()
+        config.ssl = page_context(asks=process_trust() is None)
         server = _Server(config)
         task = asyncio.get_running_loop().create_task(server.serve([listener]))
         return cls(server, Address(bind.host, listener.getsockname()[1]), task)

@@ -17,8 +17,10 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.trust import Role, make_texts, parse_trust
 from lighthouse.listening import listen_tcp
 from lighthouse.net import DISTRUST, make_channel
+from lighthouse.tls import TLS_ENV
 from lighthouse.trust import TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
+from tests.certificates import certify
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.integration.test_trust import get
@@ -91,7 +93,10 @@ def test_strangers_and_observers_cost_a_job_no_step(
             assert "TrustError: the lighthouse at" in stranger.ranks[0].last_error
 
 
-def test_a_replica_group_with_a_token_heals_from_others(tmp_path: Path, tokens: Path) -> None:
+def test_a_replica_group_with_a_token_and_a_certificate_heals_from_others(
+    tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_ENV, str(certify(tmp_path / "certificate")))
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a, b = cluster.start_all("ab", size=2)
         b.kill()

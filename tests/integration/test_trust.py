@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import logging
+import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,7 @@ from torchft_like.errors import CheckpointError, ConfigError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 
@@ -294,3 +296,10 @@ def test_a_server_that_others_may_reach_without_a_token_says_so_once(
             LighthouseServer("0.0.0.0:0").shutdown()
     (record,) = caplog.records
     assert "0.0.0.0:0 asks for no token" in record.getMessage()
+
+
+def test_under_torchfts_name_an_open_lighthouse_warns_and_starts(processes: Processes) -> None:
+    command = "from lighthouse.cli import main_as_torchft as main; main()"
+    variables = {TOKEN_FILE_ENV: "", trust.INSECURE_ENV: ""}
+    daemon = processes.start(sys.executable, "-c", command, "--bind=0.0.0.0:0", "--page=off", env=variables)
+    daemon.wait_for_output(r"0\.0\.0\.0:\d+ asks for no token and no certificate(.|\n)*listening on")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import ssl
 import threading
 import time
 from collections import deque
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple, Self
 
 from lighthouse.address import Address
 from lighthouse.events import printable
+from lighthouse.tls import TLS_ENV
 from lighthouse.trust import authorization
 from torchft_like.checkpointing.http_server import HEAD_BYTES_MAX, shut
 from torchft_like.checkpointing.state_stream import (
@@ -400,7 +402,11 @@ class _Line:
         source, step = self.source, ""
         while True:
             if self._socket is None:
-                self._socket = self._fetch.connect(source)
+                try:
+                    self._socket = self._fetch.connect(source)
+                except _NoPlaceError:
+                    self._fetch.asks_again(source, 503)
+                    continue
             token = authorization()
             shown = f"Authorization: {token}\r\n" if token else ""
             request = f"GET {self._fetch.path(what)} HTTP/1.1\r\nHost: {source.address}\r\n{shown}\r\n"
@@ -452,8 +458,16 @@ class _Line:
         return int(found[1]), (found[2] or b"").decode(errors="replace"), fields
 
 
+class _NoPlaceError(CheckpointError):
+    """A source has no place for another connection, and does not even shake hands to say so."""
+
+
 def connect(
-    address: Address, timeout_s: float, on_socket: Callable[[socket.socket], None] = lambda _: None
+    address: Address,
+    timeout_s: float,
+    on_socket: Callable[[socket.socket], None] = lambda _: None,
+    *,
+    is_plain: bool = False,
 ) -> socket.socket:
     """Connect to a source's server, as `connect_tcp` does.
 
@@ -461,7 +475,14 @@ def connect(
         CheckpointError: it cannot be reached; the text says what to set where.
     """
     try:
-        return connect_tcp(address, timeout_s, on_socket)
+        return connect_tcp(address, timeout_s, on_socket, is_plain=is_plain)
+    except (ssl.SSLEOFError, ConnectionResetError) as error:
+        raise _NoPlaceError(f"{address.url} ended the connection before it began") from error
+    except ssl.SSLError as error:
+        raise CheckpointError(
+            f"{address.url} is not of this job, as its certificate says, or that it has none "
+            f"({error.reason}): all of a job have {TLS_ENV}, or none, and an authority in common"
+        ) from error
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
         what = f"no answer within {timeout_s:g} s" if is_late else str(error)

@@ -9,10 +9,11 @@ It serves one snapshot at a time:
     200  with Checkpoint-Step and Checkpoint-Id, which tells one snapshot from another
     202  nothing is offered yet, after a wait of `wait_ms`: ask again
     400  not such a request
-    401  the request shows no token of the job (`Authorization: Bearer`), where this process has some
+    401  the request shows no token of the job (`Authorization: Bearer`), where this process has some; where
+         it has a certificate, it speaks TLS with those who show one, and to nobody else
     410  a later step is offered: this one will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
-    503  all connections are taken, ask again; or the server ends
+    503  all connections are taken, ask again (with TLS the connection ends instead); or the server ends
 
 A connection carries any number of requests, one after another, all about the snapshot with which it began.
 A client holds one of a limited number of threads, and each of its actions has a time limit: to send a
@@ -26,6 +27,7 @@ from __future__ import annotations
 import logging
 import re
 import socket
+import ssl
 import threading
 import time
 import uuid
@@ -37,6 +39,7 @@ from lighthouse.address import Address
 from lighthouse.core.trust import Role, Trust
 from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
+from lighthouse.tls import accepted
 from lighthouse.trust import process_trust, warn_if_open
 from torchft_like.checkpointing.state_stream import PIECE_BYTES, Snapshot, sums_nbytes
 from torchft_like.errors import CheckpointError
@@ -201,7 +204,11 @@ class CheckpointServer:
                     _logger.warning("the checkpoint server cannot accept a connection: %s", error)
                     self.closing.wait(_ACCEPT_RETRY_S)
                 continue
-            self._admit(peer)
+            try:
+                self._admit(accepted(peer))
+            except OSError as error:  # it has hung up
+                _logger.debug("a checkpoint client has gone: %s", error)
+                peer.close()
         self._listener.close()
 
     def _admit(self, peer: socket.socket) -> None:
@@ -372,6 +379,8 @@ def _role(trust: Trust, head: bytes) -> Role:
 
 def _refuse(peer: socket.socket) -> None:
     with peer:
+        if isinstance(peer, ssl.SSLSocket):
+            return  # a handshake takes time; its end at once says the same (`http_fetch.py`)
         peer.setblocking(False)
         try:
             peer.send(b"HTTP/1.1 503 all connections are taken\r\nContent-Length: 0\r\n\r\n")
@@ -382,6 +391,7 @@ def _refuse(peer: socket.socket) -> None:
 def shut(connection: socket.socket) -> None:
     """End every operation on a socket, which another thread may be in."""
     try:
-        connection.shutdown(socket.SHUT_RDWR)
+        # Not SSLSocket's own, after which the other thread would go on without TLS.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
     except OSError as error:  # it is not connected yet, or has ended by itself
         _logger.debug("shutdown of a socket: %s", error)

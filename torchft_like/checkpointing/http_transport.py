@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TypeVar, cast
 
 from lighthouse.address import Address, parse_address
+from lighthouse.tls import scheme
 from torchft_like.checkpointing.http_fetch import Fetch, connect
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.kept_memory import KeptMemory
@@ -95,8 +96,8 @@ class HTTPTransport(CheckpointTransport[T]):
             before[0].close(wait=True)
 
     def metadata(self) -> str:
-        """Return the address of this rank's server, http://host:port."""
-        return self._served()[1].url
+        """Return the address of this rank's server, http://host:port, or https:// with a certificate."""
+        return f"{scheme()}://{self._served()[1]}"
 
     def address(self) -> str:
         """Return the URL of the server, http://host:port/checkpoint/, which the step follows."""
@@ -174,7 +175,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def check_source(self, source: Source, timeout: timedelta) -> None:
         """Connect to the source's server once."""
-        connect(_address_of(source), timeout.total_seconds()).close()
+        connect(_address_of(source), timeout.total_seconds(), is_plain=True).close()
 
     def lose_source(self, rank: int, reason: str) -> None:
         """Go on without a source that is lost, where there are others and it is not the one to be copied."""

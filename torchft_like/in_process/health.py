@@ -62,7 +62,7 @@ def lighthouse(address: str | None = None, timeout_s: float = 5.0) -> HealthChec
             address or os.environ.get(LIGHTHOUSE_ENV, ""), f"lighthouse ({LIGHTHOUSE_ENV})"
         )
         try:
-            connect_tcp(target, timeout_s).close()
+            connect_tcp(target, timeout_s, is_plain=True).close()
         except OSError as error:
             raise ConnectionError(f"the lighthouse at {target} cannot be reached: {error}") from error
 

@@ -11,21 +11,28 @@ from collections.abc import Callable, Iterable
 
 from lighthouse.address import Address
 from lighthouse.forks import disown
+from lighthouse.tls import connecting
 
 _NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 def connect_tcp(
-    address: Address, timeout_s: float, on_socket: Callable[[socket.socket], None] = lambda _: None
+    address: Address,
+    timeout_s: float,
+    on_socket: Callable[[socket.socket], None] = lambda _: None,
+    *,
+    is_plain: bool = False,
 ) -> socket.socket:
-    """Connect a TCP socket; the connection, and each later operation on it, takes `timeout_s` seconds at
-    most.
+    """Connect a TCP socket, with TLS if this process has a certificate and it is not to be plain; the
+    connection, and each later operation on it, takes `timeout_s` seconds at most.
 
     `on_socket` sees a socket before it connects, so that another thread can end even that with
     `shutdown`.
 
     Raises:
-        OSError: the name does not resolve or no address answers; the error of the last address tried.
+        OSError: the name does not resolve or no address answers; the error of the last address tried. An
+          ssl.SSLError is one, too: the other end is not of this job.
+        ConfigError: this process's certificate cannot be read.
     """
     failure: OSError | None = None
     disown(address)
@@ -33,6 +40,8 @@ def connect_tcp(
         address.host, address.port, type=socket.SOCK_STREAM
     ):
         connection = socket.socket(family, kind, proto)
+        if not is_plain:
+            connection = connecting(connection)
         try:
             connection.settimeout(timeout_s)
             on_socket(connection)

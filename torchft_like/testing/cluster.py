@@ -278,7 +278,10 @@ class Cluster:
             f"{LIGHTHOUSE}.{len(self._daemons)}",
             ["lighthouse", "--bind", bind, *NO_PAGE, *first, *self._options],
             self.folder,
-            {"TORCHFT_EVENT_FILE": str(self.folder / f"{LIGHTHOUSE}.events")},
+            {
+                "TORCHFT_EVENT_FILE": str(self.folder / f"{LIGHTHOUSE}.events"),
+                "TORCHFT_INSECURE": "1",  # a namespace of its own, and no other host
+            },
             namespace=self.host_of(LIGHTHOUSE)[1],
         )
         self._daemons.append(self.lighthouse)

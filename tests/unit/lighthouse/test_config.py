@@ -8,6 +8,7 @@ from lighthouse import net
 from lighthouse.cli import main
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import ConfigError
+from lighthouse.trust import INSECURE_ENV
 
 
 @pytest.mark.parametrize(
@@ -48,7 +49,9 @@ def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
         (["--min-replicas", "0"], "--min_replicas 0 is not between 1 and"),
         (["--min_replicas"], "expected one argument"),
         (["--log-level", "LOUD"], "invalid choice: 'LOUD'"),
-        (["--bind", "192.0.2.1:1"], "cannot listen on 192.0.2.1:1: "),
+        (["--bind", "0.0.0.0:0"], "0.0.0.0:0 asks for no token and no certificate"),
+        (["--page", "[::]:0"], "[::]:0 asks for no token and no certificate"),
+        (["--bind", "192.0.2.1:1", "--insecure"], "cannot listen on 192.0.2.1:1: "),
         (["--replicas_max", "401"], "may open 528 files, and --replicas_max 401 needs 529"),
         (
             ["--min_replicas", "401"],
@@ -61,6 +64,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
 ) -> None:
     if " needs " in complaint:
         monkeypatch.setattr(net, "allow_many_files", lambda: 528)
+    monkeypatch.setenv(INSECURE_ENV, "")
     assert main(arguments) == 2
     out, error = capfd.readouterr()
     assert out == ""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import logging
 import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +14,9 @@ import pytest
 
 from lighthouse.core.trust import Role, digest_of, make_texts, parse_trust
 from lighthouse.errors import ConfigError
+from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, TLS_ENV, process_identity
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV, authorization, process_trust
+from tests.certificates import certify
 from torchft_like.testing.chaos.cli import main
 
 ONE, OTHER, THIRD = "one-" * 8, "other-" * 8, "third-" * 8
@@ -144,7 +148,7 @@ def test_a_file_that_was_spoilt_is_as_it_was(
     spoil(path)
     with caplog.at_level(logging.WARNING):
         assert authorization() == f"Bearer {ONE}"
-    assert "stay as they were" in caplog.text
+    assert "stays good" in caplog.text
     assert "secret" not in caplog.text
 
 
@@ -153,14 +157,79 @@ def test_keys_makes_a_file_for_each_role_that_only_its_owner_reads(
 ) -> None:
     assert main(["keys", str(tmp_path / "tokens")]) == 0
     files = {path.name: path for path in (tmp_path / "tokens").iterdir()}
-    assert set(files) == {"observe", "participate", "operate"}
+    assert set(files) == {"observe", "participate", "operate", "tls"}
+    certificate = files.pop("tls")
+    assert (certificate.stat().st_mode & 0o777) == 0o700
+    assert {path.name for path in certificate.iterdir()} == set(FILES)
+    assert all(path.stat().st_mode & 0o777 == 0o600 for path in certificate.iterdir())
     printed = capsys.readouterr().out
+    assert "PRIVATE" not in printed
     for name, path in files.items():
         assert path.stat().st_mode & 0o777 == 0o600
         shown = parse_trust(path.read_text(), name).shown
         assert shown not in printed
         for other in files.values():
             assert parse_trust(other.read_text(), name).role_of(shown).name.lower() == name
+
+
+def test_keys_needs_openssl_for_a_certificate_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["keys", str(tmp_path / "tokens")]) == 2
+    assert "openssl" in capsys.readouterr().err
+    assert not (tmp_path / "tokens").exists()
+    assert main(["keys", str(tmp_path / "tokens"), "--tokens-only"]) == 0
+
+
+def test_a_certificate_is_for_the_hosts_that_browsers_use(tmp_path: Path) -> None:
+    assert main(["keys", str(tmp_path), "--host=lighthouse.example", "--host=192.0.2.1"]) == 0
+    text = ["openssl", "x509", "-in", str(tmp_path / "tls" / CERTIFICATE), "-noout", "-text"]
+    printed = subprocess.run(text, check=True, capture_output=True, text=True).stdout
+    assert "DNS:torchft-like, DNS:lighthouse.example, IP Address:192.0.2.1" in printed
+
+
+def test_a_process_without_a_certificate_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TLS_ENV, raising=False)
+    assert process_identity() is None
+
+
+@pytest.mark.parametrize(
+    ("spoil", "complaint"),
+    [
+        (lambda folder: (folder / KEY).unlink(), f"{KEY} cannot be read: No such file"),
+        (
+            lambda folder: (folder / CERTIFICATE).write_text("secret"),
+            "no certificate, its key and its authority",
+        ),
+        (
+            lambda folder: (folder / AUTHORITIES).write_text("secret"),
+            "no certificate, its key and its authority",
+        ),
+        (lambda folder: shutil.copy(certify(folder / "other") / KEY, folder), "KEY_VALUES_MISMATCH"),
+    ],
+)
+def test_a_certificate_that_is_none_is_an_error_or_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Path], object],
+    complaint: str,
+) -> None:
+    good, bad = certify(tmp_path / "good"), certify(tmp_path / "bad")
+    monkeypatch.setenv(TLS_ENV, str(good))
+    before = process_identity()
+    assert before is not None
+    assert "PRIVATE" not in repr(before)
+    for folder in (good, bad):
+        spoil(folder)
+    with caplog.at_level(logging.WARNING):
+        assert process_identity() is before
+    assert complaint in caplog.text
+    monkeypatch.setenv(TLS_ENV, str(bad))
+    with pytest.raises(ConfigError, match=complaint) as caught:
+        process_identity()
+    assert "secret" not in caplog.text + str(caught.value)
 
 
 def test_keys_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

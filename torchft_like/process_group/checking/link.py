@@ -395,7 +395,7 @@ def _greeted(connection: socket.socket, token: bytes) -> tuple[int, bool]:
 def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
     """Connect any other rank to rank 0."""
     address, token, does_predict = _read_referee(store.get("referee"))
-    connection = connect_tcp(address, members.timeout.total_seconds(), sockets.add)
+    connection = connect_tcp(address, members.timeout.total_seconds(), sockets.add, is_plain=True)
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.sendall(_HELLO.pack(token, members.rank, predicts))

@@ -1,5 +1,6 @@
 """The command `torchft-like`, or `python -m torchft_like.chaos`.
 
+    torchft-like lighthouse --min_replicas 2
     torchft-like status 127.0.0.1:29510
     torchft-like watch
     torchft-like keys tokens
@@ -8,9 +9,9 @@
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
-`status` and `watch` show what a lighthouse knows of its job (docs/lighthouse-page.md). `keys` makes
-tokens for its servers to ask for (docs/security.md). `spare` waits for the place of a rank that has died
-(docs/in-process-restart.md).
+`lighthouse` is the daemon; `status` and `watch` show what it knows of its job (docs/lighthouse-page.md).
+`keys` makes what the processes of a job know each other by (docs/security.md). `spare` waits for the place of
+a rank that has died (docs/in-process-restart.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -29,6 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from lighthouse import __version__
+from lighthouse.cli import main as run_lighthouse
 from lighthouse.keys import add_command as add_keys_command
 from lighthouse.page.cli import add_commands as add_status_commands
 from torchft_like.spare_command import add_command as add_spare_command
@@ -38,6 +40,7 @@ from torchft_like.testing.chaos.schedule import KINDS
 NOT_INSTALLED = 2
 REPLICAS_MAX = 40  # each replica has a bit of the ledger
 SECONDS_MAX = 1e7
+_LIGHTHOUSE = "lighthouse"
 _LENGTHS = {"chaos": 60.0, "soak": 600.0}  # seconds
 _BACKENDS = ("gloo", "baby-gloo", "mixed")
 _ALGORITHMS = ("ddp", "diloco")
@@ -45,7 +48,10 @@ _ALGORITHMS = ("ddp", "diloco")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command, and return the exit status."""
-    options = _parse(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == [_LIGHTHOUSE]:
+        return run_lighthouse(arguments[1:])
+    options = _parse(arguments)
     if options.name not in _LENGTHS:
         return int(options.run(options))
     try:
@@ -59,12 +65,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     return campaign.run(options)
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="torchft-like", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"torchft-like {__version__}")
     commands = parser.add_subparsers(dest="name", required=True)
+    commands.add_parser(_LIGHTHOUSE, help="decide who is in the quorum of a job; it has a --help of its own")
     add_status_commands(commands)
     add_keys_command(commands)
     add_spare_command(commands)

@@ -1,0 +1,44 @@
+"""Settings in files, such as tokens and certificates, that may be replaced while the process runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from lighthouse.errors import ConfigError
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+_known: dict[tuple[str, ...], tuple[object, Any]] = {}  # by paths, the files' state, and what was read then
+
+
+def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
+    """Return what `read` makes of these files, which is called again once one of them has changed.
+
+    If they cannot be read then, what they held before stays good, with a warning.
+
+    Args:
+        read: a function that reads the files; what it raises, an OSError or a ConfigError, must not quote
+          them.
+
+    Raises:
+        ConfigError: they could not be read at all so far.
+    """
+    before, value = _known.get(key := tuple(paths), (None, None))
+    try:
+        state = [(found.st_mtime_ns, found.st_size, found.st_ino) for found in map(os.stat, paths)]
+        if value is None or state != before:
+            value = read()
+            _known[key] = state, value
+    except (OSError, ConfigError) as error:
+        failure = error
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
+            failure = ConfigError(f"the file {error.filename or ' or '.join(paths)} cannot be read: {reason}")
+        if value is None:
+            raise failure from None
+        logger.warning("what these files held stays good: %s", failure)
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,117 @@
+"""The certificate of this process, which encrypts connections and shows that both ends are of the job.
+
+The variable TORCHFT_TLS names a folder with three PEM files, under the names that Kubernetes gives them:
+
+    tls.crt    the certificate, and those between it and the authority
+    tls.key    its private key
+    ca.crt     the authorities of the job, one or more
+
+INVARIANT: with it, nothing is said to a server, or heard from a client, that has not shown a certificate of
+one of these authorities; browsers, which show a token to the page, are the exception. A server's certificate
+has to be for the name `torchft-like`, wherever it runs: replicas come and go, and an address proves nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from lighthouse.errors import ConfigError
+from lighthouse.rereading import read_again
+
+TLS_ENV = "TORCHFT_TLS"
+NAME = "torchft-like"
+CERTIFICATE, KEY, AUTHORITIES = FILES = ("tls.crt", "tls.key", "ca.crt")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """A certificate, its key and the authorities of the job: as PEM for gRPC, as contexts for sockets.
+
+    Attributes:
+        server: for servers whose clients have to show a certificate.
+        page: for those whose clients need not.
+        client: for clients.
+    """
+
+    certificate: bytes
+    key: bytes = field(repr=False)
+    authorities: bytes
+    server: ssl.SSLContext
+    page: ssl.SSLContext
+    client: ssl.SSLContext
+
+
+def process_identity() -> Identity | None:
+    """Return this process's certificate; None if it was given none. Files that have changed are read again.
+
+    Raises:
+        ConfigError: a file cannot be read, or they do not belong together; the message quotes none of them.
+    """
+    if not (folder := os.environ.get(TLS_ENV)):
+        return None
+    return read_again([os.path.join(folder, name) for name in FILES], lambda: _read(Path(folder)))
+
+
+def _read(folder: Path) -> Identity:
+    paths = folder / CERTIFICATE, folder / KEY, folder / AUTHORITIES
+    certificate, key, authorities = (path.read_bytes() for path in paths)
+    try:
+        return Identity(
+            certificate,
+            key,
+            authorities,
+            server=_context(ssl.PROTOCOL_TLS_SERVER, folder),
+            page=_context(ssl.PROTOCOL_TLS_SERVER, folder, asks=False),
+            client=_context(ssl.PROTOCOL_TLS_CLIENT, folder),
+        )
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"the files {', '.join(FILES)} in {folder} ({TLS_ENV}) are no certificate, its key and its "
+            f"authority ({error.reason or 'no PEM'}); `torchft-like keys` makes some"
+        ) from None
+
+
+def _context(protocol: int, folder: Path, asks: bool = True) -> ssl.SSLContext:
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # Without the argument OpenSSL would ask the terminal for the passphrase of a key that has one.
+    context.load_cert_chain(folder / CERTIFICATE, folder / KEY, password="")
+    context.load_verify_locations(folder / AUTHORITIES)
+    if asks:
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+def accepted(peer: socket.socket) -> socket.socket:
+    """Return the connection through which to speak to a client that was accepted; `peer` is of no use then.
+
+    Nothing is sent or awaited yet: the first operation shakes hands, within its own limit.
+    """
+    if (identity := process_identity()) is None:
+        return peer
+    return identity.server.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+
+
+def connecting(peer: socket.socket) -> socket.socket:
+    """Return the connection through which to speak to a server; its `connect` shakes hands, too."""
+    if (identity := process_identity()) is None:
+        return peer
+    return identity.client.wrap_socket(peer, server_hostname=NAME)
+
+
+def page_context(asks: bool) -> ssl.SSLContext | None:
+    """Return what the page's server needs, if this process has a certificate; `asks` is whether browsers have
+    to show one, too.
+    """
+    if (identity := process_identity()) is None:
+        return None
+    return identity.server if asks else identity.page
+
+
+def scheme() -> str:
+    """Return `https` if this process's HTTP servers use TLS, and else `http`."""
+    return "http" if process_identity() is None else "https"
