@@ -10,7 +10,10 @@ import torchft_like
 from tests.conftest import ROOT
 
 SCRIPTS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
-CALLS = {command: f"from {origin.replace(':', ' import ')}; main()" for command, origin in SCRIPTS.items()}
+CALLS = {
+    command: f"from {module} import {function}; {function}()"
+    for command, (module, function) in ((name, origin.split(":")) for name, origin in SCRIPTS.items())
+}
 MODULES = ("lighthouse", "torchft_like.as_torchft", "torchft_like.chaos")
 COMMANDS = [["-c", call] for call in CALLS.values()] + [["-m", module] for module in MODULES]
 TORCH_LAST = """
