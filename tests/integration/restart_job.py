@@ -1,8 +1,8 @@
 """A rank of a replica group whose training function is run again in the same process after an error.
 
-The model is sharded over the group by FSDP. Some ranks have a fault in the group's first try, between the
-forward and the backward pass of a step. All lines that it prints are JSON. With TORCHFT_SPARE=rank it is a
-spare, which takes over the name of a group in REPLICA_GROUP_ID.
+The model is sharded over the group by FSDP, and each layer over --tp ranks. Some ranks have a fault in the
+group's first try, between the forward and the backward pass of a step. All lines that it prints are JSON.
+With TORCHFT_SPARE=rank it is a spare, which takes over the name of a group in REPLICA_GROUP_ID.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import time
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from torchft_like import Manager, Optimizer, ProcessGroupGloo, Restart, restartable
 from torchft_like.device_mesh import ft_init_device_mesh
@@ -63,13 +64,15 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     with manager:
         mesh = ft_init_device_mesh(
             device_type="cpu",
-            mesh_shape=(2, group_size),
-            mesh_dim_names=("dp_replicate", "dp_shard"),
+            mesh_shape=(2, group_size // args.tp, args.tp),
+            mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
             replicate_dim=0,
             manager=manager,
         )
         model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-        fully_shard(model, mesh=mesh)
+        if args.tp > 1:
+            parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        fully_shard(model, mesh=mesh["dp_replicate", "dp_shard"])
         sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
         optimizer = Optimizer(manager, sgd)
         state = ShardedState(model, sgd)
@@ -77,7 +80,7 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         is_first = True
         while manager.current_step() < args.steps or manager.num_participants() < args.groups:
             step = manager.current_step()
-            generator = torch.Generator().manual_seed(step * 100 + ord(name) * 10 + rank)
+            generator = torch.Generator().manual_seed(step * 100 + ord(name) * 10 + rank // args.tp)
             inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(inputs), targets)
@@ -103,6 +106,7 @@ def parse_args() -> argparse.Namespace:
         "--fault-at", type=int, default=-1, help="the first step in which all groups are there"
     )
     parser.add_argument("--fault-on", type=int, nargs="+", default=[1], help="the ranks")
+    parser.add_argument("--tp", type=int, default=1, help="the ranks that share a layer and its data")
     parser.add_argument("--pause", type=float, default=0.0)
     return parser.parse_args()
 

@@ -87,13 +87,13 @@ def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: P
         assert "in fail_oddly" in group.ranks[1].output, "it is this rank's own error that it ends with"
 
 
-@pytest.mark.parametrize(("size", "killed"), [(3, [1]), (4, [0]), (3, [0, 1])], ids=str)
+@pytest.mark.parametrize(("size", "tp", "killed"), [(3, 1, [1]), (4, 2, [0]), (3, 1, [0, 1])], ids=str)
 def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
-    tmp_path: Path, size: int, killed: list[int]
+    tmp_path: Path, size: int, tp: int, killed: list[int]
 ) -> None:
     """The other ranks go on in their processes, and all end with the bits of the other group."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
-        options = "--steps=60", "--pause=0.05"
+        options = "--steps=60", "--pause=0.05", f"--tp={tp}"
         spares = [
             cluster.launch(f"spare{number}", [JOB, *options], variables={"TORCHFT_SPARE": "rank"})
             for number in range(2)

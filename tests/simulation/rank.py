@@ -158,6 +158,11 @@ class Rank(Process):
         """The step of its state, and the quorum in which that was committed."""
         return self.protocol.step, self.protocol.commit_quorum_id
 
+    @property
+    def first_quorum_id(self) -> int:
+        """The quorum in which the training of its state began, 0 if it is yet to begin."""
+        return self.protocol.first_quorum_id
+
     # -- a step, on the training thread
 
     def start(self) -> None:
