@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 # Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow dropin matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate
+.PHONY: demo test slow dropin launchers matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -49,10 +49,14 @@ simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core 
 
 slow: $(READY)  ## the tests that are too long for `make test`, but for those below
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \
+		--ignore tests/interop/test_launchers.py \
 		tests/integration tests/interop tests/chaos tests/stress tests/gpu tests/simulation
 
 dropin: $(READY)  ## other projects' scripts, unchanged, with this package as torchft (docs/dropin.md); at most 20 minutes
 	$(BIN)/python -m tests.dropin
+
+launchers: $(READY)  ## the recipes of docs/launchers.md under Slurm, where that is installed, and Ray; about 3 minutes
+	$(BIN)/python -m pytest -m slow -rs tests/interop/test_launchers.py
 
 # Names of rows and of suites of docs/versions.md; all of them where none is given.
 ROWS ?=

@@ -1,0 +1,154 @@
+"""The recipes of docs/launchers.md under the real launchers: a rank is killed, a spare takes its place."""
+
+from __future__ import annotations
+
+import getpass
+import json
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from lighthouse.address import LOOPBACK
+from tests.conftest import ROOT
+from tests.dropin.environments import python_for
+from tests.dropin.scripts import SCRIPTS
+from tools.environments import UnavailableError
+from torchft_like.testing.processes import Processes
+
+# The first test of a machine installs Ray, which takes longer than a test may.
+pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(1500)]
+
+RECIPES = ROOT / "examples" / "launchers"
+TRAINING = ("--steps=120", "--pause=0.05")
+LIMIT_S = 240.0
+VARIABLES = {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
+
+SLURM_CONF = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={controller}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+MpiDefault=none
+NodeName=localhost NodeHostname={host} NodeAddr=127.0.0.1 Port={node} CPUs=8
+PartitionName=all Nodes=localhost Default=YES State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, processes: Processes) -> Iterator[dict[str, str]]:
+    """Run a cluster of one host; yield the variables with which its commands find it."""
+    where = f"/usr/sbin{os.pathsep}{os.environ['PATH']}"
+    missing = [name for name in SLURM if shutil.which(name, path=where) is None]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not found: install slurmctld, slurmd, slurm-client and munge")
+    if os.getuid() != 0:
+        pytest.skip("slurmd has to be root to start a task")
+    facts = {"host": socket.gethostname(), "user": getpass.getuser(), "folder": tmp_path}
+    with socket.create_server((LOOPBACK, 0)) as first, socket.create_server((LOOPBACK, 0)) as second:
+        ports = {"controller": first.getsockname()[1], "node": second.getsockname()[1]}
+    conf = tmp_path / "slurm.conf"
+    conf.write_text(SLURM_CONF.format(**facts, **ports))
+    key = tmp_path / "munge.key"
+    key.write_bytes(secrets.token_bytes(128))
+    key.chmod(0o600)
+    for folder in (tmp_path, tmp_path / "state", tmp_path / "spool"):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(0o755)  # munged trusts no other
+    env = {"PATH": where, "SLURM_CONF": str(conf)}
+    files = {
+        name: f"--{name}-file={tmp_path}/munge.{end}"
+        for name, end in (("key", "key"), ("pid", "pid"), ("log", "log"), ("seed", "seed"))
+    }
+    processes.start(
+        "munged", "--foreground", "--force", f"--socket={tmp_path}/munge.socket", *files.values(), env=env
+    )
+    controller = processes.start("slurmctld", "-D", "-c", "-f", str(conf), env=env)
+    controller.wait_for_output("Running as primary controller|slurmctld version", LIMIT_S)
+    processes.start("slurmd", "-D", "-N", "localhost", "-f", str(conf), env=env)
+    yield {**VARIABLES, "PATH": f"{Path(sys.executable).parent}:{where}", "SLURM_CONF": str(conf)}
+    processes.start("scancel", f"--user={getpass.getuser()}", "--full", env=env).wait(LIMIT_S)
+
+
+def test_slurm_keeps_the_neighbours_of_a_rank_that_dies(
+    tmp_path: Path, processes: Processes, slurm: dict[str, str]
+) -> None:
+    written = tmp_path / "job.txt"
+    submit = "sbatch", "--wait", f"--output={written}", str(RECIPES / "train_hsdp.sbatch")
+    job = processes.start(*submit, *TRAINING, env={**slurm, "PYTHONPATH": str(ROOT)})
+
+    def output() -> str:
+        return written.read_text() if written.exists() else ""
+
+    kill_one_rank(output)
+    assert job.wait(LIMIT_S) == 0, output()
+    check(output())
+
+
+def test_ray_keeps_the_neighbours_of_a_rank_that_dies(tmp_path: Path, processes: Processes) -> None:
+    try:
+        python = python_for(next(script for script in SCRIPTS if script.source.startswith("ray==")))
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    job = processes.start(
+        str(python),
+        str(RECIPES / "ray_ranks.py"),
+        "--cpus=0.2",
+        *("examples/train_hsdp.py", "--finish-together", *TRAINING),
+        env={**VARIABLES, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+    )
+    kill_one_rank(lambda: job.output)
+    assert job.wait(LIMIT_S) == 0, job.output
+    check(job.output)
+    assert "exit status by rank of each group: [[0, 0], [0, -9]]" in job.output
+
+
+def kill_one_rank(output: Callable[[], str]) -> None:
+    """Kill rank 1 of group 1 once both groups train together."""
+    deadline = time.monotonic() + LIMIT_S
+    while re.search(r"step [23]\d .* participants 2", output()) is None:
+        assert time.monotonic() < deadline, output()
+        time.sleep(0.1)
+    (rank,) = (
+        process
+        for process in psutil.process_iter(["cmdline", "environ"])
+        if (of := process.info["environ"]) and (of.get("RANK"), of.get("REPLICA_GROUP_ID")) == ("1", "1")
+        if process.info["cmdline"][1:2] == ["examples/train_hsdp.py"]
+        if (parent := process.parent()) and parent.cmdline()[1:2] != ["examples/train_hsdp.py"]
+    )
+    rank.send_signal(signal.SIGKILL)
+
+
+def check(output: str) -> None:
+    """Check who has begun how many tries, and that both groups end with the same bits."""
+    tries: dict[tuple[int, int], list[int]] = {}
+    for line in re.findall(r'\{"try".*?\}', output):
+        said: dict[str, Any] = json.loads(line)
+        tries.setdefault((said["group"], said["rank"]), []).append(said["try"])
+    assert tries == {(0, 0): [0], (0, 1): [0], (1, 0): [0, 1], (1, 1): [0, 1]}
+    ends = [json.loads(line) for line in re.findall(r'\{"finished".*?\}', output)]
+    assert sorted(end["finished"] for end in ends) == [0, 1]
+    assert len({end["digest"] for end in ends}) == 1
