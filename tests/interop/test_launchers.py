@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import getpass
 import json
 import os
@@ -10,6 +11,7 @@ import secrets
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +34,9 @@ pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(1500)]
 RECIPES = ROOT / "examples" / "launchers"
 TRAINING = ("--steps=120", "--pause=0.05")
 LIMIT_S = 240.0
-VARIABLES = {"OMP_NUM_THREADS": "1", "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
+VARIABLES = {"OMP_NUM_THREADS": "1", "PATH": PATH, "PYTHONPATH": str(ROOT)}
+RUN = "LAUNCHERS_TEST_RUN"  # by this variable the processes of a test are found
 SLURM = ("munged", "slurmctld", "slurmd", "sbatch")
 
 SLURM_CONF = """\
@@ -61,8 +65,7 @@ PartitionName=all Nodes=localhost Default=YES State=UP
 @pytest.fixture
 def slurm(tmp_path: Path, processes: Processes) -> Iterator[dict[str, str]]:
     """Run a cluster of one host; yield the variables with which its commands find it."""
-    where = f"/usr/sbin{os.pathsep}{os.environ['PATH']}"
-    missing = [name for name in SLURM if shutil.which(name, path=where) is None]
+    missing = [name for name in SLURM if shutil.which(name, path=PATH) is None]
     if missing:
         pytest.skip(f"{', '.join(missing)} not found: install slurmctld, slurmd, slurm-client and munge")
     if os.getuid() != 0:
@@ -78,7 +81,7 @@ def slurm(tmp_path: Path, processes: Processes) -> Iterator[dict[str, str]]:
     for folder in (tmp_path, tmp_path / "state", tmp_path / "spool"):
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)  # munged trusts no other
-    env = {"PATH": where, "SLURM_CONF": str(conf)}
+    env = {**VARIABLES, "SLURM_CONF": str(conf), RUN: str(tmp_path)}
     files = {
         name: f"--{name}-file={tmp_path}/munge.{end}"
         for name, end in (("key", "key"), ("pid", "pid"), ("log", "log"), ("seed", "seed"))
@@ -89,8 +92,12 @@ def slurm(tmp_path: Path, processes: Processes) -> Iterator[dict[str, str]]:
     controller = processes.start("slurmctld", "-D", "-c", "-f", str(conf), env=env)
     controller.wait_for_output("Running as primary controller|slurmctld version", LIMIT_S)
     processes.start("slurmd", "-D", "-N", "localhost", "-f", str(conf), env=env)
-    yield {**VARIABLES, "PATH": f"{Path(sys.executable).parent}:{where}", "SLURM_CONF": str(conf)}
-    processes.start("scancel", f"--user={getpass.getuser()}", "--full", env=env).wait(LIMIT_S)
+    yield env
+    run = functools.partial(subprocess.run, env={**os.environ, **env}, check=True, capture_output=True)
+    run(["scancel", f"--user={getpass.getuser()}"])
+    deadline = time.monotonic() + LIMIT_S
+    while run(["squeue", "--noheader"]).stdout and time.monotonic() < deadline:
+        time.sleep(0.2)
 
 
 def test_slurm_keeps_the_neighbours_of_a_rank_that_dies(
@@ -98,12 +105,12 @@ def test_slurm_keeps_the_neighbours_of_a_rank_that_dies(
 ) -> None:
     written = tmp_path / "job.txt"
     submit = "sbatch", "--wait", f"--output={written}", str(RECIPES / "train_hsdp.sbatch")
-    job = processes.start(*submit, *TRAINING, env={**slurm, "PYTHONPATH": str(ROOT)})
+    job = processes.start(*submit, *TRAINING, env=slurm)
 
     def output() -> str:
         return written.read_text() if written.exists() else ""
 
-    kill_one_rank(output)
+    kill_one_rank(tmp_path, output)
     assert job.wait(LIMIT_S) == 0, output()
     check(output())
 
@@ -118,28 +125,37 @@ def test_ray_keeps_the_neighbours_of_a_rank_that_dies(tmp_path: Path, processes:
         str(RECIPES / "ray_ranks.py"),
         "--cpus=0.2",
         *("examples/train_hsdp.py", "--finish-together", *TRAINING),
-        env={**VARIABLES, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0"},
+        env={
+            **VARIABLES,
+            RUN: str(tmp_path),
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DEDUP_LOGS": "0",
+        },
     )
-    kill_one_rank(lambda: job.output)
+    kill_one_rank(tmp_path, lambda: job.output)
     assert job.wait(LIMIT_S) == 0, job.output
     check(job.output)
     assert "exit status by rank of each group: [[0, 0], [0, -9]]" in job.output
 
 
-def kill_one_rank(output: Callable[[], str]) -> None:
+def kill_one_rank(run: Path, output: Callable[[], str]) -> None:
     """Kill rank 1 of group 1 once both groups train together."""
     deadline = time.monotonic() + LIMIT_S
     while re.search(r"step [23]\d .* participants 2", output()) is None:
         assert time.monotonic() < deadline, output()
         time.sleep(0.1)
+    wanted = {("RANK", "1"), ("REPLICA_GROUP_ID", "1"), (RUN, str(run))}
     (rank,) = (
         process
-        for process in psutil.process_iter(["cmdline", "environ"])
-        if (of := process.info["environ"]) and (of.get("RANK"), of.get("REPLICA_GROUP_ID")) == ("1", "1")
-        if process.info["cmdline"][1:2] == ["examples/train_hsdp.py"]
-        if (parent := process.parent()) and parent.cmdline()[1:2] != ["examples/train_hsdp.py"]
+        for process in psutil.process_iter(["environ"])
+        if wanted <= (process.info["environ"] or {}).items() and is_script(process)
+        if (parent := process.parent()) and not is_script(parent)  # whose worker it would be
     )
     rank.send_signal(signal.SIGKILL)
+
+
+def is_script(process: psutil.Process) -> bool:
+    return process.cmdline()[1:2] == ["examples/train_hsdp.py"]
 
 
 def check(output: str) -> None:
