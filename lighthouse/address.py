@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from dataclasses import dataclass
 
 from lighthouse.errors import AddressError
 
 LOOPBACK = "127.0.0.1"
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether a host's name or address is that of the loopback interface, which no other reaches."""
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return host == "localhost"
+    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
 
 
 @dataclass(frozen=True)

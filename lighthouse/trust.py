@@ -6,13 +6,12 @@ everything works as in torchft.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import os
 from pathlib import Path
 
 from lighthouse import wire
-from lighthouse.address import Address
+from lighthouse.address import Address, is_loopback
 from lighthouse.core.trust import Role, Trust, parse_trust
 from lighthouse.errors import ConfigError
 from lighthouse.rereading import read_again
@@ -85,17 +84,10 @@ def about_openness(bind: Address) -> str:
     """
     if process_trust() is not None or process_identity() is not None:
         return ""
-    if os.environ.get(INSECURE_ENV) == "1" or _is_loopback(bind.host):
+    if os.environ.get(INSECURE_ENV) == "1" or is_loopback(bind.host):
         return ""
     return (
         f"{bind} asks for no token and no certificate: whoever reaches it can join the job, read its state "
         f"and end it. Set {TOKEN_FILE_ENV} or {TLS_ENV} (`torchft-like keys` makes what they name), or "
         f"{INSECURE_ENV}=1 if the network is closed (docs/security.md)"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -15,7 +15,6 @@ import asyncio
 import base64
 import gzip
 import hashlib
-import ipaddress
 import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
@@ -26,6 +25,7 @@ from urllib.parse import urlsplit
 
 import grpc.aio
 
+from lighthouse.address import is_loopback
 from lighthouse.core.trust import Role
 from lighthouse.errors import AddressError
 from lighthouse.events import printable
@@ -61,7 +61,7 @@ def role_of(scope: Scope, everybody_operates: bool) -> Role:
         return trust.role_of_header(_header(scope, b"authorization").decode("latin-1"))
     client = (scope.get("client") or ("",))[0]
     is_forwarded = any(_header(scope, name) for name in _FORWARDED)
-    is_local = _is_loopback(client) and _is_loopback(_host(scope)) and not is_forwarded
+    is_local = is_loopback(client) and is_loopback(_host(scope)) and not is_forwarded
     return Role.OPERATE if everybody_operates or is_local else Role.OBSERVE
 
 
@@ -70,17 +70,6 @@ def _host(scope: Scope) -> str:
         return urlsplit(f"//{_header(scope, b'host').decode('latin-1')}").hostname or ""
     except ValueError:
         return ""
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    mapped = getattr(address, "ipv4_mapped", None)
-    return bool((mapped or address).is_loopback)
 
 
 @dataclass(frozen=True)

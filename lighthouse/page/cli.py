@@ -1,10 +1,12 @@
-"""The commands `torchft-like status` and `torchft-like watch`: the lighthouse's status in a terminal.
+"""The commands `torchft-like status`, `watch` and `kill`: the lighthouse's page in a terminal.
 
     torchft-like status [ADDRESS] [--json]     once; exit status 0 if there is a whole quorum, 1 if not
     torchft-like watch [ADDRESS]               again every second, until Ctrl-C
+    torchft-like kill REPLICA [ADDRESS]        end a replica group; exit status 1 if the lighthouse refuses
 
-ADDRESS is that of the lighthouse or of its page; without it the one in TORCHFT_LIGHTHOUSE. Exit status 2 says
-that no page answers there.
+REPLICA is a replica group's id, or the part of it before the colon, if that is one group's alone. ADDRESS is
+that of the lighthouse or of its page; without it the one in TORCHFT_LIGHTHOUSE. Exit status 2 says that no
+page answers there.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import sys
 import time
 from collections.abc import Sequence
 from typing import Any
+from urllib.parse import quote
 
 from lighthouse.address import Address, parse_address
 from lighthouse.errors import AddressError, CoordinationError
@@ -26,6 +29,7 @@ from lighthouse.tls import connecting
 from lighthouse.trust import TOKEN_FILE_ENV, authorization
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+KILL_HEADER = "X-Torchft-Kill"  # which the page wants of who kills, and ignores otherwise
 EVERY_S = 1.0
 ANSWER_S = 10.0
 _HEAD, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K\n", "\x1b[J"
@@ -43,12 +47,15 @@ class NoPageError(CoordinationError):
 
 
 def add_commands(commands: Any) -> None:
-    """Add both commands to a parser's subparsers; `run` among the options is what they do."""
+    """Add the commands to a parser's subparsers; `run` among the options is what they do."""
     for name, what, run in (
         ("status", "print what a lighthouse knows of its job", _status),
         ("watch", "the same every second", _watch),
+        ("kill", "end a replica group", _kill),
     ):
         parser = commands.add_parser(name, help=what, description=what)
+        if name == "kill":
+            parser.add_argument("replica", help="its id, or the name that begins it")
         parser.add_argument(
             "address",
             nargs="?",
@@ -85,6 +92,37 @@ def _watch(options: argparse.Namespace) -> int:
         return 0
 
 
+def _kill(options: argparse.Namespace) -> int:
+    try:
+        pages = Pages(options.address)
+        known = [replica["id"] for replica in pages.status()["replicas"]]
+        replica_id = chosen(options.replica, known)
+        pages.kill(replica_id)
+    except RefusedError as error:
+        sys.stderr.write(f"torchft-like: {error}\n")
+        return 1
+    except CoordinationError as error:
+        sys.stderr.write(f"torchft-like: {error}\n")
+        return 2
+    sys.stdout.write(f"{printable(replica_id)} was told to end itself\n")
+    return 0
+
+
+def chosen(name: str, known: Sequence[str]) -> str:
+    """Return the replica id that is meant by a name.
+
+    Raises:
+        RefusedError: it is none, or that of several.
+    """
+    if name in known:
+        return name
+    found = [replica_id for replica_id in known if replica_id.partition(":")[0] == name]
+    if len(found) == 1:
+        return found[0]
+    what = f"{len(found)} replica groups are" if found else "no replica group is"
+    raise RefusedError(printable(f"{what} called {name}; there are: {', '.join(found or known) or 'none'}"))
+
+
 def _show(pages: Pages) -> None:
     width, height = shutil.get_terminal_size()
     try:
@@ -98,6 +136,10 @@ def _show(pages: Pages) -> None:
             lines = [*lines[: height - 2], f"and {len(lines) - height + 2} lines more"]
         sys.stdout.write(_HEAD + "".join(line[:width] + _CLEAR_LINE for line in lines) + _CLEAR_REST)
     sys.stdout.flush()
+
+
+class RefusedError(CoordinationError):
+    """The lighthouse does not do what it was asked for."""
 
 
 class Pages:
@@ -119,35 +161,64 @@ class Pages:
         Raises:
             NoPageError: no page answers at either port.
         """
+        return self.fetch()[0]
+
+    def fetch(self) -> tuple[dict[str, Any], http.client.HTTPMessage]:
+        """Return the status document, and the headers of the answer.
+
+        Raises:
+            NoPageError: no page answers at either port.
+        """
         problems = []
         for address in list(self._addresses):
             try:
-                status = _fetch(address)
+                found = _fetch(address)
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problems.append(f"{address}: {type(error).__name__} {error}".rstrip())
             else:
                 self._addresses = [address]
-                return status
+                return found
         raise NoPageError(printable(f"no page of a lighthouse answers at {'; '.join(problems)}"))
 
+    def kill(self, replica_id: str) -> None:
+        """Let the lighthouse end a replica group; `status` has been called before.
 
-def _fetch(address: Address) -> dict[str, Any]:
-    connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
-    try:
-        connection.connect()
-        connection.sock = connecting(connection.sock)
-        header = authorization()
-        connection.request("GET", "/status", headers={"Authorization": header} if header else {})
-        answer = connection.getresponse()
-        body = answer.read()
-    finally:
-        connection.close()
+        Raises:
+            RefusedError: it does not; the text has its reason.
+            NoPageError: it does not answer any more.
+        """
+        path = f"/replica/{quote(replica_id, safe='')}/kill"
+        try:
+            answer, body = _ask(self._addresses[0], "POST", path)
+        except (OSError, http.client.HTTPException) as error:
+            raise NoPageError(printable(f"the page at {self._addresses[0]} is gone: {error}")) from error
+        if answer.status != http.HTTPStatus.ACCEPTED:
+            raise RefusedError(
+                printable(f"{replica_id} is not killed: {body.decode(errors='replace').strip()}")
+            )
+
+
+def _fetch(address: Address) -> tuple[dict[str, Any], http.client.HTTPMessage]:
+    answer, body = _ask(address, "GET", "/status")
     if answer.status == http.HTTPStatus.UNAUTHORIZED:
         raise ValueError(f"it asks for a token: set {TOKEN_FILE_ENV}")
     status = json.loads(body)
     if answer.status != http.HTTPStatus.OK or not isinstance(status, dict) or "job" not in status:
         raise ValueError(f"answered {answer.status}, and no status")
-    return status
+    return status, answer.headers
+
+
+def _ask(address: Address, method: str, path: str) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection(address.host, address.port, timeout=ANSWER_S)
+    shown = {"Authorization": header} if (header := authorization()) else {}
+    try:
+        connection.connect()
+        connection.sock = connecting(connection.sock)
+        connection.request(method, path, headers={**shown, KILL_HEADER: "yes"})
+        answer = connection.getresponse()
+        return answer, answer.read()
+    finally:
+        connection.close()
 
 
 def lines_of(status: dict[str, Any]) -> list[str]:

@@ -31,6 +31,7 @@ from torchft_like.errors import CheckpointError, ConfigError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -256,6 +257,27 @@ def test_the_command_line_shows_its_token(page: str, request: pytest.FixtureRequ
     request.getfixturevalue("stranger")
     with pytest.raises(NoPageError, match="asks for a token: set TORCHFT_TOKEN_FILE"):
         Pages(page).status()
+
+
+def test_the_command_line_kills_as_an_operator_only(
+    job: Job, page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "group"
+    assert main(["kill", "other", page]) == 1
+    assert "no replica group is called other; there are: group" in capsys.readouterr().err
+    assert main(["kill", name, page]) == 1
+    assert "group is not killed: that takes the token of those who operate" in capsys.readouterr().err
+    assert not job.killed
+    monkeypatch.setattr(cli, "authorization", lambda: f"Bearer {TOKENS[Role.OPERATE]}")
+    assert main(["kill", name, page]) == 0
+    assert len(job.killed) == 1
+    job.killed.clear()
+
+
+def test_a_name_that_begins_several_ids_is_nobodys() -> None:
+    assert cli.chosen("a", ["a:1", "ab:1", "b:1"]) == "a:1"
+    with pytest.raises(cli.RefusedError, match="2 replica groups are called a; there are: a:1, a:2"):
+        cli.chosen("a", ["a:1", "a:2", "b"])
 
 
 def test_everybody_may_not_operate_a_lighthouse_with_tokens(job: Job) -> None:

@@ -3,15 +3,18 @@
     torchft-like lighthouse --min_replicas 2
     torchft-like status 127.0.0.1:29510
     torchft-like watch
+    torchft-like kill replica-3
+    torchft-like doctor
     torchft-like keys tokens
     torchft-like spare train.py --its --arguments
     torchft-like chaos --length 60 --interval 5
     torchft-like chaos --kinds kill,stop --command 'python train.py --id {index}' --names 'replica-{index}'
     torchft-like soak --length 3600 --interval 10
 
-`lighthouse` is the daemon; `status` and `watch` show what it knows of its job (docs/lighthouse-page.md).
-`keys` makes what the processes of a job know each other by (docs/security.md). `spare` waits for the place of
-a rank that has died (docs/in-process-restart.md).
+`lighthouse` is the daemon; `status` and `watch` show what it knows of its job, and `kill` ends a replica
+group (docs/lighthouse-page.md). `doctor` looks for what this host lacks to run a trainer. `keys` makes what
+the processes of a job know each other by (docs/security.md). `spare` waits for the place of a rank that has
+died (docs/in-process-restart.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -33,6 +36,7 @@ from lighthouse import __version__
 from lighthouse.cli import main as run_lighthouse
 from lighthouse.keys import add_command as add_keys_command
 from lighthouse.page.cli import add_commands as add_status_commands
+from torchft_like.doctor import add_command as add_doctor_command
 from torchft_like.spare_command import add_command as add_spare_command
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
@@ -74,6 +78,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     commands.add_parser(_LIGHTHOUSE, help="decide who is in the quorum of a job; it has a --help of its own")
     add_status_commands(commands)
     add_keys_command(commands)
+    add_doctor_command(commands)
     add_spare_command(commands)
     for name, what in (
         ("chaos", "inject faults into a job of real processes, and check what it wrote"),
