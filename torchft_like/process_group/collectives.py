@@ -122,7 +122,7 @@ class Call(NamedTuple):
     @property
     def split_sizes(self) -> tuple[list[int], list[int]]:
         """How an `alltoall_base` splits its output and its input; an empty list is an even split."""
-        found = self.argument(2, "output_split_sizes"), self.argument(3, "input_split_sizes")
+        found = (self.argument(place, name) for place, name in enumerate(SPLIT_SIZES, start=2))
         output, input_ = (list(sizes) if isinstance(sizes, list | tuple) else [] for sizes in found)
         return output, input_
 
@@ -412,7 +412,8 @@ JOINING = frozenset({"allreduce", "broadcast"})
 # Collectives that begin or end at one rank; torch takes rank 0 if a call names none.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
-_SIZES = "output_split_sizes, input_split_sizes, opts=None"
+SPLIT_SIZES = "output_split_sizes", "input_split_sizes"
+_SIZES = f"{', '.join(SPLIT_SIZES)}, opts=None"
 _WAIT_FOR_ALL = "timeout=None, wait_all_ranks=False"
 
 COLLECTIVES: tuple[Collective, ...] = (

@@ -65,7 +65,7 @@ from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group.base import About
-from torchft_like.process_group.collectives import methods_of
+from torchft_like.process_group.collectives import BY_NAME, SPLIT_SIZES, methods_of
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.store import GroupMembers, meet, meeting_store
@@ -223,6 +223,8 @@ class _NcclBackend:
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return the methods of NCCL, or else of torch's shell around it, watched."""
         found = methods_of(self._nccl, self._shell)
+        if (alltoall_base := found.get("alltoall_base")) is not None:
+            found["alltoall_base"] = naming_even_splits(alltoall_base, self._members.world_size)
         return {name: functools.partial(self._start, name, method) for name, method in found.items()}
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -440,6 +442,26 @@ def _error_of_communicator(communicator: int) -> ProcessGroupError | None:
         return None
     nccl.ncclGetErrorString.restype = ctypes.c_char_p
     return ProcessGroupError(f"NCCL: {nccl.ncclGetErrorString(failed).decode()} (error {failed})")
+
+
+def naming_even_splits(alltoall_base: Callable[..., Any], world_size: int) -> Callable[..., Any]:
+    """Return torch's method, told the sizes of even splits, too.
+
+    Without sizes torch calls NCCL's own all-to-all since NCCL 2.28, and takes its answer that the call is in
+    progress, as it is for a communicator that does not block, for an error ("NCCL Error 7").
+    """
+
+    def with_sizes(*args: Any, **kwargs: Any) -> Any:
+        call = BY_NAME["alltoall_base"].bind(args, kwargs)
+        rows = [tensor.shape[0] if tensor.dim() else 0 for tensor in (call.outputs, call.inputs)]
+        if any(call.split_sizes) or any(count == 0 or count % world_size for count in rows):
+            return alltoall_base(*args, **kwargs)
+        sizes = [[count // world_size] * world_size for count in rows]
+        named = {*call.collective.tensor_names, *SPLIT_SIZES}
+        others = {name: value for name, value in kwargs.items() if name not in named}
+        return alltoall_base(call.outputs, call.inputs, *sizes, *args[4:], **others)
+
+    return with_sizes
 
 
 def require_nccl() -> None:

@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,12 @@ from torchft_like.process_group import (
     trigger_nccl_fr_trace_through_pipe,
 )
 from torchft_like.process_group.checking.backend import Check
-from torchft_like.process_group.nccl import TORCH_FR_DUMP_TEMP_FILE_ENV, DumpPath, ProcessGroupNCCL
+from torchft_like.process_group.nccl import (
+    TORCH_FR_DUMP_TEMP_FILE_ENV,
+    DumpPath,
+    ProcessGroupNCCL,
+    naming_even_splits,
+)
 
 
 @pytest.fixture
@@ -376,6 +382,23 @@ def test_capture_in_a_graph_is_refused(group: ProcessGroupNCCL, device: FakeDevi
     device.is_capturing = True
     with pytest.raises(NotSupportedError, match="cannot be captured in a CUDA graph"):
         group.allreduce([torch.zeros(1)])
+
+
+def test_even_splits_of_an_all_to_all_are_named() -> None:
+    """torch would ask NCCL for an all-to-all, and take its answer "in progress" for an error."""
+    calls: list[tuple[Any, ...]] = []
+    start = naming_even_splits(lambda *args, **kwargs: calls.append((*args[2:], kwargs)), 2)
+    out, in_ = torch.zeros(4, 3), torch.zeros(6)
+    start(out, in_, [], [], "options")
+    start(output=out, input=in_, output_split_sizes=[], input_split_sizes=[], timeout=1)
+    start(out, in_, [1, 3], [])
+    start(torch.zeros(3), in_, [], [])
+    assert calls == [
+        ([2, 2], [3, 3], "options", {}),
+        ([2, 2], [3, 3], {"timeout": 1}),
+        ([1, 3], [], {}),
+        ([], [], {}),
+    ]
 
 
 @pytest.mark.no_leak
