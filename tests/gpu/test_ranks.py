@@ -182,10 +182,10 @@ def test_a_gang_and_a_coordinator_work_over_the_group(backend: str) -> None:
 
 
 @pytest.mark.parametrize("backend", ["baby-gloo", pytest.param("baby-nccl", marks=pytest.mark.gpu)])
-def test_only_the_child_of_a_baby_group_opens_the_device(backend: str) -> None:
-    """Neither the server that forks nor the spare costs memory of it."""
+def test_the_server_that_forks_never_opens_the_device(backend: str) -> None:
+    """A spare may: it makes its CUDA context before it is needed, on the device of the group."""
     with job(backend, 2) as ranks:
         assert_sums(ranks.meet())
         for found in ranks.ask(group_job.opens_no_device):
             assert found["server"]
-            assert all(found.values()), found
+            assert found["spare"] or backend == "baby-nccl"

@@ -124,11 +124,11 @@ def _can_it_work() -> list[Probe]:
         _tests(
             "fork server",
             "C1",
-            "Neither the fork server nor the spare of Baby groups opens the GPU",
+            "The fork server of Baby groups does not open the GPU",
             110,
             f"tests/gpu/{ranks}",
             "-k",
-            "only_the_child",
+            "server_that_forks",
         ),
         _device_only(
             "one rank of NCCL",

@@ -38,6 +38,7 @@ import contextlib
 import functools
 import struct
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -52,7 +53,7 @@ from torch.futures import Future
 from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.process_group.baby.messages import UNASKED, Outcome
-from torchft_like.process_group.baby.requests import RemoteOperation, Request
+from torchft_like.process_group.baby.requests import NOT_DONE, RemoteOperation, Request
 from torchft_like.process_group.baby.tensor_sharing import (
     SLAB_BYTES_MAX,
     Block,
@@ -65,6 +66,7 @@ from torchft_like.process_group.baby.tensor_sharing import (
 )
 from torchft_like.process_group.collectives import Call
 from torchft_like.process_group.work import FOREVER
+from torchft_like.runtime.spin_wait import growing_pauses
 
 # Returns whether the device has passed a certain point.
 IsPast = Callable[[], bool]
@@ -360,7 +362,7 @@ class RemoteCudaOperation(RemoteOperation):
     """An operation that a subprocess has queued on the device.
 
     `wait` makes the current stream wait, and the thread only until the subprocess has queued the
-    operation. For the thread to wait as well, synchronize the stream after it.
+    operation. With a deadline, and for a barrier, the thread waits for the device, too, as in torch.
     """
 
     _call_tensors: _CudaCallTensors
@@ -371,6 +373,12 @@ class RemoteCudaOperation(RemoteOperation):
 
     def wait(self, deadline: float = FOREVER) -> None:
         super().wait(deadline)
+        if deadline < FOREVER or self._call_tensors.is_barrier:
+            pauses = growing_pauses()
+            while not self._call_tensors.has_ended():
+                if time.monotonic() > deadline:
+                    raise ProcessGroupError(NOT_DONE)
+                time.sleep(next(pauses))
         if not self._call_tensors.order_current_stream():
             raise self._lost_error().with_traceback(None)
 
@@ -441,9 +449,13 @@ class CudaExporter(Exporter):
                 self._peers.open(event)
 
     def cut_off(self) -> int:
-        """Return how many operations were cut off; one whose state cannot be asked counts as cut off."""
+        """Return how many operations are cut off, for good, by the kill that follows; one whose state cannot
+        be asked counts as cut off.
+        """
         with beside_captures(self.device):
-            return sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self.running))
+            count = sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self.running))
+        self.is_dead = True
+        return count
 
     def is_busy(self) -> bool:
         self._forget_what_is_over()
@@ -538,6 +550,7 @@ class _CudaCallTensors(CallTensors):
     def __init__(self, call: Call, exporter: CudaExporter) -> None:
         super().__init__(call, exporter)
         self._lock = threading.Lock()
+        self.is_barrier = call.collective.name == "barrier"
         self._stream: torch.cuda.Stream | None = None  # the caller's stream, once it copies the inputs
         self._number = -1  # the number of the event that marks the end
         self._end: int | None = None  # the same number, as long as a stream has to wait for it

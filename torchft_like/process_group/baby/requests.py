@@ -44,6 +44,7 @@ from torchft_like.process_group.work import FOREVER, ExplainedOperation
 # How long an empty channel is watched after a limit has passed, before the subprocess counts as silent: a
 # trainer that was stopped itself finds every limit passed.
 LAST_CHANCE_S = 1.0
+NOT_DONE = "the operation is not done after the timeout of this wait; it goes on"
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
 
 _logger = logging.getLogger(__name__)
@@ -323,7 +324,7 @@ class RemoteOperation(ExplainedOperation):
 
     def wait(self, deadline: float = FOREVER) -> None:
         if not self._requests.wait(self._request, deadline):
-            raise ProcessGroupError("the operation is not done after the timeout of this wait; it goes on")
+            raise ProcessGroupError(NOT_DONE)
         if (error := self._error_of_request()) is not None:
             raise error.with_traceback(None)
 

@@ -9,13 +9,15 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
-from torchft_like.errors import NotSupportedError, SubprocessLostError
+from torchft_like.errors import NotSupportedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
 from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_sharing import (
@@ -30,6 +32,8 @@ from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.nccl import ProcessGroupNCCL
 from torchft_like.process_group.work import OperationWork
+
+LIMIT_S = 60.0
 
 
 class OneDevice(Machine):
@@ -262,7 +266,6 @@ def test_events_are_used_again_and_again(pair: Pair) -> None:
 def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> None:
     pair.run(torch.zeros(8))
     pair.finish()
-    assert pair.exporter.cut_off() == 0
     waited, _ = pair.run(torch.zeros(8))
     waited.order_current_stream()
     pair.run(torch.zeros(8))
@@ -284,9 +287,16 @@ def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     assert machine.counters[0] == 0
 
 
+class Settled:
+    """Of requests that all have their answers."""
+
+    def wait(self, request: Request, deadline: float) -> bool:
+        return request.is_settled
+
+
 def handle(request: Request, call_tensors: Any) -> OperationWork:
     """Of a request that is settled, so that the subprocess is not asked."""
-    return OperationWork(RemoteCudaOperation(None, request, [], killed, call_tensors))  # type: ignore[arg-type]
+    return OperationWork(RemoteCudaOperation(Settled(), request, [], killed, call_tensors))  # type: ignore[arg-type]
 
 
 def killed(_: Request) -> SubprocessLostError:
@@ -309,6 +319,22 @@ def test_results_that_were_there_before_the_end_of_the_subprocess_stay(pair: Pai
     assert work.is_completed()
     assert not work.is_success()
     assert isinstance(work.exception(), SubprocessLostError)
+
+
+def test_a_wait_with_a_timeout_blocks_the_thread_until_the_end_or_the_abort(pair: Pair) -> None:
+    tensor = torch.ones(8)
+    call_tensors, request = pair.run(tensor)
+    work = handle(request, call_tensors)
+    with pytest.raises(ProcessGroupError, match="not done after the timeout"):
+        work.wait(timedelta(milliseconds=1))
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(work.wait, timedelta(seconds=LIMIT_S))
+        pair.finish()
+        assert waiting.result(LIMIT_S)
+        assert tensor.tolist() == [2.0] * 8
+        cut_off = threads.submit(handle(request, pair.run(torch.ones(8))[0]).wait, timedelta(seconds=LIMIT_S))
+        pair.exporter.cut_off()
+        assert isinstance(cut_off.exception(LIMIT_S), SubprocessLostError)
 
 
 def test_a_refused_request_keeps_nothing(pair: Pair) -> None:
