@@ -195,20 +195,19 @@ class _Chunk:
         parts = self._received.view(self._group.size(), self._owned, ROW_BYTES)
         del self._received
         own = _empty_rows(self._owned, self._all)
-        total = quantization.add_up(parts, divide_by, self._format).view(-1)
-        quantization.quantize(total, own, self._format)
-        if any(part.next is not None for part in self._parts):
-            self._leave(total, own, divide_by or 1)
+        leaves = any(part.next is not None for part in self._parts)
+        lost = torch.empty(self._owned, ROW, device=own.device) if leaves else None
+        quantization.reduce(parts, own, divide_by, self._format, lost)
+        if lost is not None:
+            self._leave(lost.view(-1), divide_by or 1)
         options = AllgatherOptions()
         options.timeout = self._options.timeout
         wire = self._format.wire
         self.work = _issue(self._group, _GATHER, self._all.view(wire), own.view(wire), options)
 
-    def _leave(self, total: Tensor, own: Tensor, factor: int) -> None:
+    def _leave(self, lost: Tensor, factor: int) -> None:
         """Leave what is lost of the sums for the next call, in which this rank adds it to its own numbers."""
-        lost = torch.empty_like(total)
-        quantization.dequantize(own, lost, self._format)
-        _set_lost(lost, (total - lost) * factor)
+        _set_lost(lost, lost.mul_(factor))
         first = -self._group.rank() * self._owned * ROW
         for part, rows in zip(self._parts, self._rows, strict=True):
             begin, end = max(first, 0), min(first + rows * ROW, len(lost))
@@ -269,7 +268,8 @@ def reduce_scatter_quantized(
     def take() -> list[Tensor]:
         _used_on_current_stream(received)
         divide_by = ranks if operation == _AVERAGE else None
-        total = quantization.add_up(received.view(ranks, owned, ROW_BYTES), divide_by, to)
+        total = torch.empty(owned, ROW, device=received.device)
+        quantization.add_up(received.view(ranks, owned, ROW_BYTES), total, divide_by, to)
         with writing_to(output):
             output.copy_(total.view(-1)[:count].view(output.shape))
         return [output]

@@ -99,16 +99,30 @@ def dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
     (_dequantize if kernels is None else kernels.dequantize)(rows, numbers, of)
 
 
-def add_up(parts: Tensor, divide_by: int | None, of: Format) -> Tensor:
-    """Return the sums of the numbers in the rows of several ranks, in float32, divided if there is a divisor.
+def add_up(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> None:
+    """Write the sums of the numbers in the rows of several ranks, divided if there is a divisor.
 
     Args:
         parts: bytes [ranks, rows, ROW_BYTES].
+        total: float32 [rows, ROW].
     """
-    total = torch.zeros(parts.shape[1], ROW, dtype=torch.float32, device=parts.device)
     kernels = _kernels_for(total.device, of)
-    (_add_up if kernels is None else kernels.add_up)(parts, total, of)
-    return total if divide_by is None else total.div_(divide_by)
+    (_add_up if kernels is None else kernels.add_up)(parts, total, divide_by, of)
+
+
+def reduce(
+    parts: Tensor, rows: Tensor, divide_by: int | None, of: Format, lost: Tensor | None = None
+) -> None:
+    """Write the sums to rows again, in the same format.
+
+    Args:
+        parts: bytes [ranks, rows, ROW_BYTES].
+        rows: bytes [rows, ROW_BYTES].
+        divide_by: by what the sums are divided before; None for nothing.
+        lost: float32 [rows, ROW], for what the sums have lost by it.
+    """
+    kernels = _kernels_for(rows.device, of)
+    (_reduce if kernels is None else kernels.reduce)(parts, rows, divide_by, of, lost)
 
 
 # ---------------------------------------------------------------------------- by torch, on any device
@@ -136,11 +150,28 @@ def _dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
         numbers[whole * ROW :] = last[0, : numbers.numel() - whole * ROW]
 
 
-def _add_up(parts: Tensor, total: Tensor, of: Format) -> None:
+def _add_up(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> None:
     for tile in _tiles(len(total), total):
-        for part in parts[:, tile]:
-            codes, scales = _decoded(part, of)
-            total[tile].addcmul_(codes.float(), scales)
+        _add_up_whole(parts[:, tile], total[tile], divide_by, of)
+
+
+def _reduce(parts: Tensor, rows: Tensor, divide_by: int | None, of: Format, lost: Tensor | None) -> None:
+    for tile in _tiles(len(rows), rows):
+        total = torch.empty(len(rows[tile]), ROW, dtype=torch.float32, device=rows.device)
+        _add_up_whole(parts[:, tile], total, divide_by, of)
+        _quantize_whole(total, rows[tile], of)
+        if lost is not None:
+            _dequantize_whole(rows[tile], lost[tile], of)
+            torch.sub(total, lost[tile], out=lost[tile])
+
+
+def _add_up_whole(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> None:
+    total.zero_()
+    for part in parts:
+        codes, scales = _decoded(part, of)
+        total += codes.float().mul_(scales)  # rounded, as `addcmul` does on some processors only
+    if divide_by is not None:
+        total.div_(divide_by)
 
 
 def _tiles(count: int, on: Tensor) -> Iterator[slice]:
@@ -207,13 +238,14 @@ def agree(
     kernels: ModuleType, device: torch.device, of: Format, dtypes: Sequence[torch.dtype] = _DTYPES
 ) -> bool:
     """Return whether kernels write the bytes that torch writes, and read the same numbers in these dtypes."""
-    numbers = torch.linspace(-3, 3, 3 * ROW + 5, dtype=torch.float64).exp().mul(1e3).to(device, torch.float32)
+    numbers = torch.linspace(-3, 3, 5 * ROW + 5, dtype=torch.float64).exp().mul(1e3).to(device, torch.float32)
     numbers[::2] *= -1
-    numbers[ROW + 7], numbers[2 * ROW + 9] = torch.nan, torch.inf
-    rows = [torch.empty(4, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    numbers[ROW + 7], numbers[4 * ROW + 9] = torch.nan, torch.inf
+    finite = [0, 2, 3, 5]  # rows; of the others, only the scale has a meaning
+    rows = [torch.empty(6, ROW_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     kernels.quantize(numbers, rows[0], of)
     _quantize(numbers, rows[1], of)
-    if not torch.equal(rows[0][::3], rows[1][::3]):  # of those between, only the scale has a meaning
+    if not torch.equal(rows[0][finite], rows[1][finite]):
         return False
     for dtype in dtypes:
         read = [numbers.to(dtype) for _ in range(2)]
@@ -221,8 +253,14 @@ def agree(
         _dequantize(rows[1], read[1], of)
         if not torch.equal(read[0].nan_to_num(0.5), read[1].nan_to_num(0.5)):
             return False
-    parts = torch.stack([rows[1], rows[1].flip(0)])
-    totals = [torch.zeros(4, ROW, device=device) for _ in range(2)]
-    kernels.add_up(parts, totals[0], of)
-    _add_up(parts, totals[1], of)
-    return torch.allclose(totals[0], totals[1], equal_nan=True)
+    parts = torch.stack([rows[1], rows[1].flip(0), rows[1]])
+    for divide_by in (None, 3):
+        results = []
+        for add, reduce_, own in ((kernels.add_up, kernels.reduce, rows[0]), (_add_up, _reduce, rows[1])):
+            total, lost = (torch.empty(6, ROW, device=device) for _ in range(2))
+            add(parts, total, divide_by, of)
+            reduce_(parts, own, divide_by, of, lost)
+            results.append([total.nan_to_num(0.5), lost.nan_to_num(0.5), own[finite]])
+        if not all(map(torch.equal, *results)):
+            return False
+    return True
