@@ -80,9 +80,9 @@ METHOD = [
     "A newcomer is the victim of SIGKILL that comes back. From the moment at which its Manager is made until "
     "it commits: the longest time between two commits of a survivor, and how many of their steps were lost. "
     "The step beside it is the survivors' median one in the same seconds, three processes on two cores.",
-    "1 GiB: the same with 64 tensors of 16 MiB in the state, beside the model, and 0.25 s in each step in "
-    "which the processes sleep, as they do where a device computes. With a replay the others do not wait "
-    "for it (docs/healing.md).",
+    "1 GiB: the same with 64 parameters of 16 MiB beside those of the model, which the optimizer has and "
+    "which get no gradients, and 0.25 s in each step in which the processes sleep, as they do where a device "
+    "computes. With a replay the others do not wait for it (docs/healing.md).",
     f"{PEER_VERSIONS} 0.2.0 averages gradients with Manager.allreduce, because its DistributedDataParallel "
     "raises in the survivors when a peer dies; the nightly and ours use DistributedDataParallel.",
 ]

@@ -33,7 +33,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
 BATCH_ROWS = 32
-BALLAST_FLOATS = 4 * 1024 * 1024  # 16 MiB, of a state beside the model
+BALLAST_FLOATS = 4 * 1024 * 1024  # 16 MiB
 LAYER_WIDTHS = {
     "tiny": (32, 32, 32, 10),
     "0.3M": (256, 400, 400, 64),
@@ -152,14 +152,16 @@ class ManagedTrainer:
         self.model = model
         optimizer = make_optimizer(model)
         self._compute_s = options.compute
-        ballast = [torch.ones(BALLAST_FLOATS) for _ in range(options.ballast)]
+        ballast = [nn.Parameter(torch.ones(BALLAST_FLOATS)) for _ in range(options.ballast)]
+        if ballast:
+            optimizer.add_param_group({"params": ballast})
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
         self.manager = package.Manager(
             pg=groups.ProcessGroupGloo(timeout=timeout),
             state_dict=lambda: {
                 "model": model.state_dict(),
                 "optimizer": optimizer.state_dict(),
-                "ballast": dict(enumerate(ballast)),
+                "ballast": {i: parameter.detach() for i, parameter in enumerate(ballast)},
             },
             load_state_dict=lambda state: load(model, optimizer, ballast, state),
             min_replica_size=options.min_replicas,
@@ -204,12 +206,12 @@ class ManagedTrainer:
 
 
 def load(
-    model: nn.Module, optimizer: torch.optim.Optimizer, ballast: list[torch.Tensor], state: dict[str, Any]
+    model: nn.Module, optimizer: torch.optim.Optimizer, ballast: list[nn.Parameter], state: dict[str, Any]
 ) -> None:
     model.load_state_dict(state["model"])
     optimizer.load_state_dict(state["optimizer"])
     for own, received in zip(ballast, state["ballast"].values(), strict=True):
-        own.copy_(received)
+        own.detach().copy_(received)
 
 
 def digest(model: nn.Module) -> str:
@@ -299,7 +301,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--digest", action="store_true", help="add a digest of the parameters to each step")
     parser.add_argument("--pause", type=float, default=0, help="seconds between two steps, without turns")
     parser.add_argument(
-        "--ballast", type=int, default=0, help="16 MiB tensors of the state, beside the model"
+        "--ballast", type=int, default=0, help="parameters of 16 MiB beside the model, without gradients"
     )
     parser.add_argument(
         "--compute", type=float, default=0, help="seconds that a device would compute in a step"

@@ -118,6 +118,12 @@ class GradientReplay:
         finally:
             self._set(present)
 
+    def changed_by_steps(self) -> list[torch.Tensor]:
+        """Return the parameters, and the tensors of the optimizer's state, in the order of their dicts."""
+        states = [state for state in self._optim.state.values() if isinstance(state, Mapping)]
+        others = [value for state in states for value in state.values()]
+        return [value for value in (*self._parameters(), *others) if isinstance(value, torch.Tensor)]
+
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self._optim.param_groups for parameter in group["params"]]
 

@@ -7,13 +7,17 @@ come, over several connections and from several sources, and read straight into 
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import TypeVar, cast
 
+import torch
+
 from lighthouse.address import Address, parse_address
 from lighthouse.tls import scheme
+from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.http_fetch import Fetch, connect
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.kept_memory import KeptMemory
@@ -24,6 +28,7 @@ from torchft_like.runtime import living
 from torchft_like.runtime.hosts import own_host
 
 T = TypeVar("T")
+logger = logging.getLogger(__name__)
 CHUNKS_MAX = 64
 LINES = 2  # connections to each source, by default
 
@@ -75,7 +80,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._has_hostname = hostname is not None
         self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
         self._expected = Expectation(state_bytes_max)
-        self._memory = KeptMemory()
+        self._memory, self._memory_ahead = KeptMemory(), KeptMemory()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
@@ -119,8 +124,22 @@ class HTTPTransport(CheckpointTransport[T]):
         It replaces the earlier offer. Every client that asks for the step is served, not only `dst_ranks`.
         Copying waits for no receiver, so `timeout` has no effect.
         """
+        self.send_checkpoint_with(None, dst_ranks, step, state_dict, timeout)
+
+    def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
+        """Begin to copy tensors on a thread of their own, if the system has one."""
+        try:
+            return CopyAhead(tensors, self._memory_ahead)
+        except RuntimeError as error:
+            logger.warning("the state is copied at the end of the step: %s", error)
+            return None
+
+    def send_checkpoint_with(
+        self, ahead: CopyAhead | None, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+    ) -> None:
+        """Do as `send_checkpoint`; of what was copied ahead no other copy is made."""
         self._check_open()
-        snapshot = Snapshot(state_dict, self._memory)
+        snapshot = Snapshot(state_dict, self._memory, ahead)
         self._served()[0].offer(step, snapshot, len(dst_ranks))
         snapshot.fill()
 

@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from contextlib import suppress
 
+HUGE_FROM = 4 * 1024 * 1024  # bytes of memory that is worth huge pages
 FOLD_MAX = 2  # kept memory that is larger than what is wanted by more than this is given back
 
 
@@ -36,11 +37,16 @@ class KeptMemory:
         with suppress(IndexError):
             if nbytes <= len(memory := self._kept.pop()) <= FOLD_MAX * nbytes:
                 return memory
-        memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        with suppress(OSError):  # the kernel has no huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        return memory
+        return fresh_memory(nbytes)
 
     def _keep(self, memory: mmap.mmap) -> None:
         memory.madvise(mmap.MADV_FREE)
         self._kept.append(memory)
+
+
+def fresh_memory(nbytes: int) -> mmap.mmap:
+    """Return memory of huge pages, if the kernel has some."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

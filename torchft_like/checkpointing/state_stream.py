@@ -27,14 +27,16 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.copy_ahead import ALIGNMENT, CopyAhead, Range, aligned
+from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_memory
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
 from torchft_like.plain_data import (
@@ -66,7 +68,6 @@ _PREFIX = struct.Struct("<8sIII")
 HEADER_BYTES = _PREFIX.size  # before the structure
 CORRUPT = "of it are corrupt: their checksum does not match"
 _CRC = struct.Struct("<I")
-_ALIGNMENT = 64
 _SUMS_BYTES = 256  # sent at a time
 
 
@@ -180,41 +181,68 @@ class Snapshot(_OutgoingState):
     Args:
         state: the state.
         memory: lends the memory of the copy.
+        ahead: copies of some of its tensors, which were begun before.
 
     Raises:
         CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
     """
 
-    def __init__(self, state: object, memory: KeptMemory | None = None) -> None:
+    def __init__(
+        self, state: object, memory: KeptMemory | None = None, ahead: CopyAhead | None = None
+    ) -> None:
         super().__init__(state)
-        self._window = (memory or KeptMemory()).lend(self.nbytes, self)
+        self._ahead = ahead
+        taken = {} if ahead is None else ahead.take(self._leaves)
+        sizes = [end - start for start, end in pairwise(self._offsets)]
+        window = (memory or KeptMemory()).lend(self.nbytes - sum(sizes[index] for index in taken), self)
+        copies = window if ahead is None else ahead.memory
+        self._left: list[tuple[Leaf, memoryview, int]] = []  # to be copied: leaf, place, end in the payload
+        self._runs: list[tuple[int, memoryview]] = []  # of the payload: where it begins, and its memory
+        used, last = 0, (window, Range(-1, -1))
+        for index, (leaf, size) in enumerate(zip(self._leaves, sizes, strict=True)):
+            start = self._offsets[index]
+            if index in taken:
+                of, place = copies, taken[index]
+            else:
+                of, place, used = window, Range(used, used + size), used + size
+                self._left.append((leaf, window[place.start : place.stop], start + size))
+            if last[0] is of and last[1].stop == place.start:
+                start, place = self._runs.pop()[0], Range(last[1].start, place.stop)
+            last = of, place
+            self._runs.append((start, of[place.start : place.stop]))
+        self._leaves = []
         self._progress = threading.Condition()
         self._filled = 0
         self._is_given_up = False
 
     def fill(self) -> Snapshot:
         """Copy the state, of which nothing is kept afterwards; return this snapshot."""
-        leaves, self._leaves = self._leaves, []
+        left, self._left = self._left, []
         try:
-            for leaf, offset, end in zip(leaves, self._offsets, self._offsets[1:], strict=False):
-                self._copy(leaf, offset, end)
-                with self._progress:
-                    self._filled = end
-                    self._progress.notify_all()
+            if self._ahead is not None:
+                self._ahead.finish()
+            for leaf, place, end in left:
+                self._copy(leaf, place)
+                self._note_filled(end)
+            self._note_filled(self.nbytes)
         finally:
             with self._progress:
                 self._is_given_up = self._filled < self.nbytes
                 self._progress.notify_all()
         return self
 
-    def _copy(self, leaf: Leaf, offset: int, end: int) -> None:
+    def _note_filled(self, end: int) -> None:
+        with self._progress:
+            self._filled = end
+            self._progress.notify_all()
+
+    def _copy(self, leaf: Leaf, place: memoryview) -> None:
         size = nbytes_of(leaf)
         if size and isinstance(leaf, torch.Tensor):
-            place = torch.frombuffer(self._window[offset : offset + size], dtype=leaf.dtype)
-            place.view(leaf.shape).copy_(leaf)
+            torch.frombuffer(place[:size], dtype=leaf.dtype).view(leaf.shape).copy_(leaf)
         elif size:
-            self._window[offset : offset + size] = bytes_of(leaf)
-        self._window[offset + size : end] = bytes(end - offset - size)
+            place[:size] = bytes_of(leaf)
+        place[size:] = bytes(len(place) - size)
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes [start, stop) of the payload, in pieces of at most 1 MiB.
@@ -222,10 +250,13 @@ class Snapshot(_OutgoingState):
         Raises:
             CheckpointError: the state could not be copied.
         """
-        for at in range(start, stop, PIECE_BYTES):
-            end = min(at + PIECE_BYTES, stop)
+        number = bisect_right(self._runs, start, key=itemgetter(0)) - 1
+        while start < stop:
+            begin, run = self._runs[number]
+            end = min(start + PIECE_BYTES, stop, begin + len(run))
             self._wait_filled(end)
-            yield self._window[at:end]
+            yield run[start - begin : end - begin]
+            start, number = end, number + (end == begin + len(run))
 
     def _wait_filled(self, end: int) -> None:
         with self._progress:
@@ -392,7 +423,7 @@ class IncomingState:
 
     def _windows(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield the memory to which bytes [start, stop) of the payload belong, in pieces of at most 1 MiB."""
-        padding = memoryview(bytearray(_ALIGNMENT))
+        padding = memoryview(bytearray(ALIGNMENT))
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
             begin, size = self._offsets[index], self.specs[index].nbytes
@@ -411,11 +442,18 @@ class IncomingState:
             if (tensor := self._leaves[index]) is None:
                 spec = self.specs[index]
                 try:
-                    tensor = torch.empty(spec.shape, dtype=spec.dtype)
-                except (RuntimeError, MemoryError) as error:
+                    tensor = _empty(spec)
+                except (RuntimeError, MemoryError, OSError) as error:
                     raise CheckpointFormatError(f"no memory for {spec.nbytes} bytes of the state") from error
                 self._leaves[index] = tensor
             return tensor
+
+
+def _empty(spec: TensorSpec) -> torch.Tensor:
+    """Make a tensor for what comes; a large one of huge pages, whose faults and return take no time."""
+    if spec.nbytes < HUGE_FROM:
+        return torch.empty(spec.shape, dtype=spec.dtype)
+    return torch.frombuffer(fresh_memory(spec.nbytes), dtype=spec.dtype).view(spec.shape)
 
 
 class _Outlines:
@@ -474,7 +512,7 @@ def _malformed(error: PlainDataError) -> CheckpointFormatError:
 
 def _offsets(sizes: Iterable[int]) -> list[int]:
     """Return where each leaf begins in the payload, and where the payload ends."""
-    return list(accumulate((-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes), initial=0))
+    return list(accumulate(map(aligned, sizes), initial=0))
 
 
 def sums_nbytes(nbytes: int) -> int:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Generic, NamedTuple, TypeVar
+
+import torch
+
+from torchft_like.checkpointing.copy_ahead import CopyAhead
 
 T = TypeVar("T")
 
@@ -74,6 +78,21 @@ class CheckpointTransport(ABC, Generic[T]):
             CheckpointFormatError: the state holds a value of a type that cannot be sent.
             CheckpointError: the state could not be sent.
         """
+
+    def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
+        """Begin to copy tensors of the state that is to be sent in this step, if the transport can do that
+        beside the training thread. The Manager calls this when a step begins.
+
+        Args:
+            tensors: lists tensors that nobody changes before that state is sent.
+        """
+        return None
+
+    def send_checkpoint_with(
+        self, ahead: CopyAhead | None, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+    ) -> None:
+        """Do as `send_checkpoint`, with what `begin_copy` has returned. The Manager calls this."""
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout)
 
     @abstractmethod
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:

@@ -10,14 +10,15 @@ so the rules must be a function of that list alone. They are torchft's, with the
 * If replicas report fingerprints of their state (`divergence.comparison`), those that differ from the rest
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
-* Other groups that are up to date, a few of them, help the source: they offer their state, too.
+* Other groups that are up to date, a few of them, help the source: they offer their state, too; not where the
+  state comes beside the steps, as nobody waits for it, and each that offers its state has to copy it.
 * A group that catches up (`catch_up.py`) goes on with that, and needs no other source, while the steps that
   it keeps lead to the newest state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
@@ -162,7 +163,8 @@ def assign(
         del sources[1:]
     healing = sorted(set(range(len(members))).difference(sources))
     catching_up = [rank for rank in healing if not is_first and _leads_to(members[rank], newest)]
-    sources_of = _share_out([rank for rank in healing if rank not in catching_up], sources)
+    beside = {rank for rank in healing if members[rank].may_catch_up and not is_first}
+    sources_of = _share_out([rank for rank in healing if rank not in catching_up], sources, beside)
     own_sources = sources_of.get(replica_rank, ())
     source = own_sources[0] if own_sources else None
     return QuorumResult(
@@ -189,7 +191,7 @@ def assign(
         source_addresses=tuple([members[rank].address for rank in own_sources]),
         helps=any(replica_rank in helpers for _, *helpers in sources_of.values()),
         max_commit_quorum_id=newest.commit_quorum_id,
-        begins_to_catch_up=source is not None and members[replica_rank].may_catch_up and not is_first,
+        begins_to_catch_up=source is not None and replica_rank in beside,
         catches_up=replica_rank in catching_up,
         is_awaited=not all(members[rank].has_fetched for rank in catching_up),
     )
@@ -211,15 +213,19 @@ def _handle(member: QuorumMemberLike, group_rank: int) -> str:
     return handles[group_rank] if group_rank < len(handles) else ""
 
 
-def _share_out(healing: Sequence[int], sources: Sequence[int]) -> dict[int, tuple[int, ...]]:
+def _share_out(
+    healing: Sequence[int], sources: Sequence[int], beside: Container[int]
+) -> dict[int, tuple[int, ...]]:
     """Spread the healing members over the sources, in the same way for all ranks of a group.
 
     Tensor parallel ranks hold copies of the same tensor, which must come from one group, and code that
     gathers the state of a group from its ranks needs all of them. The source of a member is the first of
-    those that are returned; the others help it.
+    those that are returned; the others help it, unless the member is one of those `beside`.
     """
     count = len(sources)
     return {
-        rank: tuple([sources[(i + k) % count] for k in range(min(count, SOURCES_MAX))])
+        rank: tuple(
+            [sources[(i + k) % count] for k in range(1 if rank in beside else min(count, SOURCES_MAX))]
+        )
         for i, rank in enumerate(healing)
     }

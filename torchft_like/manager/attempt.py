@@ -21,6 +21,7 @@ from collections.abc import Callable
 import torch
 
 from torchft_like import devices
+from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.transport import Source
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.assignment import QuorumResult
@@ -49,6 +50,7 @@ class Attempt:
         self.error: Exception | None = None
         self.verdict: Verdict | None = None
         self.sources: list[Source] = []  # where peers' states can be fetched, once that is known
+        self.ahead: CopyAhead | None = None  # of this rank's own state, which it is to serve
         self.is_exchanging = False  # the training thread waits for a peer's state, or sends its own
         # It has exchanged state, as the group's other ranks do, and one of those may take longer.
         self.has_exchanged = False
@@ -107,6 +109,12 @@ class Attempt:
         """Return what has to be done before the quorum can be used, to the first caller only."""
         plan, self._plan = self._plan, None
         return plan
+
+    def drop_ahead(self) -> None:
+        """Copy no more of the own state ahead: it was served, or will not be."""
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            ahead.stop()
 
     def open_configured(self) -> None:
         """Let collectives be issued: nothing more happens in the background."""

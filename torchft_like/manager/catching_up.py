@@ -19,6 +19,10 @@ class Replay(Protocol):
 
     What `take` does to the state is all that a committed step does to it, given what `keep` returned in that
     step.
+
+    One that has `changed_by_steps`, too, which lists tensors of the state that nothing but such a step
+    changes, lets a source copy them while the script computes (`checkpointing/copy_ahead.py`): on another
+    thread, which also calls it.
     """
 
     def keep(self) -> object:

@@ -235,6 +235,8 @@ class Manager:
     def disallow_state_dict_read(self) -> None:
         """Refuse peers from now on, because the state is about to change outside `step()`."""
         self._state.disallow_read()
+        if (attempt := self._driver.attempt) is not None:
+            attempt.drop_ahead()
 
     def state_dict(self) -> dict[str, int]:
         """Return the Manager's own counters, to be saved in periodic checkpoints beside the model."""

@@ -232,6 +232,7 @@ class QuorumDriver:
         if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
+        self._exchange.copy_ahead(attempt, plan)
         if plan.configure:
             deferred = self._deferred()
             if deferred is not None and not deferred.has_begun:  # the worker may wait in it for ever

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -124,7 +124,7 @@ class StateExchange:
         self._emit = emit
         self.replay: Replay | None = None
         self._beside: FetchBeside[Fetched] | None = None
-        self._is_serving = False
+        self._is_serving = self._has_rehearsed = False
         self._fetching: _Fetching | None = None  # the fetch that runs
         self._clients: list[ManagerClient] = []  # the clients that ask the sources
         # Lost members, with the quorum in which they were lost.
@@ -145,28 +145,45 @@ class StateExchange:
         """
         plan, result = attempt.take_plan(), attempt.result
         if plan is None or result is None:
+            self._rehearse()
             return
         serves = self._serves(plan)
         if plan.heal or self._protocol.catch_up is None:
             self._drop_beside("it is of no use any more")
         catches_up = plan.catch_up or self._protocol.catch_up is not None
         if not (serves or plan.heal or catches_up or self._is_serving):
+            self._rehearse()
             return
         if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
             self._registry.check_registered()
         attempt.synchronize()
         attempt.is_exchanging = attempt.has_exchanged = True
         try:
-            self._serve(serves, plan.hold, result)
+            self._serve(serves, plan.hold, attempt, result)
             if catches_up:
                 self._catch_up(attempt, plan, result)
             elif plan.heal:
                 self._heal(attempt, result)
         finally:
             attempt.is_exchanging = False
+            attempt.drop_ahead()
+
+    def _rehearse(self) -> None:
+        """Copy once what this rank is to copy ahead when it serves, of which nobody gets anything.
+
+        The memory for it is there then: to get it from the kernel takes longer than to copy into it.
+        """
+        if not self._has_rehearsed and self._protocol.has_committed and self._copied_ahead is not None:
+            self._has_rehearsed = True
+            self._transport.begin_copy(self._copied_ahead)
+
+    @property
+    def _copied_ahead(self) -> Callable[[], Iterable[torch.Tensor]] | None:
+        return getattr(self.replay, "changed_by_steps", None)  # a replay of the script's own may lack it
 
     def give_up(self, attempt: Attempt) -> None:
         """Tell peers that wait for the state of a step which this rank has given up that it does not come."""
+        attempt.drop_ahead()
         plan, result = attempt.take_plan(), attempt.result
         if plan is not None and result is not None and self._serves(plan):
             self._is_serving = True
@@ -175,11 +192,11 @@ class StateExchange:
     def _serves(self, plan: Plan) -> bool:
         return plan.serve or (plan.help and self._transport.takes_helpers)
 
-    def _serve(self, serves: bool, holds: bool, result: QuorumResult) -> None:
+    def _serve(self, serves: bool, holds: bool, attempt: Attempt, result: QuorumResult) -> None:
         """Offer the state to healing replicas, which hear of a failure; the failure spoils no step."""
         if serves:
             self._is_serving = True
-            self._offer(result)
+            self._offer(attempt, result)
         elif self._is_serving and not holds:  # every member of this quorum is done with the last one
             self._is_serving = False
             try:
@@ -187,13 +204,13 @@ class StateExchange:
             except Exception:  # it may be an error of a user's transport
                 logger.exception("the offer of the state could not be ended")
 
-    def _offer(self, result: QuorumResult) -> None:
+    def _offer(self, attempt: Attempt, result: QuorumResult) -> None:
         ranks = list(result.recover_dst_replica_ranks)
         try:
             with self._registry.reading() as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 timeout = timedelta(seconds=self._config.timeout_s)
-                self._transport.send_checkpoint(ranks, result.max_step, state, timeout)
+                self._transport.send_checkpoint_with(attempt.ahead, ranks, result.max_step, state, timeout)
         except Exception as error:  # noqa: BLE001 - the script's functions may raise anything, and memory may run out
             self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
             self._refuse(ranks, result.max_step, f"{type(error).__name__}: {error}")
@@ -432,6 +449,14 @@ class StateExchange:
             self._transport.wait_fetched(timedelta(seconds=LINGER_S))
 
     # ------------------------------------------------------------------ from other threads
+
+    def copy_ahead(self, attempt: Attempt, plan: Plan) -> None:
+        """Begin to copy what this rank is to serve at the end of the step; runs on the coordination loop."""
+        if not self._serves(plan) or self._copied_ahead is None:
+            return
+        with self._registry.held() as is_read_allowed:
+            if is_read_allowed:
+                attempt.ahead = self._transport.begin_copy(self._copied_ahead)
 
     def ask_early(self, attempt: Attempt, result: QuorumResult) -> None:
         """Ask for what a fetch has to know while the training thread computes; runs on the quorum worker."""

@@ -116,15 +116,23 @@ class StateRegistry:
             CheckpointError: reading is not allowed; this does not wait, because the caller itself may have to
               allow it.
         """
-        if not self._reading.acquire(blocking=False):
-            raise CheckpointError(
-                "the state cannot be read for a peer at the end of this step: disallow_state_dict_read was "
-                "called, and allow_state_dict_read was not"
-            )
-        try:
+        with self.held() as is_read_allowed:
+            if not is_read_allowed:
+                raise CheckpointError(
+                    "the state cannot be read for a peer at the end of this step: disallow_state_dict_read "
+                    "was called, and allow_state_dict_read was not"
+                )
             yield self._save()
+
+    @contextmanager
+    def held(self) -> Iterator[bool]:
+        """Yield whether reading is allowed; `disallow_read` waits for the end of the block."""
+        is_read_allowed = self._reading.acquire(blocking=False)
+        try:
+            yield is_read_allowed
         finally:
-            self._reading.release()
+            if is_read_allowed:
+                self._reading.release()
 
     def own(self) -> dict[str, object] | None:
         """Return the user's whole state, in which a peer's may arrive; None if it may not be read."""

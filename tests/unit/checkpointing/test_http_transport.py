@@ -23,7 +23,6 @@ from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
 from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
@@ -422,8 +421,8 @@ class TestSteps:
         snapshots: list[weakref.ref[Snapshot]] = []
 
         class Watched(Snapshot):
-            def __init__(self, state: object, memory: KeptMemory) -> None:
-                super().__init__(state, memory)
+            def __init__(self, *arguments: Any) -> None:
+                super().__init__(*arguments)
                 snapshots.append(weakref.ref(self))
 
         monkeypatch.setattr("torchft_like.checkpointing.http_transport.Snapshot", Watched)

@@ -121,6 +121,15 @@ def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
     assert [name for name, result in results.items() if result.recover_dst_replica_ranks] == [*"bc"]
 
 
+def test_nobody_helps_the_source_of_who_heals_beside_the_steps() -> None:
+    members = [Member(name, 5, 3) for name in "bcd"]
+    members += [Member("a", 4, 3, may_catch_up=True), Member("e", 4, 3)]
+    results = {name: result_of(members, name) for name in "abcde"}
+    assert (results["a"].source_ranks, results["a"].begins_to_catch_up) == ((1,), True)
+    assert results["e"].source_ranks == (2, 3, 1)
+    assert [name for name, result in results.items() if result.helps] == [*"bd"]
+
+
 @pytest.mark.heal_is_clean
 def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
     members = [Member("a"), Member("b"), Member("c")]

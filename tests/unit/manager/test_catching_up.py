@@ -312,6 +312,7 @@ def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch,
         a.release.set()
     else:
         a.release.set()
+        beside.result()
         a.step(12, dict.fromkeys("bc", Version(6, 12)))
         assert a.exchange._beside is not beside
         assert beside.has_come

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
+from torchft_like.checkpointing.copy_ahead import CopyAhead
+from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import DISOWNED, NO_STATE
 from torchft_like.core.step import StepProtocol, StepRules
@@ -29,6 +32,7 @@ from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.optim import GradientReplay
 from torchft_like.process_group.stand_ins import ProcessGroupDummy
 
 SERVES, HEALS = {"a": 3, "b": 2}, {"a": 2, "b": 3}
@@ -133,6 +137,68 @@ def test_a_state_is_read_when_the_device_is_done(replica: Replica, monkeypatch: 
     attempt = replica.begin(5, **SERVES)
     replica.exchange.exchange(attempt)
     assert seen == ["synchronized", "read"]
+
+
+class TransportAhead(Transport):
+    """Keeps whether the copies ahead were good for anything when the state was sent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun: list[CopyAhead] = []
+        self.of_use: list[bool] = []
+
+    def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
+        self.begun.append(ahead := CopyAhead(tensors, KeptMemory()))
+        while not ahead._begun:
+            time.sleep(0.001)
+        return ahead
+
+    def send_checkpoint_with(
+        self, ahead: CopyAhead | None, dst_ranks: list[int], step: int, state_dict: Any, timeout: timedelta
+    ) -> None:
+        tensor = state_dict["user"]["model"]
+        self.of_use.append(ahead is not None and bool(ahead.take([tensor])))
+        self.send_checkpoint(dst_ranks, step, state_dict, timeout)
+
+
+@pytest.fixture
+def ahead(replica: Replica) -> TransportAhead:
+    """The transport of the replica, which has a state of one parameter and a replay of its optimizer."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    transport = replica.exchange._transport = TransportAhead()
+    replica.exchange.replay = GradientReplay(torch.optim.SGD([parameter]))
+    replica.registry.register("model", ignore, parameter.detach)
+    return transport
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("reading", ["allowed", "ended", "not allowed in between", "not allowed at first"])
+def test_a_source_copies_ahead_while_its_state_may_be_read(
+    replica: Replica, ahead: TransportAhead, reading: str
+) -> None:
+    if reading == "not allowed at first":
+        replica.registry.disallow_read()
+    attempt = replica.begin(5, **SERVES)
+    assert len(ahead.begun) == (reading != "not allowed at first")
+    if reading == "not allowed in between":
+        replica.registry.disallow_read()
+        attempt.drop_ahead()  # as the Manager does
+    replica.registry.allow_read()
+    if reading == "ended":
+        replica.exchange.give_up(attempt)
+        assert ahead.begun[0].take([]) == {}
+        attempt = replica.begin(6, **SERVES)
+    assert replica.end(attempt)
+    assert ahead.of_use == [reading in ("allowed", "ended")]
+    assert attempt.ahead is None
+
+
+def test_who_does_not_serve_copies_ahead_once_after_its_first_step(
+    replica: Replica, ahead: TransportAhead
+) -> None:
+    for begun in (0, 1, 1):
+        assert replica.end(replica.begin(5, a=3, b=3))
+        assert len(ahead.begun) == begun
 
 
 @pytest.mark.parametrize("step", [0, 3])

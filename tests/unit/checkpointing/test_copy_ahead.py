@@ -1,0 +1,137 @@
+"""What a source copies ahead of the end of a step: the same bits as without, whoever wrote meanwhile."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.checkpointing.states import dump_state
+from torchft_like.checkpointing import copy_ahead
+from torchft_like.checkpointing.copy_ahead import CopyAhead
+from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.state_stream import Snapshot
+from torchft_like.optim import GradientReplay
+
+LIMIT_S = 60.0
+
+
+class Trained:
+    """A model and its optimizer after a step, and a state that holds more than these."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(50, 30), nn.BatchNorm1d(30), nn.Linear(30, 3))
+        self.net.register_parameter("square", nn.Parameter(torch.randn(8, 8)))
+        self.optimizer = torch.optim.AdamW(self.net.parameters(), amsgrad=True)
+        self.replay = GradientReplay(self.optimizer)
+        self.step()
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        (self.net(torch.randn(16, 50)).square().mean() + self.net.square.sum()).backward()  # type: ignore[operator]
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "net": self.net.state_dict(),
+            "more": [torch.arange(7), b"bytes", self.net.square.detach().T],  # type: ignore[operator]
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+
+def begin(replay: GradientReplay) -> CopyAhead:
+    """Begin to copy, and wait until that is known of every tensor."""
+    listed = threading.Event()
+    ahead = CopyAhead(replay.changed_by_steps, KeptMemory())
+    while not ahead._begun:
+        listed.wait(0.001)
+    return ahead
+
+
+def of(state: object, ahead: CopyAhead | None = None) -> bytes:
+    return b"".join(Snapshot(state, None, ahead).fill().stream())
+
+
+def overwrite(trained: Trained) -> None:
+    with torch.no_grad():
+        trained.net[0].weight.mul_(2.0)  # type: ignore[operator]
+
+
+def replace(trained: Trained) -> None:
+    trained.net[0].weight.data = torch.randn(30, 50)
+
+
+def load(trained: Trained) -> None:
+    trained.net.load_state_dict({name: value + 1 for name, value in trained.net.state_dict().items()})
+    trained.optimizer.load_state_dict(Trained().optimizer.state_dict())
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("write", [str, overwrite, replace, load, Trained.step])
+def test_a_snapshot_is_that_of_the_state_whoever_wrote_since_its_copy_was_begun(
+    write: Callable[[Trained], object],
+) -> None:
+    trained = Trained()
+    ahead = begin(trained.replay)
+    write(trained)
+    assert of(trained.state(), ahead) == dump_state(trained.state())
+
+
+@pytest.mark.heal_is_clean
+def test_a_snapshot_is_complete_before_the_optimizer_may_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained, copy = Trained(), ctypes.memmove
+    is_copying, go_on = threading.Event(), threading.Event()
+
+    def slow(*arguments: Any) -> None:
+        if threading.current_thread().name == "torchft-copy-ahead":
+            is_copying.set()
+            assert go_on.wait(LIMIT_S)
+        copy(*arguments)
+
+    monkeypatch.setattr(ctypes, "memmove", slow)
+    expected, ahead = dump_state(trained.state()), begin(trained.replay)
+    assert is_copying.wait(LIMIT_S)
+    snapshot = Snapshot(trained.state(), None, ahead)
+    with ThreadPoolExecutor(1) as pool:
+        filling = pool.submit(snapshot.fill)
+        while ahead._open:  # which the filling thread empties, but for the piece that the other one has
+            go_on.wait(0.001)
+        assert not filling.done()
+        go_on.set()
+        filling.result(LIMIT_S)
+    trained.step()
+    assert b"".join(snapshot.stream()) == expected
+
+
+def test_what_was_copied_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copy_ahead, "_PIECE_BYTES", 1000)
+    trained = Trained()
+    expected, ahead = dump_state(trained.state()), begin(trained.replay)
+    snapshot = Snapshot(trained.state(), None, ahead)
+    left = sum(len(place) for _, place, _ in snapshot._left)
+    assert left < 1000 < snapshot.nbytes, "buffers, and what no optimizer has"
+    assert len(snapshot._runs) < 12, "parameters that follow each other are sent together"
+    assert b"".join(snapshot.fill().stream()) == expected
+
+
+@pytest.mark.parametrize("why", ["stopped", "no memory"])
+def test_without_copies_ahead_the_whole_state_is_copied(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    trained, lender = Trained(), KeptMemory()
+
+    def no_memory(*_: object) -> memoryview:
+        raise MemoryError
+
+    if why == "no memory":
+        monkeypatch.setattr(lender, "lend", no_memory)
+    ahead = CopyAhead(trained.replay.changed_by_steps, lender)
+    if why == "stopped":
+        ahead.stop()
+    trained.step()
+    assert of(trained.state(), ahead) == dump_state(trained.state())

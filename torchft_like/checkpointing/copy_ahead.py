@@ -1,0 +1,171 @@
+"""Copies of tensors that are begun before the state is read that they are a part of.
+
+A source copies its state at the end of a step, where all replicas wait for it. What nothing but the step
+itself changes, parameters and the optimizer's state, stays as it is from the beginning of the step on: it is
+copied on a thread beside forward and backward pass, and the end of the step waits for the rest of it only.
+
+INVARIANT: from the making of a CopyAhead until `finish` returns, which is before the optimizer steps, nobody
+writes to its tensors. Where somebody does, `take` leaves the tensor out, and it is copied as all others are:
+its version has changed, which torch counts up in each operation in place, or it lies elsewhere. Only a write
+that torch does not count is not seen: through `.data`, or through memory that NumPy shares.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.shards import is_dtensor
+from torchft_like.plain_data import Leaf
+from torchft_like.writing import is_dense
+
+ALIGNMENT = 64
+_PIECE_BYTES = 8 * 1024 * 1024  # copied at a time
+
+logger = logging.getLogger(__name__)
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes that a leaf of so many takes in a payload: the rest are zeros."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class Range(NamedTuple):
+    """A range of memory or of a payload, in bytes."""
+
+    start: int
+    stop: int
+
+
+class _Begun(NamedTuple):
+    """A tensor, its version when its copy was begun, and where the copy lies, with the zeros that follow."""
+
+    tensor: torch.Tensor
+    version: int
+    place: Range
+
+
+class CopyAhead:
+    """Copies that a thread of their own begins, and the caller of `finish` helps to complete.
+
+    Args:
+        tensors: lists the tensors; called on the new thread.
+        lender: lends the memory of the copies, for as long as this object lives.
+
+    Attributes:
+        memory: holds the copies.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], lender: KeptMemory) -> None:
+        self.memory = memoryview(b"")
+        self._list: Callable[[], Iterable[torch.Tensor]] | None = tensors
+        self._lender = lender
+        self._changed = threading.Condition()
+        self._begun: dict[object, _Begun] = {}
+        self._open: deque[tuple[_Begun, int]] = deque()  # pieces, by their offset in the tensor
+        self._copying = 0  # threads
+        self._address = 0  # of the memory
+        threading.Thread(target=self._run, name="torchft-copy-ahead", daemon=True).start()
+
+    def take(self, leaves: Sequence[Leaf]) -> dict[int, Range]:
+        """Return by its index, for each leaf of a state that is still as it was, where its copy lies in
+        `memory` once `finish` has returned. Nothing else is copied any more.
+        """
+        with self._changed:
+            taken = {
+                index: begun.place
+                for index, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor)
+                and (begun := self._begun.get(_key(leaf))) is not None
+                and begun.tensor._version == begun.version
+            }
+            places = set(taken.values())
+            self._open = deque(piece for piece in self._open if piece[0].place in places)
+            self._list, self._begun = None, {}
+        return taken
+
+    def finish(self) -> None:
+        """Copy what is yet to be copied, and wait for the thread that copies too."""
+        while self._copy_next():
+            pass
+        with self._changed:
+            self._changed.wait_for(lambda: not self._copying)
+
+    def stop(self) -> None:
+        """Copy nothing more, unless `take` was called: nobody needs it."""
+        with self._changed:
+            if self._list is not None:
+                self.take(())
+
+    def _run(self) -> None:
+        try:
+            self._begin()
+        except Exception:  # memory may have run out, or the script's replay has failed
+            logger.exception("no part of the state is copied ahead of the end of the step")
+        while self._copy_next():
+            pass
+
+    def _begin(self) -> None:
+        """List the tensors and make memory for their copies, unless `take` was earlier."""
+        if (listed := self._list) is None:
+            return
+        tensors = {_key(tensor): tensor for tensor in map(_plain, listed()) if tensor is not None}
+        at, begun = 0, {}
+        for key, tensor in tensors.items():
+            place = Range(at, at + aligned(tensor.nbytes))
+            begun[key], at = _Begun(tensor, tensor._version, place), place.stop
+        memory = self._lender.lend(at, self)
+        with self._changed:
+            if self._list is not None:
+                self.memory, self._begun = memory, begun
+                self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if at else 0
+                self._open.extend(
+                    (one, offset)
+                    for one in begun.values()
+                    for offset in range(0, one.tensor.nbytes, _PIECE_BYTES)
+                )
+
+    def _copy_next(self) -> bool:
+        """Copy a piece; return False if there is none."""
+        with self._changed:
+            if not self._open:
+                return False
+            (tensor, _, (start, stop)), offset = self._open.popleft()
+            self._copying += 1
+        try:
+            end = min(offset + _PIECE_BYTES, tensor.nbytes)
+            # Without the interpreter's lock, and on this thread alone, unlike torch's own copy.
+            ctypes.memmove(self._address + start + offset, tensor.data_ptr() + offset, end - offset)
+            if end == tensor.nbytes:
+                self.memory[start + end : stop] = bytes(stop - start - end)
+        finally:
+            with self._changed:
+                self._copying -= 1
+                self._changed.notify_all()
+        return True
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return a tensor, or this rank's shard of it; None if it is to be copied with the rest of the state."""
+    if is_dtensor(tensor):
+        with torch.no_grad():
+            tensor = tensor.to_local()
+    if tensor.device.type != "cpu" or not is_dense(tensor) or not tensor.is_contiguous():
+        return None
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or not tensor.numel():
+        return None
+    return tensor.detach()  # which has the same memory and version
+
+
+def _key(tensor: torch.Tensor) -> object:
+    """Return what two tensors have in common that have the same elements in the same memory."""
+    if not is_dense(tensor):
+        return None
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()
