@@ -4,12 +4,13 @@ PYTHON ?= python3
 GPU_PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DOCS := build/docs-environment
 READY := $(VENV)/.ready
 
 # Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow dropin launchers matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate
+.PHONY: demo test slow dropin launchers matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -65,6 +66,9 @@ SUITES ?=
 matrix: $(READY)  ## unit, conformance and failure tests on each version of torch, protobuf and Python (docs/versions.md)
 	$(BIN)/python -m tools.matrix --rows $(ROWS) --suites $(SUITES)
 
+docs: $(DOCS)/.ready  ## the documentation as a site, in build/site; warnings are errors
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --strict
+
 leaks: $(READY)  ## a thousand reconfigurations of each process group, a hundred of Baby groups; about 2 minutes
 	$(BIN)/python -m pytest -m slow tests/integration/test_no_leak.py
 
@@ -88,6 +92,15 @@ fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# Without torch: the pages are made from sources that nothing imports.
+DOCS_EXTRA := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")
+
+$(DOCS)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c '$(DOCS_EXTRA)' > $(DOCS)/requirements.txt
+	$(DOCS)/bin/python -m pip install --quiet --requirement $(DOCS)/requirements.txt
 	touch $@
 
 clean:  ## remove the environment and everything generated

@@ -75,7 +75,7 @@ class Manager:
         pg: the group of this rank of every replica group, which the Manager configures: one of this package,
           or torch's Gloo with `enable_reconfigure=True`.
         load_state_dict, state_dict: functions that load and save the training script's state (model,
-        optimizer, ...).
+            optimizer, ...).
         min_replica_size: the smallest number of participants with which a step commits.
         use_async_quorum: whether the quorum overlaps with the forward pass; a healing replica then
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
