@@ -60,7 +60,7 @@ IMPURE = (
     "time",
 )
 
-# Functions that make a channel, a server or a listener -> the files that may call them.
+# Functions that make a channel, a server, a connection or a store, or encrypt one -> files that call them.
 MAKERS = {
     "insecure_channel": {"lighthouse/net.py"},
     "secure_channel": {"lighthouse/net.py"},
@@ -68,8 +68,50 @@ MAKERS = {
     "create_server": {"lighthouse/listening.py"},
     "listen": {"torchft_like/message_queue/local.py"},  # a Unix socket
     "start_server": set(),
-    "Server": {"lighthouse/page/server.py"},
+    "Server": set(),
+    "HTTPServer": set(),
+    "ThreadingHTTPServer": set(),
     "TCPStore": {"torchft_like/process_group/store.py", "torchft_like/manager/group_store.py"},
+    "socket": {
+        "lighthouse/forks.py",  # finds those of this process
+        "lighthouse/listening.py",
+        "torchft_like/runtime/connecting.py",
+        "torchft_like/runtime/hosts.py",  # asks the kernel for a route, and sends nothing
+        "torchft_like/message_queue/local.py",  # Unix sockets
+        "torchft_like/message_queue/remote.py",  # ZeroMQ's, with keys of their own
+        "torchft_like/process_group/baby/fork_pool.py",  # pairs of sockets that have no address
+        "torchft_like/process_group/gloo/device.py",  # Gloo's own
+        "torchft_like/process_group/store.py",  # torch's own, of a store
+    },
+    "Context": {"torchft_like/message_queue/remote.py"},
+    "create_connection": {"torchft_like/manager/group_store.py"},  # to see who listens
+    "open_connection": {"lighthouse/net.py", "torchft_like/runtime/connecting.py"},  # to see who listens
+    "HTTPConnection": {"lighthouse/page/cli.py", "torchft_like/parameter_server.py"},
+    "HTTPSConnection": set(),
+    "urlopen": set(),
+    "wrap_socket": {"lighthouse/tls.py"},
+    "SSLContext": {"lighthouse/tls.py"},
+    "connect_tcp": {
+        "torchft_like/checkpointing/http_fetch.py",
+        "torchft_like/in_process/health.py",
+        "torchft_like/parameter_server.py",
+        "torchft_like/process_group/checking/link.py",
+    },
+    "listen_tcp": {
+        "lighthouse/page/server.py",
+        "torchft_like/checkpointing/http_server.py",
+        "torchft_like/doctor.py",
+        "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
+        "torchft_like/parameter_server.py",
+        "torchft_like/process_group/checking/link.py",
+        "torchft_like/process_group/store.py",
+    },
+}
+# Those that leave TLS out, as docs/security.md says.
+PLAIN = {
+    "torchft_like/checkpointing/http_transport.py",  # says nothing: can the source be reached at all?
+    "torchft_like/in_process/health.py",  # likewise
+    "torchft_like/process_group/checking/link.py",
 }
 
 # A function's docstring that begins with one of these words has neither a subject nor a verb that commands.
@@ -186,14 +228,30 @@ def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() ->
         for node in ast.walk(parse(path))
         if isinstance(node, ast.Call)
     ]
-    assert {"lighthouse/net.py", "lighthouse/listening.py"} <= {
-        name_of(path) for path, _, name in calls if name in MAKERS
-    }
+    found = {(name, name_of(path)) for path, _, name in calls if name in MAKERS}
     forbid(
-        f"{name_of(path)}:{node.lineno} calls {name}: lighthouse/net.py or listening.py should"
+        f"{name_of(path)}:{node.lineno} calls {name}: lighthouse/net.py, listening.py or connecting.py should"
         for path, node, name in calls
         if name in MAKERS and name_of(path) not in MAKERS[name]
     )
+    forbid(
+        f"{file} calls {name} no more"
+        for name, files in MAKERS.items()
+        for file in files
+        if (name, file) not in found
+    )
+
+
+def test_connections_are_plain_only_where_the_documentation_says_so() -> None:
+    plain = {
+        name_of(path)
+        for path in LIBRARY
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Call)
+        for word in node.keywords
+        if word.arg == "is_plain" and ast.unparse(word.value) == "True"
+    }
+    assert plain == PLAIN
 
 
 def test_the_library_knows_nothing_of_its_testing_kit() -> None:
