@@ -1,10 +1,10 @@
-"""Strangers beside a job of real processes that have tokens: nothing they do costs it a step."""
+"""Strangers beside a job of real processes with tokens and certificates: nothing they do costs it a step."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,14 @@ from lighthouse import wire
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.trust import Role, make_texts, parse_trust
 from lighthouse.listening import listen_tcp
-from lighthouse.net import DISTRUST, make_channel
+from lighthouse.net import _EXPECTED_NAME, DISTRUST, make_channel
 from lighthouse.tls import TLS_ENV
 from lighthouse.trust import TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
-from tests.certificates import certify
+from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.lighthouse_clients import LIMIT_S
-from tests.integration.test_trust import get
+from tests.stress.hostile import connected
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import MANAGER_PORT_ENV
 from torchft_like.testing.cluster import Group
@@ -32,19 +32,27 @@ pytestmark = [pytest.mark.integration, *CHECKED]
 
 TEXTS = make_texts()
 OBSERVER = f"Bearer {parse_trust(TEXTS[Role.OBSERVE], 'a text').shown}"
+SILENT_CONNECTIONS, FAT_MEMBERS, FAT_BYTES = 60, 400, 20_000
 
-JOIN = pb.QuorumMember(replica_id="stranger", address="http://127.0.0.1:1", step=1_000_000, world_size=1)
-AT_LIGHTHOUSE: list[tuple[str, list[Any]]] = [
-    (
-        wire.SESSION,
-        [
-            pb.SessionRequest(register=pb.Register(replica_id="stranger", address=JOIN.address)),
-            pb.SessionRequest(join=JOIN),
-        ],
-    ),
-    (wire.QUORUM, [pb.LighthouseQuorumRequest(requester=JOIN)]),
-    (wire.HEARTBEAT, [pb.LighthouseHeartbeatRequest(replica_id="stranger")]),
-]
+
+def at_lighthouse(canary: str, victims: list[str]) -> list[tuple[str, list[Any]]]:
+    """What takes a job over that trusts everybody, by method. Who believes it connects to the canary."""
+    join = pb.QuorumMember(replica_id="stranger", address=canary, store_address=canary, step=1_000_000)
+    register = pb.SessionRequest(register=pb.Register(replica_id="stranger", address=canary))
+    links = pb.BrokenLinks(unreachable_replica_ids=victims)
+    vacancy = pb.Vacancy(group_id=victims[0], group_rank=1, world_size=2, store_address=canary)
+    return [
+        (wire.SESSION, [register, pb.SessionRequest(join=join)]),
+        (wire.SESSION, [register]),  # a member that never comes
+        (wire.SESSION, [register, pb.SessionRequest(broken_links=links)]),
+        (wire.SESSION, [pb.SessionRequest(register=pb.Register(replica_id=victims[0], address=canary))]),
+        (wire.QUORUM, [pb.LighthouseQuorumRequest(requester=join)]),
+        (wire.HEARTBEAT, [pb.LighthouseHeartbeatRequest(replica_id="stranger")]),
+        (wire.OFFER_SPARE, [pb.SpareRequest(register=pb.SpareRegister(spare_id="stranger"))]),
+        (wire.FILL_VACANCY, [pb.FillVacancyRequest(vacancy=vacancy)]),
+    ]
+
+
 AT_MANAGER: list[tuple[str, list[Any]]] = [
     (wire.KILL, [pb.KillRequest(msg="a stranger")]),
     (wire.RANK_SESSION, [pb.RankSessionRequest(register=pb.RankRegister(group_rank=0))]),
@@ -67,30 +75,50 @@ def tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_strangers_and_observers_cost_a_job_no_step(
     tmp_path: Path, tokens: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Cluster(tmp_path, min_replicas=2) as cluster:
-        managers = {}
+    """Among them are some without a certificate, some without a token, and some with those of an observer."""
+    job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
+    monkeypatch.setenv(TLS_ENV, str(job))
+    with Cluster(tmp_path, min_replicas=2) as cluster, listen_tcp(Address(LOOPBACK, 0)) as canary:
+        managers = []
         for name in "ab":
-            managers[name] = Address(LOOPBACK, free_port())
-            monkeypatch.setenv(MANAGER_PORT_ENV, str(managers[name].port))
+            managers.append(Address(LOOPBACK, free_port()))
+            monkeypatch.setenv(MANAGER_PORT_ENV, str(managers[-1].port))
             cluster.start(name)
         monkeypatch.delenv(MANAGER_PORT_ENV)
         a, b = cluster.groups
         cluster.wait_for_quorum_of(a, b)
-        with undisturbed(cluster, a, b):
+        lighthouse = parse_address(cluster.lighthouse_address)
+        sources = [parse_address(source_of(manager)) for manager in managers]
+        false = at_lighthouse("http://{}:{}".format(*canary.getsockname()), [str(a.replica_id)])
+        attacks = [(lighthouse, *one) for one in false]
+        attacks += [(manager, *one) for manager in managers for one in AT_MANAGER]
+        with undisturbed(cluster, a, b), ExitStack() as stack:
+            for server in (lighthouse, *managers, *sources):
+                for _ in range(SILENT_CONNECTIONS):
+                    stack.enter_context(connected(server))
+            for shows in (None, other):
+                for server, method, said in attacks:
+                    known = stranger_credentials(job, shows)
+                    with grpc.secure_channel(str(server), known, [_EXPECTED_NAME]) as channel:
+                        assert refusal(channel, method, said, OBSERVER) is grpc.StatusCode.UNAVAILABLE
+                assert not any(fetched(source, a.step, OBSERVER, shows) for source in sources)
             for header in (None, f"Bearer {'x' * 64}", OBSERVER):
-                for method, said in AT_LIGHTHOUSE:
-                    assert refused(parse_address(cluster.lighthouse_address), method, said, header)
-                for manager in managers.values():
-                    for method, said in AT_MANAGER:
-                        assert refused(manager, method, said, header)
-                    for what in ("header?wait_ms=1", "sums", "payload?from=0&to=9"):
-                        step = a.last_commit.step
-                        assert get(source_of(manager), f"/checkpoint/{step}/{what}", header)[0] == 401
+                for server, method, said in attacks:
+                    with make_channel(server) as channel:
+                        assert refusal(channel, method, said, header) in DISTRUST
+                assert not any(fetched(source, a.step, header, job) for source in sources)
+            fat = pb.LighthouseQuorumRequest(requester=pb.QuorumMember(data="x" * FAT_BYTES))
+            with make_channel(lighthouse) as channel:
+                for _ in range(FAT_MEMBERS):
+                    assert refusal(channel, wire.QUORUM, [fat], OBSERVER) in DISTRUST
         monkeypatch.delenv(TOKEN_FILE_ENV)
         with undisturbed(cluster, a, b):
             stranger = cluster.start("stranger")
             cluster.wait_for_end(stranger)
             assert "TrustError: the lighthouse at" in stranger.ranks[0].last_error
+        canary.settimeout(0)
+        with pytest.raises(BlockingIOError):  # nobody has come
+            canary.accept()
 
 
 def test_a_replica_group_with_a_token_and_a_certificate_heals_from_others(
@@ -116,20 +144,38 @@ def undisturbed(cluster: Cluster, *groups: Group) -> Iterator[None]:
     assert len(cluster.lighthouse_events.records("quorum")) == quorums
 
 
-def refused(server: Address, method: str, said: list[Any], header: str | None) -> bool:
+def refusal(
+    channel: grpc.Channel, method: str, said: list[Any], header: str | None
+) -> grpc.StatusCode | None:
     metadata = () if header is None else (("authorization", header),)
     first, *_ = said
-    with make_channel(server) as channel:
-        try:
-            if method in (wire.SESSION, wire.RANK_SESSION):
-                call = channel.stream_stream(method, type(first).SerializeToString, None)
-                list(call(iter(said), timeout=LIMIT_S, metadata=metadata))
-            else:
-                one = channel.unary_unary(method, type(first).SerializeToString, None)
-                one(first, timeout=LIMIT_S, metadata=metadata)
-        except grpc.RpcError as error:
-            return error.code() in DISTRUST
-    return False
+    try:
+        if method in (wire.SESSION, wire.RANK_SESSION, wire.OFFER_SPARE):
+            call = channel.stream_stream(method, type(first).SerializeToString, None)
+            list(call(iter(said), timeout=LIMIT_S, metadata=metadata))
+        else:
+            one = channel.unary_unary(method, type(first).SerializeToString, None)
+            one(first, timeout=LIMIT_S, metadata=metadata)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return None
+
+
+def fetched(source: Address, step: int, header: str | None, shows: Path | None) -> bool:
+    """Return whether a rank gives any part of its state to who has this token and this certificate."""
+    found = []
+    for what in ("header?wait_ms=1", "sums", "payload?from=0&to=9"):
+        request = f"GET /checkpoint/{step}/{what} HTTP/1.1\r\n"
+        request += "" if header is None else f"Authorization: {header}\r\n"
+        with (
+            suppress(OSError),  # an ssl.SSLError is one, too
+            connected(source) as plain,
+            stranger_context(shows).wrap_socket(plain) as connection,
+        ):
+            connection.sendall(f"{request}\r\n".encode())
+            found.append(connection.recv(4096).split()[1:2])
+    return any(status not in ([], [b"401"]) for status in found)
 
 
 def source_of(manager: Address) -> str:
