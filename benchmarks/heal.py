@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
+from unittest import mock
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
-from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System
+from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, TRUSTED, System, with_and_without_trust
 
 MEGABYTES = (1, 16, 64, 256, 1024)
 GB_PER_S_MIN = 2.5
@@ -18,6 +20,7 @@ PEER_RATIO_MIN = 1.5
 MEMORY_RATIO_MAX = 1.1
 COMPARED_MEGABYTES = (1, 16, 64)
 DTENSOR_RATIO_MAX = 1.05
+ENCRYPTED = replace(OURS, name=f"{OURS.name}, {TRUSTED}")
 SHARDED = replace(OURS, name="torchft_like, DTensors")
 CONTESTANTS = (
     OURS,
@@ -51,9 +54,11 @@ class CorruptStateError(RuntimeError):
 
 def main(samples: int = 5) -> Result:
     result = Result("heal", "How long does it take to give a newcomer the state?", METHOD)
-    with Fleet() as fleet:
+    with Fleet() as fleet, with_and_without_trust() as kinds:
         pairs = [_Pair(fleet, system) for system in CONTESTANTS]
         pairs.insert(1, pairs[0].with_dtensors())
+        with mock.patch.dict(os.environ, kinds[TRUSTED]):
+            pairs.insert(2, _Pair(fleet, ENCRYPTED))
         for pair in pairs:
             pair.transfer(1)
         for megabytes in MEGABYTES:
@@ -85,7 +90,7 @@ def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -
 
 def _judge(result: Result, taken: dict[str, list[_Transfer]], megabytes: int) -> None:
     seconds = {name: statistics.median([t.seconds for t in taken[name]]) for name in taken}
-    best = min(seconds[name] for name in seconds if name not in (OURS.name, SHARDED.name))
+    best = min(seconds[name] for name in seconds if name not in (OURS.name, SHARDED.name, ENCRYPTED.name))
     memory = statistics.median([transfer.extra_bytes for transfer in taken[OURS.name]])
     gigabytes = (megabytes << 20) / 1e9
     result.bars += [

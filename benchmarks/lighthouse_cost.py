@@ -1,4 +1,4 @@
-"""What a lighthouse costs: CPU for a quorum round of N replicas, and for sessions that only stay open.
+"""What a lighthouse costs: CPU for a quorum round of N replicas, for idle sessions, for tokens and TLS.
 
 The replicas are simulated: a gRPC channel each, with a TCP connection of its own, and nothing behind
 it. All lighthouses answer the same clients over torchft's unary wire. The CPU is that of the
@@ -9,18 +9,29 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from unittest import mock
 
 import grpc.aio
 import psutil
 
 from benchmarks.processes import Fleet
 from benchmarks.report import Bar, Result
-from benchmarks.systems import OURS, PEER_VERSIONS, PEERS, Lighthouse, System, start_lighthouse
+from benchmarks.systems import (
+    OURS,
+    PEER_VERSIONS,
+    PEERS,
+    Lighthouse,
+    System,
+    start_lighthouse,
+    with_and_without_trust,
+)
 from lighthouse import wire
 from lighthouse.address import parse_address
-from lighthouse.net import Keepalive, make_aio_channel
+from lighthouse.net import Keepalive, credentials, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 
 BAR_REPLICAS = 1000
@@ -42,6 +53,9 @@ METHOD = [
     "before is not counted. Members carry a 41-character id and two addresses, as in a real job.",
     "Idle: N registered sessions that send nothing, keepalive PINGs from the lighthouse at their default; "
     "CPU time over the stated seconds, then resident memory.",
+    "Tokens and TLS: two lighthouses, one with a token and a certificate, take turns. In a step each session "
+    "says join, and has read the quorum; no quorum stands. The latency is that of all together, and the "
+    "clients' process is in it. Coming: the handshake and the registration of each of 1,000 sessions, once.",
 ]
 
 
@@ -54,9 +68,11 @@ class Plan:
     rounds: int = 4
     idle_seconds: float = 20.0
     idle_blocks: int = 3
+    steps: int = 100
 
 
-QUICK = Plan(replicas=(64, 256), blocks=2, rounds=2, idle_seconds=5.0, idle_blocks=1)
+QUICK = Plan(replicas=(64, 256), blocks=2, rounds=2, idle_seconds=5.0, idle_blocks=1, steps=20)
+STEP_SESSIONS = 64
 
 
 def main(plan: Plan | None = None) -> Result:
@@ -74,6 +90,8 @@ def main(plan: Plan | None = None) -> Result:
     percents, megabytes = asyncio.run(_idle_costs(plan))
     result.add("1,000 idle sessions: CPU", OURS.name, "% of a core", percents)
     result.add("1,000 idle sessions: memory", OURS.name, "MB", megabytes)
+    for case, unit, samples in asyncio.run(_trust_costs(plan)):
+        result.add(case, OURS.name, unit, samples)
     result.bars += _bars(result, plan)
     result.save()
     return result
@@ -164,6 +182,56 @@ async def _idle_costs(plan: Plan) -> tuple[list[float], list[float]]:
     return percents, megabytes
 
 
+async def _trust_costs(plan: Plan) -> list[tuple[str, str, list[float]]]:
+    """Return the cases of a step and of coming, each with its unit and samples."""
+    samples: dict[tuple[str, str], list[float]] = {}
+    with Fleet() as fleet, with_and_without_trust() as kinds:
+        async with contextlib.AsyncExitStack() as stack:
+            sides = {}
+            for name, variables in kinds.items():
+                with mock.patch.dict(os.environ, variables):
+                    lighthouse = start_lighthouse(fleet, OURS, STEP_SESSIONS)
+                    channels = await stack.enter_async_context(channels_to(lighthouse.address, STEP_SESSIONS))
+                    sides[name] = lighthouse, [await open_session(c, i) for i, c in enumerate(channels)]
+            for block in range(plan.blocks + 1):
+                for name, (lighthouse, sessions) in sides.items():
+                    cpu, began = cpu_seconds(lighthouse), time.perf_counter()
+                    for _ in range(plan.steps):
+                        await _step(sessions)
+                    took = time.perf_counter() - began, cpu_seconds(lighthouse) - cpu
+                    for unit, seconds in zip(("ms", "ms of CPU"), took, strict=True):
+                        if block:  # the first one is not counted
+                            case = f"a step of {STEP_SESSIONS} sessions, {name}", unit
+                            samples.setdefault(case, []).append(seconds * 1000 / plan.steps)
+        for name, variables in kinds.items():
+            with mock.patch.dict(os.environ, variables):
+                spent = await _coming(start_lighthouse(fleet, OURS, 1))
+            samples[f"{BAR_REPLICAS:,} sessions come, {name}", "ms of CPU"] = [spent * 1000]
+    return [
+        (f"{case}: {'CPU' if unit == 'ms of CPU' else 'latency'}", unit, found)
+        for (case, unit), found in samples.items()
+    ]
+
+
+async def _coming(lighthouse: Lighthouse) -> float:
+    """Return the seconds of CPU that sessions cost as they come."""
+    before = cpu_seconds(lighthouse)
+    async with channels_to(lighthouse.address, BAR_REPLICAS) as channels:
+        for index, channel in enumerate(channels):
+            await open_session(channel, index)
+        return cpu_seconds(lighthouse) - before
+
+
+async def _step(sessions: Sequence[grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]]) -> None:
+    async def ask(index: int) -> None:
+        await sessions[index].write(pb.SessionRequest(join=member_of(index)))
+        answer = await sessions[index].read()
+        if not isinstance(answer, pb.SessionResponse) or len(answer.quorum.participants) != len(sessions):
+            raise RuntimeError(f"no quorum of all, but {answer}")
+
+    await asyncio.gather(*map(ask, range(len(sessions))))
+
+
 async def open_session(
     channel: grpc.aio.Channel, index: int
 ) -> grpc.aio.StreamStreamCall[pb.SessionRequest, pb.SessionResponse]:
@@ -173,7 +241,7 @@ async def open_session(
         request_serializer=pb.SessionRequest.SerializeToString,
         response_deserializer=pb.SessionResponse.FromString,
     )
-    call = method()  # type: ignore[call-arg]  # the stubs lack the form with write()
+    call = method(metadata=credentials())  # type: ignore[call-arg]  # the stubs lack the form with write()
     await call.write(pb.SessionRequest(register=pb.Register(replica_id=member_of(index).replica_id)))
     registered = await call.read()
     if not isinstance(registered, pb.SessionResponse) or not registered.HasField("registered"):

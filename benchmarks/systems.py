@@ -6,13 +6,20 @@ gradient path, in its own environment.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 
 from benchmarks.peer import NIGHTLY, RELEASE, Peer
 from benchmarks.processes import Fleet, FleetProcess, Record
+from lighthouse import keys
+from lighthouse.core.trust import Role, make_texts
+from lighthouse.tls import TLS_ENV
+from lighthouse.trust import TOKEN_ENV
 
 FOLDER = Path(__file__).parent
 START_SECONDS_MAX = 60.0
@@ -39,10 +46,21 @@ OURS = System("torchft_like", "torchft_like", "tab:blue")
 TORCHFT = System("torchft", "torchft", "tab:orange", RELEASE)
 TORCHFT_NIGHTLY = System("torchft nightly", "torchft", "tab:green", NIGHTLY)
 PEERS = (TORCHFT, TORCHFT_NIGHTLY)
+TRUSTED = "tokens and TLS"
 PLAIN_DDP = System("plain DDP", "ddp", "tab:gray")
 
 # A line for the method of every benchmark with peers.
 PEER_VERSIONS = ", ".join(f"{system.name} is {system.peer}" for system in PEERS) + ", from the package index."
+
+
+@contextlib.contextmanager
+def with_and_without_trust() -> Iterator[dict[str, dict[str, str]]]:
+    """Yield the variables of a job without tokens and certificate, and of one with them."""
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in keys.certify([]).items():
+            Path(folder, name).write_text(text)
+        token = make_texts()[Role.PARTICIPATE]
+        yield {"plain": {}, TRUSTED: {TLS_ENV: folder, TOKEN_ENV: token}}
 
 
 @dataclass
