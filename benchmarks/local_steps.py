@@ -29,7 +29,8 @@ METHOD = [
     f"Pauses: {REPLICAS} replicas on one machine, 8.4 million parameters, over loopback. Each is synced "
     f"every {SYNC_EVERY} steps, the whole model at once and waited for, or streamed: {FRAGMENTS} fragments, "
     f"{DELAY} inner steps between sending one and taking over its average. A sample is the longest step of "
-    f"{SYNC_EVERY}, less the median step; the two ways take turns.",
+    f"{SYNC_EVERY}, less the median step; the two ways take turns. The wait for the other replica is part of "
+    "it: both have their own steps behind them, and a quorum is of both.",
 ]
 
 

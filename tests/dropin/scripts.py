@@ -96,28 +96,37 @@ SCRIPTS = (
         supplies="images",
         limit_s=420.0,
     ),
-    Script(
-        name="torchtitan 0.3: debug model, FSDP2",
-        source="torchtitan==0.3.0",
-        requirements=("torchtitan==0.3.0",),
-        torch="2.14.1",  # for `torch.distributed.set_timeout`
-        command=(
-            *(*TORCHRUN, "--nproc-per-node=2", "-m", ALIAS, "-m", "torchtitan.train"),
-            *("--module", "titan_config", "--config", "debug_model"),
-            *("--hf-assets-path", "{data}/tokenizer", "--dataloader.dataset-path", "{data}/texts"),
-            *("--training.seq-len", "64", "--training.local-batch-size", "2", "--training.steps", "100000"),
-            *("--fault-tolerance.semi-sync-method", "None", "--fault-tolerance.process-group", "gloo"),
-            *("--fault-tolerance.replica-id", "{replica}", "--fault-tolerance.group-size", "2"),
-            *("--parallelism.data-parallel-shard-degree", "2"),
-            *("--parallelism.spmd-backend", "partial_dtensor"),
-            *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
-            *("--profiler.no-enable-profiling", "--validator.no-enable"),
-            *("--lr-scheduler.warmup-steps", "0", "--lr-scheduler.min-lr-factor", "1.0"),
-            *("--dump-folder", "{folder}/out"),
-        ),
-        ranks=2,
-        variables=_TITAN,
-        supplies="accelerator",
+    *(
+        Script(
+            name=f"torchtitan 0.3: debug model, FSDP2{', DiLoCo' if semi_syncs else ''}",
+            source="torchtitan==0.3.0",
+            environment="torchtitan 0.3",
+            requirements=("torchtitan==0.3.0",),
+            torch="2.14.1",  # for `torch.distributed.set_timeout`
+            command=(
+                *(*TORCHRUN, "--nproc-per-node=2", "-m", ALIAS, "-m", "torchtitan.train"),
+                *("--module", "titan_config", "--config", "debug_model"),
+                *("--hf-assets-path", "{data}/tokenizer", "--dataloader.dataset-path", "{data}/texts"),
+                *("--training.seq-len", "64", "--training.local-batch-size", "2"),
+                *("--training.steps", "100000"),
+                # The configuration's own method is DiLoCo in two fragments, every ten steps.
+                *(() if semi_syncs else ("--fault-tolerance.semi-sync-method", "None")),
+                *("--fault-tolerance.process-group", "gloo"),
+                *("--fault-tolerance.replica-id", "{replica}", "--fault-tolerance.group-size", "2"),
+                *("--parallelism.data-parallel-shard-degree", "2"),
+                *("--parallelism.spmd-backend", "partial_dtensor"),
+                *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
+                *("--profiler.no-enable-profiling", "--validator.no-enable"),
+                *("--lr-scheduler.warmup-steps", "0", "--lr-scheduler.min-lr-factor", "1.0"),
+                *("--dump-folder", "{folder}/out"),
+            ),
+            ranks=2,
+            variables=_TITAN,
+            supplies="accelerator",
+            optimizer="SGD" if semi_syncs else "",  # the outer one
+            min_replicas=2 if semi_syncs else 1,
+        )
+        for semi_syncs in (False, True)
     ),
     Script(
         name="torchtitan 0.2: debug model, FSDP2",
