@@ -1,16 +1,15 @@
 """Many ranks of one Gloo group, which are configured again and again, in either package's environment.
 
-The ranks are forks of this process, which has imported everything and started no thread yet. Each
-line {"prefix": p} on the standard input is answered by one record: the seconds from the word to the
-ranks until the last of them was configured. Before it is given, torch's own group (`--package torch`)
-has let go of the one before; the others do that inside the time, as in training.
+The ranks are forks of this process, which has imported everything and started no thread yet. Its command is
+answered with the seconds from the word to the ranks until the last of them was configured. Before it is
+given, torch's own group (`--package torch`) has let go of the one before; the others do that inside the
+time, as in training.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import multiprocessing
 import os
 import sys
@@ -20,7 +19,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.group_worker import LIMIT, configure, make_raw, report
+from benchmarks.commands import serve
+from benchmarks.group_worker import LIMIT, configure, make_raw
 from benchmarks.leash import die_with
 
 
@@ -37,20 +37,26 @@ def main() -> None:
         fork.Process(target=run_rank, args=(theirs, groups, rank, options), daemon=True).start()
         ranks.append(ours)
     gather(ranks)
-    report(event="ready")
-    for line in sys.stdin:
-        tell(ranks, None)
-        gather(ranks)
+    serve(Host(ranks))
+
+
+class Host:
+    """Carries out the command of the parent: {"do": "configure", "prefix": p}."""
+
+    def __init__(self, ranks: list[Connection]) -> None:
+        self._ranks = ranks
+
+    def configure(self, prefix: str) -> dict[str, float]:
+        self._tell(None)
         start = time.perf_counter()
-        tell(ranks, json.loads(line)["prefix"])
-        gather(ranks)
-        report(event="configured", seconds=time.perf_counter() - start)
+        self._tell(prefix)
+        return {"seconds": time.perf_counter() - start}
 
-
-def tell(ranks: list[Connection], prefix: str | None) -> None:
-    """Return the prefix to configure with, or None: be ready for it."""
-    for rank in ranks:
-        rank.send(prefix)
+    def _tell(self, prefix: str | None) -> None:
+        """Give the ranks the prefix to configure with, or None: be ready for it; wait for all of them."""
+        for rank in self._ranks:
+            rank.send(prefix)
+        gather(self._ranks)
 
 
 def gather(ranks: list[Connection]) -> None:

@@ -1,6 +1,6 @@
 """One rank of a pair whose process groups are measured, in either package's environment.
 
-It reads commands, one JSON object in a line, and answers each with one record:
+It carries out commands:
 
 * {"do": "make", "group": name, "prefix": p}: make a group and configure it; its seconds;
 * {"do": "configure", "group": name, "prefix": p}: configure it once more; its seconds;
@@ -17,9 +17,7 @@ import argparse
 import contextlib
 import functools
 import importlib
-import json
 import os
-import sys
 import time
 from datetime import timedelta
 from typing import Any, Protocol
@@ -27,6 +25,8 @@ from typing import Any, Protocol
 import torch
 from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
+
+from benchmarks.commands import serve
 
 LIMIT = timedelta(seconds=60)
 WORLD_SIZE = 2
@@ -51,11 +51,7 @@ class Subject(Protocol):
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    worker = Worker(options)
-    report(event="ready")
-    for line in sys.stdin:
-        command = json.loads(line)
-        report(event=command["do"], **getattr(worker, command.pop("do"))(**command))
+    serve(Worker(options))
 
 
 class Worker:
@@ -220,10 +216,6 @@ class Managed:
     def end(self) -> None:
         if not self._manager.should_commit():
             raise RuntimeError(f"a block of operations was not committed: {self._manager.errored()}")
-
-
-def report(**record: object) -> None:
-    os.write(sys.stdout.fileno(), (json.dumps(record) + "\n").encode())
 
 
 def _options() -> argparse.Namespace:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
@@ -27,7 +26,6 @@ CONTESTANTS = (
     *PEERS,
     *(replace(peer, name=f"{peer.name}, 4 chunks", worker_options=("--chunks=4",)) for peer in PEERS),
 )
-SECONDS_MAX = 60.0
 FAR = 1 << 20  # steps of the other kind of state that the same processes transfer
 
 METHOD = [
@@ -142,7 +140,7 @@ class _Pair:
         of = {"megabytes": megabytes, "dtensors": self._dtensors}
         prepared = self._ask(self._source, do="prepare", step=self._step, **of)
         self._ask(self._sink, do="prepare", step=-self._step, **of)
-        fetching = self._order(self._sink, do="fetch", metadata=prepared["metadata"], step=self._step)
+        fetching = self._fleet.begin(self._sink, do="fetch", metadata=prepared["metadata"], step=self._step)
         offered = self._ask(self._source, do="offer", step=self._step)
         fetched = fetching()
         withdrawn = self._ask(self._source, do="withdraw", before=offered["before"])
@@ -158,16 +156,4 @@ class _Pair:
         return self._fleet.start(f"{self.system.name}-{role}", [*script, *options])
 
     def _ask(self, process: FleetProcess, **command: object) -> Record:
-        return self._order(process, **command)()
-
-    def _order(self, process: FleetProcess, **command: object) -> Callable[[], Record]:
-        """Give a command; return a function that waits for the answer."""
-        if not process.records:
-            self._fleet.wait_for(lambda: process.records or None, f"start of {process.name}", SECONDS_MAX)
-        count = len(process.records)
-        process.order(**command)
-        return lambda: self._fleet.wait_for(
-            lambda: process.records[-1] if len(process.records) > count else None,
-            f"answer of {process.name} to {command}",
-            SECONDS_MAX,
-        )
+        return self._fleet.ask([process], **command)[0]

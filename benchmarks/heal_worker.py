@@ -1,6 +1,6 @@
 """One end of a state transfer: the HTTPTransport of the package that it is told to use.
 
-It reads commands, one JSON object in a line, and answers each with one record:
+It carries out commands:
 
 * {"do": "prepare", "megabytes": n, "step": s, "dtensors": b}: make a state of that size;
 * {"do": "offer", "step": s}: offer it;
@@ -16,9 +16,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
-import os
-import sys
 import time
 import zlib
 from collections.abc import Iterator
@@ -31,6 +28,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+
+from benchmarks.commands import serve
 
 TENSOR_FLOATS = 1024 * 256  # 1 MB, a mid-sized layer
 TIMEOUT = timedelta(seconds=60)
@@ -45,11 +44,7 @@ def main() -> None:
     mesh = mesh_of_one() if options.package == "torchft_like" else None
     module = importlib.import_module(f"{options.package}.checkpointing.http_transport")
     transport = module.HTTPTransport(timeout=TIMEOUT, num_chunks=options.chunks)
-    end = End(options.package, transport, mesh)
-    report(event="ready")
-    for line in sys.stdin:
-        command = json.loads(line)
-        report(**getattr(end, command.pop("do"))(**command))
+    serve(End(options.package, transport, mesh))
 
 
 def mesh_of_one() -> DeviceMesh:
@@ -66,17 +61,13 @@ class End:
 
     def prepare(self, megabytes: int, step: int, dtensors: bool) -> dict[str, object]:
         self._state = make_state(megabytes, step, self._mesh if dtensors else None)
-        return {
-            "event": "prepared",
-            "metadata": self._transport.metadata(),
-            "checksum": checksum(self._state),
-        }
+        return {"metadata": self._transport.metadata(), "checksum": checksum(self._state)}
 
     def offer(self, step: int) -> dict[str, object]:
         before = forget_peak()
         began = time.monotonic()
         self._transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=self._state, timeout=TIMEOUT)
-        return {"event": "offered", "began": began, "seconds": time.monotonic() - began, "before": before}
+        return {"began": began, "seconds": time.monotonic() - began, "before": before}
 
     def fetch(self, metadata: str, step: int) -> dict[str, object]:
         before = forget_peak()
@@ -88,7 +79,7 @@ class End:
             own.copy_(received)  # as `load_state_dict` does
         ended, highest = time.monotonic(), peak()
         found, self._state = checksum(self._state), {}
-        return {"event": "fetched", "ended": ended, "bytes": highest - before, "checksum": found}
+        return {"ended": ended, "bytes": highest - before, "checksum": found}
 
     def _fetch_in_place(self, metadata: str, step: int) -> Any:
         interface = importlib.import_module("torchft_like.checkpointing.transport")
@@ -101,7 +92,7 @@ class End:
         highest = peak()
         self._transport.disallow_checkpoint()
         self._state = {}
-        return {"event": "withdrawn", "bytes": highest - before}
+        return {"bytes": highest - before}
 
 
 def forget_peak() -> int:
@@ -142,10 +133,6 @@ def tensors(state: object) -> Iterator[torch.Tensor]:
     elif isinstance(state, dict):
         for key in sorted(state):
             yield from tensors(state[key])
-
-
-def report(**record: object) -> None:
-    os.write(sys.stdout.fileno(), (json.dumps(record) + "\n").encode())
 
 
 if __name__ == "__main__":

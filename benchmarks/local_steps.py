@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 from dataclasses import dataclass
 
-from benchmarks.processes import Fleet, FleetProcess, Record
+from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, TORCHFT, System, start_lighthouse
 
@@ -20,7 +20,6 @@ NEVER = 1_000_000
 WHOLE, STREAMED = "whole", "streamed"
 OVER_PLAIN_MAX, PAUSE_RATIO_MAX = 1.01, 1 / 4
 STEP, PAUSE = "step between two syncs, over one without DiLoCo", "longest pause of a sync"
-SECONDS_MAX = 120.0
 
 METHOD = [
     f"An MLP of 8 layers, batch 32, AdamW, one torch thread for each process. {PEER_VERSIONS}",
@@ -65,7 +64,9 @@ def main(plan: Plan = Plan()) -> Result:
 def _over_plain(system: System, plan: Plan) -> list[float]:
     with Fleet() as fleet:
         replicas = _start(fleet, system, f"--sync-every={NEVER}", f"--width={WIDTH}", replicas=1)
-        turns = [_take_steps(fleet, replicas, plan.steps, beside=True)[0] for _ in range(plan.turns + 1)]
+        turns = [
+            fleet.ask(replicas, do="take", steps=plan.steps, beside=True)[0] for _ in range(plan.turns + 1)
+        ]
         return [statistics.median(t["seconds"]) / statistics.median(t["outside"]) for t in turns[1:]]
 
 
@@ -77,7 +78,8 @@ def _pauses(system: System, plan: Plan) -> dict[str, list[float]]:
         jobs = {way: _start(fleet, system, f"--sync-every={SYNC_EVERY}", *more) for way, more in ways.items()}
         for number in range(plan.rounds + 1):
             for way, replicas in jobs.items():
-                seconds = _take_steps(fleet, replicas, SYNC_EVERY)[0]["seconds"]
+                taken = fleet.ask(replicas, do="take", steps=SYNC_EVERY, beside=False)
+                seconds = taken[0]["seconds"]
                 if number > 0:  # the first one warms up
                     pauses[way].append(max(seconds) - statistics.median(seconds))
         for way, replicas in jobs.items():
@@ -91,23 +93,4 @@ def _start(fleet: Fleet, system: System, *options: str, replicas: int = REPLICAS
     address = start_lighthouse(fleet, system, min_replicas=replicas).address
     command = [system.interpreter, "-W", "ignore", str(FOLDER / "local_steps_worker.py")]
     own = [f"--package={system.package}", f"--lighthouse={address}", f"--replicas={replicas}", *options]
-    started = [fleet.start(system.name, [*command, *own, f"--rank={rank}"]) for rank in range(replicas)]
-    fleet.wait_for(lambda: all(each.records for each in started) or None, "start", SECONDS_MAX)
-    return started
-
-
-def _take_steps(fleet: Fleet, replicas: list[FleetProcess], steps: int, beside: bool = False) -> list[Record]:
-    """Let all replicas take inner steps at the same time; return their records."""
-    counts = [len(replica.records) for replica in replicas]
-    for replica in replicas:
-        replica.order(steps=steps, beside=beside)
-
-    def have_taken() -> bool | None:
-        return all(len(each.records) > count for each, count in zip(replicas, counts, strict=True)) or None
-
-    fleet.wait_for(have_taken, "steps", SECONDS_MAX)
-    return [replica.records[-1] for replica in replicas]
-
-
-if __name__ == "__main__":
-    main()
+    return [fleet.start(system.name, [*command, *own, f"--rank={rank}"]) for rank in range(replicas)]

@@ -1,7 +1,7 @@
 """A replica that trains with DiLoCo of torchft or torchft_like, for `local_steps`.
 
-It runs as a script in either package's environment, and imports nothing of this repository but that package.
-Each line {"steps": n} on its standard input is answered with one record: the seconds of n inner steps within
+It runs as a script in either package's environment. Its one command, {"do": "take", "steps": n, "beside": b},
+is answered with the seconds of n inner steps within
 DiLoCo's `with` block, and the number of committed syncs. With "beside" it has those of as many steps outside
 of the block, too, which take turns with the others.
 """
@@ -11,9 +11,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import json
-import os
-import sys
 import time
 from datetime import timedelta
 from typing import Any
@@ -21,6 +18,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+
+from benchmarks.commands import serve
 
 LAYERS, BATCH_ROWS = 8, 32
 
@@ -59,16 +58,19 @@ def main() -> None:
             inner.step()
             return time.perf_counter() - began
 
-        report(event="ready")
-        for line in sys.stdin:
-            order = json.loads(line)
-            seconds, outside = [], []
-            for _ in range(order["steps"]):
-                if order["beside"]:
-                    outside.append(step())
-                with diloco:
-                    seconds.append(step())
-            report(event="steps", seconds=seconds, outside=outside, syncs=manager.current_step())
+        class Replica:
+            """Carries out the commands of the parent."""
+
+            def take(self, steps: int, beside: bool) -> dict[str, Any]:
+                seconds, outside = [], []
+                for _ in range(steps):
+                    if beside:
+                        outside.append(step())
+                    with diloco:
+                        seconds.append(step())
+                return {"seconds": seconds, "outside": outside, "syncs": manager.current_step()}
+
+        serve(Replica())
 
 
 @contextlib.contextmanager
@@ -97,10 +99,6 @@ def manager_of(args: argparse.Namespace, load: Any, save: Any) -> Any:
         yield manager
     finally:
         manager.shutdown(wait=False)
-
-
-def report(**record: object) -> None:
-    os.write(sys.stdout.fileno(), (json.dumps(record) + "\n").encode())
 
 
 def parse_args() -> argparse.Namespace:

@@ -106,8 +106,8 @@ def report(
 
 def pretrain(options: list[str]) -> None:
     """Write the file of the model with which all ways begin."""
-    with Fleet() as fleet:
-        _results(fleet, [fleet.start("pretraining", [*WORKER, *options], WITH_EXAMPLES)])
+    with Fleet(WITH_EXAMPLES) as fleet:
+        _results(fleet, [fleet.start("pretraining", [*WORKER, *options])])
 
 
 def train(name: str, options: list[str]) -> tuple[float, float, list[float]]:
@@ -122,11 +122,11 @@ def train(name: str, options: list[str]) -> tuple[float, float, list[float]]:
     )
     place = {"TORCHFT_LIGHTHOUSE": lighthouse.address(), "TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENCE_MS)}
     try:
-        with Fleet() as fleet:
+        with Fleet(WITH_EXAMPLES | place) as fleet:
             commands = [
                 [*WORKER, f"--rank={rank}", f"--replicas={REPLICAS}", *options] for rank in range(REPLICAS)
             ]
-            replicas = [fleet.start("replica", command, WITH_EXAMPLES | place) for command in commands]
+            replicas = [fleet.start("replica", command) for command in commands]
             results = _results(fleet, replicas)
             found = {(record["loss"], record["bytes"], *record["curve"]) for record in results}
     finally:

@@ -10,7 +10,7 @@ import statistics
 import sys
 from dataclasses import dataclass
 
-from benchmarks.process_groups import ask, next_record, start_store, turns
+from benchmarks.process_groups import start_store, turns
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.queue_worker import PAYLOADS, RANKS
 from benchmarks.report import Bar, Result
@@ -71,13 +71,11 @@ def main(plan: Plan) -> Result:
         store = start_store(fleet)
         command = [sys.executable, "-W", "ignore", str(FOLDER / "queue_worker.py"), f"--store={store}", *vllm]
         ranks = [fleet.start(f"rank-{rank}", [*command, f"--rank={rank}"]) for rank in range(RANKS)]
-        for rank in ranks:
-            next_record(fleet, rank, 0)
         for payload in PAYLOADS:
             _measure_one_way(result, fleet, ranks, payload, plan.rounds, vias)
         _measure_after_silence(result, fleet, ranks, plan.rounds, vias)
         for via in vias:
-            idle = [ask(fleet, ranks, do="idle", via=via, seconds=plan.idle_seconds)[1] for _ in range(3)]
+            idle = [fleet.ask(ranks, do="idle", via=via, seconds=plan.idle_seconds)[1] for _ in range(3)]
             result.add("idle reader", via, "% of a core", [answer["percent"] for answer in idle])
         _measure_broadcast(result, fleet, ranks, plan.rounds)
     _judge(result)
@@ -100,7 +98,7 @@ def _measure_one_way(
     blocks: dict[str, list[list[float]]] = {via: [] for via in vias}
     for turn in turns(rounds, CASE_SECONDS_MAX):
         for via, of_one in blocks.items():
-            answers = ask(fleet, ranks, do="one_way", via=via, payload=payload, count=count)
+            answers = fleet.ask(ranks, do="one_way", via=via, payload=payload, count=count)
             if turn > 0:  # the first is to warm up
                 of_one.append(answers[1]["us"])
     for via, of_one in blocks.items():
@@ -115,8 +113,8 @@ def _measure_after_silence(
         found: dict[str, list[float]] = {via: [] for via in vias}
         for _ in range(rounds):
             for via, samples in found.items():
-                answers = ask(
-                    fleet, ranks, do="one_way", via=via, payload="100 B", count=20, pause=pause, works=works
+                answers = fleet.ask(
+                    ranks, do="one_way", via=via, payload="100 B", count=20, pause=pause, works=works
                 )
                 samples.append(statistics.median(answers[1]["us"]))
         for via, samples in found.items():
@@ -128,7 +126,7 @@ def _measure_broadcast(result: Result, fleet: Fleet, ranks: list[FleetProcess], 
     for turn in turns(rounds, CASE_SECONDS_MAX):
         for via, samples in found.items():
             sent, *received = (
-                answer["ns"] for answer in ask(fleet, ranks, do="broadcast", via=via, count=100)
+                answer["ns"] for answer in fleet.ask(ranks, do="broadcast", via=via, count=100)
             )
             if turn > 0:
                 times = [

@@ -1,6 +1,6 @@
 """One rank of a Gloo group that torch makes, or of one of ours, for `native_groups`.
 
-It reads commands, one JSON object in a line, and answers each with one record:
+It carries out commands:
 
 * {"do": "make", "kind": k, "store": port, "rank": r, "world_size": n, "timeout": s}: make the object;
 * {"do": "configure", "prefix": p, "rank": r, "world_size": n}: meet the members; the seconds of it;
@@ -11,9 +11,6 @@ It reads commands, one JSON object in a line, and answers each with one record:
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import threading
 import time
 from datetime import timedelta
@@ -23,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 import torchft_like.process_group as groups
+from benchmarks.commands import report, serve
 
 TORCHS = "torch's Gloo"
 LIMIT = timedelta(seconds=60)
@@ -31,11 +29,7 @@ LIMIT = timedelta(seconds=60)
 def main() -> None:
     torch.set_num_threads(1)
     torch.ones(1).add_(1)
-    rank = Rank()
-    report(event="ready")
-    for line in sys.stdin:
-        command = json.loads(line)
-        report(event=command["do"], **(getattr(rank, command.pop("do"))(**command) or {}))
+    serve(Rank())
 
 
 class Rank:
@@ -83,10 +77,6 @@ class Rank:
 
     def abort(self) -> None:
         self.group.abort()
-
-
-def report(**record: object) -> None:
-    os.write(sys.stdout.fileno(), (json.dumps(record) + "\n").encode())
 
 
 if __name__ == "__main__":

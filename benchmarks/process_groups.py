@@ -23,7 +23,7 @@ from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, System, start_lighthouse
 
-SECONDS_MAX = 60.0  # for one answer
+SECONDS_MAX = 60.0
 SIZE_SECONDS_MAX = 75.0  # for all rounds of a size, of a number of ranks, and of fresh processes
 COUNT_SECONDS_MAX = 40.0
 CLASSES_SECONDS_MAX = 60.0
@@ -126,12 +126,10 @@ class Pair:
         self.ranks = [
             fleet.start(f"{system.name}-{rank}", [*command, *options, f"--rank={rank}"]) for rank in range(2)
         ]
-        for rank in self.ranks:
-            next_record(fleet, rank, 0)
 
     def ask(self, **command: object) -> list[Record]:
         """Return the answers of both ranks to the same command."""
-        return ask(self._fleet, self.ranks, **command)
+        return self._fleet.ask(self.ranks, **command)
 
     def meet(self, do: str, group: str) -> float:
         """Make or configure a group; return the seconds of the slower rank."""
@@ -167,21 +165,6 @@ def fresh_prefix() -> str:
     return f"benchmark/{next(_prefixes)}"
 
 
-def ask(fleet: Fleet, processes: list[FleetProcess], **command: object) -> list[Record]:
-    counts = [len(process.records) for process in processes]
-    for process in processes:
-        process.order(**command)
-    return [next_record(fleet, process, count) for process, count in zip(processes, counts, strict=True)]
-
-
-def next_record(fleet: Fleet, process: FleetProcess, count: int) -> Record:
-    return fleet.wait_for(
-        lambda: process.records[count] if len(process.records) > count else None,
-        f"answer of {process.name}",
-        SECONDS_MAX,
-    )
-
-
 def turns(rounds: int, seconds_max: float) -> Iterator[int]:
     """Yield 0 to warm up, then up to `rounds` more: as many as fit into the time, but two at the least."""
     begin = time.monotonic()
@@ -194,7 +177,7 @@ def turns(rounds: int, seconds_max: float) -> Iterator[int]:
 def start_store(fleet: Fleet) -> int:
     """Start a store, and return its port."""
     process = fleet.start("store", [sys.executable, str(FOLDER / "group_store.py")])
-    return int(next_record(fleet, process, 0)["port"])
+    return int(fleet.record(process)["port"])
 
 
 # ----------------------------------------------------------------------------- allreduce
@@ -334,7 +317,7 @@ def _measure_growth(result: Result, fleet: Fleet, store: int, count: int, rounds
     times: dict[str, list[float]] = {name: [] for name in hosts}
     for turn in turns(rounds, COUNT_SECONDS_MAX):
         for name, host in hosts.items():
-            (answer,) = ask(fleet, [host], prefix=fresh_prefix())
+            (answer,) = fleet.ask([host], do="configure", prefix=fresh_prefix())
             if turn > 0:
                 times[name].append(float(answer["seconds"]) * 1e3)
     for name, host in hosts.items():
@@ -344,9 +327,7 @@ def _measure_growth(result: Result, fleet: Fleet, store: int, count: int, rounds
 
 def _start_ranks(fleet: Fleet, package: str, system: System, store: int, count: int) -> FleetProcess:
     command = [system.interpreter, "-W", "ignore", str(FOLDER / "group_ranks.py"), f"--package={package}"]
-    host = fleet.start(f"{package}-ranks", [*command, f"--ranks={count}", f"--store={store}"])
-    next_record(fleet, host, 0)
-    return host
+    return fleet.start(f"{package}-ranks", [*command, f"--ranks={count}", f"--store={store}"])
 
 
 # -------------------------------------------------------------------------------- memory

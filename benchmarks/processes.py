@@ -27,6 +27,7 @@ T = TypeVar("T")
 Record = dict[str, Any]
 KEPT_LINES_MAX = 40
 LEAVE_SECONDS_MAX = 3.0
+ANSWER_SECONDS_MAX = 180.0  # processes that begin load torch
 ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
@@ -108,10 +109,15 @@ def _parse(line: str) -> Record | None:
 
 
 class Fleet:
-    """Starts processes, waits for what they report, and ends them all on the way out."""
+    """Starts processes, waits for what they report, and ends them all on the way out.
 
-    def __init__(self) -> None:
+    Args:
+        variables: variables of the environment of all of them, beside those of this process.
+    """
+
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._changed = threading.Condition()
+        self._variables = {"PYTHONPATH": str(ROOT), **(variables or {})}
         self._processes: list[FleetProcess] = []
         self._folder = tempfile.TemporaryDirectory(prefix="fleet-")
 
@@ -133,7 +139,7 @@ class Fleet:
     ) -> FleetProcess:
         """Start a command in the repository's root. It dies with this process at the latest."""
         errors = self.folder / f"{len(self._processes)}-{name}.stderr"
-        variables = {"PYTHONPATH": str(ROOT), **(environment or {})}
+        variables = {**self._variables, **(environment or {})}
         process = FleetProcess(name, command, errors, variables, self._changed)
         self._processes.append(process)
         return process
@@ -154,6 +160,26 @@ class Fleet:
                     raise NotReportedError(f"no {what}: a process has ended\n{self.last_words()}")
                 self._changed.wait(remaining)
             return answer
+
+    def record(self, process: FleetProcess, number: int = 0) -> Record:
+        """Return a record of a process, counted from 0, once it is there."""
+        return self.wait_for(
+            lambda: process.records[number] if len(process.records) > number else None,
+            f"record of {process.name}",
+            ANSWER_SECONDS_MAX,
+        )
+
+    def begin(self, process: FleetProcess, **command: object) -> Callable[[], Record]:
+        """Give a process that is ready a command; return a function that waits for the answer."""
+        number = len(process.records)
+        process.order(**command)
+        return lambda: self.record(process, number)
+
+    def ask(self, processes: Sequence[FleetProcess], **command: object) -> list[Record]:
+        """Give processes the same command once all of them are ready; return their answers."""
+        for process in processes:
+            self.record(process)
+        return [answer() for answer in [self.begin(process, **command) for process in processes]]
 
     def last_words(self) -> str:
         """Return what each process wrote last, so that a person can find out why."""

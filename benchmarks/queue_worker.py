@@ -1,7 +1,7 @@
 """One of four processes between which messages are timed: rank 0 writes, the others read.
 
-It reads commands, one JSON object in a line, and answers each with one record. All ranks get the same
-commands; times are of the system's monotonic clock, which all processes of a machine share.
+It carries out commands. All ranks get the same ones; times are of the system's monotonic clock, which all
+processes of a machine share.
 
 * {"do": "one_way", "via": v, "payload": p, "count": n, "pause": s, "works": b}: 0 sends to 1; µs from call
   to object; between two messages 0 sleeps for so many seconds, or works for as long;
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from benchmarks.commands import serve
 from benchmarks.vllm_queue import CHUNK_BYTES, CHUNKS, queue_class
 from torchft_like.message_queue import MessageQueue
 
@@ -47,11 +47,7 @@ PAYLOADS: dict[str, Callable[[], object]] = {
 def main() -> None:
     options = _options()
     torch.set_num_threads(1)
-    worker = Worker(options.rank, options.store, options.vllm)
-    report(event="ready")
-    for line in sys.stdin:
-        command = json.loads(line)
-        report(event=command["do"], **getattr(worker, command.pop("do"))(**command))
+    serve(Worker(options.rank, options.store, options.vllm))
 
 
 class Worker:
@@ -186,10 +182,6 @@ def _work(seconds: float) -> None:
     while time.perf_counter() < until:
         matrix = matrix @ matrix / 256
         json.loads(json.dumps(SMALL_OBJECT))
-
-
-def report(**record: object) -> None:
-    print(json.dumps(record), flush=True)
 
 
 def _options() -> argparse.Namespace:

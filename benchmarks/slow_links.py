@@ -23,7 +23,6 @@ ERROR_MAX = {"float32": 1e-5, "int8": 0.05, "fp8": 0.7}  # of numbers up to 5.5
 PACKET_BYTES = 65_520
 WINDOW_BYTES_MAX = 64 << 20  # a gigabit with a round trip of 200 ms has 25 MB under way
 SPEEDUP_MIN = 3.3
-SECONDS_MAX = 120.0
 PORT = 29_600  # in a namespace of its own
 
 
@@ -62,8 +61,8 @@ QUICK = Plan(samples=1, links=LINKS[:2])
 def main(plan: Plan = Plan()) -> Result:
     result = Result("slow_links", "How long does an average take over slow links?", METHOD)
     with Fleet() as fleet, Network([f"r{i}" for i in range(RANKS)], fleet.folder, 0, PACKET_BYTES) as network:
-        ranks = [_start(fleet, network, host) for host in network.hosts]
-        _ask(fleet, ranks, "meet", host=network.address(network.hosts[0]), port=PORT, world_size=RANKS)
+        ranks = [_start(fleet, network, host, rank) for rank, host in enumerate(network.hosts)]
+        fleet.ask(ranks, do="meet", host=network.address(network.hosts[0]), port=PORT, world_size=RANKS)
         for link in plan.links:
             _measure(result, fleet, network, ranks, link, plan.samples)
     result.save()
@@ -83,7 +82,7 @@ def _measure(
     taken: dict[str, list[list[Record]]] = {name: [] for name in FORMATS}
     for turn in range(samples + 1):
         for name, quantize_to in FORMATS.items():
-            records = _ask(fleet, ranks, "allreduce", megabytes=MEGABYTES, quantize_to=quantize_to)
+            records = fleet.ask(ranks, do="allreduce", megabytes=MEGABYTES, quantize_to=quantize_to)
             if any(record["error"] > ERROR_MAX[name] for record in records):
                 raise AssertionError(f"{name}: not the average: {records}")
             if turn > 0:  # the first one warms up
@@ -105,27 +104,13 @@ def _speedup(seconds: dict[str, list[float]], name: str) -> float:
     return statistics.median(a / b for a, b in zip(seconds["float32"], seconds[name], strict=True))
 
 
-def _start(fleet: Fleet, network: Network, host: str) -> FleetProcess:
+def _start(fleet: Fleet, network: Network, host: str, rank: int) -> FleetProcess:
     for name in ("rmem", "wmem"):
         windows = f"net.ipv4.tcp_{name}=4096 1048576 {WINDOW_BYTES_MAX}"
         if complaint := run_tool(*network.entering(host), "sysctl", "-qw", windows):
             raise RuntimeError(complaint)
-    command = [*network.entering(host), sys.executable, "-m", "benchmarks.slow_links_worker"]
+    command = [*network.entering(host), sys.executable, "-m", "benchmarks.slow_links_worker", str(rank)]
     return fleet.start(host, command)
-
-
-def _ask(fleet: Fleet, ranks: list[FleetProcess], do: str, **options: object) -> list[Record]:
-    """Give all ranks a command; return their answers."""
-    fleet.wait_for(lambda: all(rank.records for rank in ranks) or None, "start", SECONDS_MAX)
-    counts = [len(rank.records) for rank in ranks]
-    for number, rank in enumerate(ranks):
-        rank.order(do=do, **options, **({"rank": number} if do == "meet" else {}))
-
-    def answered() -> bool | None:
-        return all(len(rank.records) > count for rank, count in zip(ranks, counts, strict=True)) or None
-
-    fleet.wait_for(answered, f"answer to {do}", SECONDS_MAX)
-    return [rank.records[-1] for rank in ranks]
 
 
 if __name__ == "__main__":

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from itertools import pairwise
 from tempfile import TemporaryDirectory
 from typing import Any
-from unittest.mock import patch
 
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.report import Bar, Result
@@ -42,8 +40,8 @@ METHOD = [
 
 def main(samples: int = 5) -> Result:
     result = Result("startup", "How long does a new replica take to its first joint step?", METHOD)
-    with TemporaryDirectory() as folder, patch.dict(os.environ, BYTECODE | {"PYTHONPYCACHEPREFIX": folder}):
-        _measure(result, samples)
+    with TemporaryDirectory() as folder:
+        _measure(result, samples, BYTECODE | {"PYTHONPYCACHEPREFIX": folder})
     result.bars = [
         Bar(f"{case}, median", result.median(case, OURS.name), limit, "s")
         for case, limit in ((BEYOND, OWN_S_MAX), (OWN, OWN_S_MAX), (SPARE, SPARE_S_MAX))
@@ -52,11 +50,11 @@ def main(samples: int = 5) -> Result:
     return result
 
 
-def _measure(result: Result, samples: int) -> None:
+def _measure(result: Result, samples: int, variables: dict[str, str]) -> None:
     pieces: dict[str, list[dict[str, float]]] = {system.name: [] for system in (OURS, *PEERS)}
     for turn in range(samples + 1):
         for system in (OURS, *PEERS):
-            with Fleet() as fleet:
+            with Fleet(variables) as fleet:
                 taken = _start_beside_another(fleet, system)
             if turn:
                 pieces[system.name].append(taken)
@@ -64,7 +62,7 @@ def _measure(result: Result, samples: int) -> None:
         for name, of_system in pieces.items():
             if case in of_system[0]:
                 result.add(case, name, "s", [taken[case] for taken in of_system])
-    result.add(SPARE, OURS.name, "s", [_take_over() for _ in range(samples)])
+    result.add(SPARE, OURS.name, "s", [_take_over(variables) for _ in range(samples)])
 
 
 def _start_beside_another(fleet: Fleet, system: System) -> dict[str, float]:
@@ -103,9 +101,9 @@ def _ends_of(events: Any) -> dict[str, float]:
     }
 
 
-def _take_over() -> float:
+def _take_over(variables: dict[str, str]) -> float:
     """Return the seconds from the death of a member to the first commit of a spare."""
-    with Fleet() as fleet:
+    with Fleet(variables) as fleet:
         lighthouse = start_lighthouse(fleet, OURS, min_replicas=1, extra=("--replicas=2",))
         first, second = (_start(fleet, OURS, lighthouse, name) for name in ("first", "second"))
         for member in (first, second):

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from benchmarks.peer import NIGHTLY, RELEASE, Peer
@@ -139,31 +139,18 @@ class TurnError(RuntimeError):
     """Steps that should have been committed by all replicas were not: the times mean nothing."""
 
 
-def take_turn(fleet: Fleet, job: Job, steps: int, seconds_max: float = 180.0) -> list[list[float]]:
+def take_turn(fleet: Fleet, job: Job, steps: int) -> list[list[float]]:
     """Let all replicas take `steps` steps at the same time; seconds per step, replica by replica.
 
     Raises:
         TurnError: a step was not committed, or not by every replica (never on the first turn, in
             which the replicas join).
     """
-    counts = [_turns(worker) for worker in job.workers]
-    for worker in job.workers:
-        worker.order(steps=steps)
-    for worker, count in zip(job.workers, counts, strict=True):
-        fleet.wait_for(partial(_has_more, worker, count), f"turn of {worker.name}", seconds_max)
-    turns = [worker.records[-1] for worker in job.workers]
+    turns = fleet.ask(job.workers, steps=steps)
     if job.warm and not all(_is_clean(turn, steps, len(job.workers)) for turn in turns):
         raise TurnError(f"{job.system.name}: {turns}\n{fleet.last_words()}")
     job.warm = True
     return [turn["seconds"] for turn in turns]
-
-
-def _turns(worker: FleetProcess) -> int:
-    return sum(record["event"] == "turn" for record in worker.records)
-
-
-def _has_more(worker: FleetProcess, count: int) -> bool | None:
-    return _turns(worker) > count or None
 
 
 def _is_clean(turn: Record, steps: int, replicas: int) -> bool:

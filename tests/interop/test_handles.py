@@ -8,15 +8,14 @@ from datetime import timedelta
 
 import pytest
 
-from benchmarks.processes import Fleet, FleetProcess, Record
+from benchmarks.processes import Fleet
 from benchmarks.systems import TORCHFT_NIGHTLY, System
 from torchft_like.coordination import LighthouseServer, ManagerClient, ManagerServer, QuorumResult
 
 # The first test of a machine installs the peer, which takes longer than a test may.
 pytestmark = [pytest.mark.interop, pytest.mark.timeout(900)]
 
-SECONDS_MAX = 60.0
-LIMIT = timedelta(seconds=SECONDS_MAX)
+LIMIT = timedelta(seconds=60)
 
 # The nightly's ManagerServer of replica group b, and its clients for rank 1 of both groups.
 NIGHTLY = """
@@ -65,12 +64,12 @@ def test_every_rank_hears_how_its_own_rank_in_each_group_is_reached(
 ) -> None:
     addresses = lighthouse.address(), server_of_a.address()
     theirs = fleet.start("theirs", [peer.interpreter, "-c", NIGHTLY, *addresses])
-    address_of_b = _record(fleet, theirs, 0)["address"]
+    address_of_b = fleet.record(theirs)["address"]
     with ThreadPoolExecutor() as ranks:
         results = list(ranks.map(_ask, ("a", "b"), (server_of_a.address(), address_of_b)))
     for result in results:
         assert (result.replica_ids, result.reconfigure_handles) == (("a", "b"), ("a0", "b0"))
-    assert _record(fleet, theirs, 1)["heard"] == 2 * [[["a", "b"], ["a1", "b1"]]]
+    assert fleet.record(theirs, 1)["heard"] == 2 * [[["a", "b"], ["a1", "b1"]]]
 
 
 def _ask(name: str, address: str) -> QuorumResult:
@@ -80,9 +79,3 @@ def _ask(name: str, address: str) -> QuorumResult:
         return client._quorum(0, 5, "", False, LIMIT, reconfigure_handle=f"{name}0")
     finally:
         client.close()
-
-
-def _record(fleet: Fleet, process: FleetProcess, number: int) -> Record:
-    return fleet.wait_for(
-        lambda: process.records[number] if len(process.records) > number else None, "record", SECONDS_MAX
-    )

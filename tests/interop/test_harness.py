@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import run, tables
-from benchmarks.processes import Fleet, FleetProcess, NotReportedError, Record
+from benchmarks.processes import Fleet, FleetProcess, NotReportedError
 from benchmarks.systems import System
 
 pytestmark = pytest.mark.integration
@@ -28,14 +28,14 @@ print(json.dumps({"files": files, "version": version(sys.argv[1])}))
 def test_a_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet, peer: System) -> None:
     assert peer.peer is not None
     process = fleet.start("peer", [peer.interpreter, "-c", PRINT_ORIGINS, peer.peer.package])
-    seen = _first_record(fleet, process)
+    seen = fleet.record(process)
     assert all(Path(file).is_relative_to(Path(peer.interpreter).parents[1]) for file in seen["files"]), seen
     assert seen["version"] == peer.peer.version
 
 
 def test_a_record_is_awaited(fleet: Fleet) -> None:
     process = _start(fleet, REPORT_THEN_SLEEP)
-    assert _first_record(fleet, process) == {"event": "up"}
+    assert fleet.record(process) == {"event": "up"}
 
 
 def test_what_never_comes_is_an_error(fleet: Fleet) -> None:
@@ -57,7 +57,3 @@ def test_the_readme_shows_the_saved_results() -> None:
 
 def _start(fleet: Fleet, code: str) -> FleetProcess:
     return fleet.start("process", [sys.executable, "-c", code])
-
-
-def _first_record(fleet: Fleet, process: FleetProcess) -> Record:
-    return fleet.wait_for(lambda: process.records[0] if process.records else None, "record", SECONDS_MAX)
