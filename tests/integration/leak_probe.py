@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tests.managers import manager_alone
+from tests.standby import stand_by
 from torchft_like.coordination import LighthouseServer
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.process_group import (
@@ -48,6 +49,8 @@ def left_by_rounds(_: object, subject: str, store: int, warm_up: int, repeats: i
 
     `store` is the port of another process: a store keeps what it is told, and so grows.
     """
+    if "Baby" in subject:
+        stand_by()
     torch.set_num_threads(1)
     probed = SUBJECTS[subject](store)
     try:

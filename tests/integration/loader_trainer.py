@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -74,6 +75,7 @@ def batches(starts: int, target: str) -> Iterator[Tensor]:
 def main() -> None:
     name, starts = sys.argv[1], int(sys.argv[2])
     logging.basicConfig(level=logging.WARNING)
+    warnings.simplefilter("ignore", UserWarning)  # torch finds too few processors for the workers
     server = grpc.server(ThreadPoolExecutor(4))
     number = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"number": number}),))

@@ -19,6 +19,8 @@ def start(processes: Processes, folder: Path, program: str) -> RunningProcess:
 
 
 PROGRAM = """
+from tests.standby import stand_by
+stand_by()
 import os, sys, torch
 from concurrent.futures import ThreadPoolExecutor
 from torch.distributed import TCPStore

@@ -136,11 +136,9 @@ def test_loaders_start_beside_peers_that_die(processes: Processes, tmp_path: Pat
     patient = ("--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
     lighthouse = processes.fork("lighthouse", "--bind", "127.0.0.1:0", *patient)
     url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
-    # Torch finds that DDP looks for unused parameters, and that there are too few processors for workers.
-    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR", "PYTHONWARNINGS": "ignore::UserWarning"}
+    quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch finds that DDP looks for unused parameters
     env = {"TORCHFT_LIGHTHOUSE": url, "TORCHFT_QUORUM_TIMEOUT_SEC": "600", **quiet}
-    program = ("-m", "tests.integration.loader_trainer", "trainer", str(starts))
-    trainer = processes.start(sys.executable, *program, env=env)
+    trainer = processes.fork("tests.integration.loader_trainer", "trainer", str(starts), env=env)
     trainer.wait_for_output(r"step \d+ of 1")
     script, ends = tmp_path / "peer.py", 0
     script.write_text(PEER)

@@ -28,7 +28,6 @@ from torchft_like.gang import (
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
-    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
 )
@@ -306,18 +305,6 @@ def test_a_part_inherits_class_timeout_and_options(party: Party, crew: MakeCrew)
         return inner._timeout.total_seconds() == 17 and inner._check is False
 
     assert gangs.together(act) == [True, True]
-
-
-def test_parts_of_a_baby_group_have_subprocesses_of_their_own(crew: MakeCrew) -> None:
-    def act(gang: ProcessGroupGang) -> tuple[type, float]:
-        part = gang.create_gang([1, 0])
-        assert part is not None
-        total = all_sum(part, 1).item()
-        kind = type(part.as_process_group())
-        part.close()
-        return kind, total
-
-    assert crew(2, lambda: ProcessGroupBabyGloo(30)).together(act) == [(ProcessGroupBabyGloo, 2)] * 2
 
 
 def test_a_dummy_group_is_a_gang_of_one() -> None:

@@ -25,6 +25,7 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
     SubprocessLostError,
 )
+from torchft_like.gang import ProcessGroupGang, all_sum
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
@@ -401,3 +402,15 @@ def test_preparing_a_group_has_a_subprocess_wait_for_the_one_that_it_wraps() -> 
     fork_pool.stop()
     ErrorSwallowingProcessGroupWrapper(baby()).prepare(timedelta(seconds=LIMIT_S))
     assert "spare" in fork_pool.pids()
+
+
+def test_parts_of_a_gang_have_subprocesses_of_their_own(party: Party) -> None:
+    def act(_: int, group: ProcessGroup) -> tuple[type, float]:
+        part = ProcessGroupGang(group, torch.device("cpu")).create_gang([1, 0])
+        assert part is not None
+        total = all_sum(part, 1).item()
+        kind = type(part.as_process_group())
+        part.close()
+        return kind, total
+
+    assert party.together(party.meet(2, baby), act) == [(ProcessGroupBabyGloo, 2)] * 2
