@@ -9,9 +9,11 @@ time, as in training.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import importlib
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from multiprocessing.connection import Connection
@@ -21,7 +23,8 @@ import torch
 
 from benchmarks.commands import serve
 from benchmarks.group_worker import LIMIT, configure, make_raw
-from benchmarks.leash import die_with
+
+PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -68,7 +71,7 @@ def gather(ranks: list[Connection]) -> None:
 
 
 def run_rank(commands: Connection, groups: Any, rank: int, options: argparse.Namespace) -> None:
-    die_with(os.getppid())
+    _die_with(os.getppid())
     os.close(sys.stdout.fileno())  # so that the host's output ends with the host
     group = groups.ProcessGroupGloo(timeout=LIMIT) if groups else None
     commands.send("ready")
@@ -81,6 +84,13 @@ def run_rank(commands: Connection, groups: Any, rank: int, options: argparse.Nam
         else:
             group = make_raw(options.store, prefix, rank, options.ranks)
         commands.send("done")
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent dies."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit("the parent died before")
 
 
 def _options() -> argparse.Namespace:

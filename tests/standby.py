@@ -11,11 +11,14 @@ import os
 import select
 import signal
 import subprocess
+import sys
 
 from torchft_like.process_group.baby import fork_pool as module
 from torchft_like.process_group.baby.messages import Channel
+from torchft_like.testing.forks import Fork
 
 DESCRIPTORS_MAX = 1 << 16
+STDERR = 2
 
 
 class Standby:
@@ -68,3 +71,16 @@ def stand_by() -> None:
     theirs.close()
     ready = [(Standby(pid), Channel(ours))]
     module._start_server = lambda: ready.pop() if ready else start_cold()  # type: ignore[assignment, return-value]
+
+
+def start_loaded() -> tuple[Fork, Channel]:
+    """Start a fork server, in place of `_start_server`, in a process that has threads: no child of it."""
+    ours, theirs = Channel.pair()
+    with theirs:
+        server = Fork([__name__, str(os.getpid())], os.environ, [STDERR, theirs.fileno()])
+    return server, Channel(ours)
+
+
+if __name__ == "__main__":
+    module._watch = os.pidfd_open
+    module.main(int(sys.argv[2]), int(sys.argv[1]))
