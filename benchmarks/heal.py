@@ -26,6 +26,7 @@ CONTESTANTS = (
     *PEERS,
     *(replace(peer, name=f"{peer.name}, 4 chunks", worker_options=("--chunks=4",)) for peer in PEERS),
 )
+PLAIN = {"a plain connection": False, "a plain connection, checksums": True}
 FAR = 1 << 20  # steps of the other kind of state that the same processes transfer
 
 METHOD = [
@@ -38,6 +39,9 @@ METHOD = [
     PEER_VERSIONS,
     "torchft sends the live tensors, unchecked, while its source's training waits; ours a snapshot that is "
     "checksummed on both sides.",
+    "A plain connection shows what the machine gives: as many bytes between the same two processes, from and "
+    "into memory that was used before, with no copies but the kernel's, and a CRC-32 of them on both sides "
+    "or none.",
     "Memory is the highest use of each process during a transfer, beside what it had before and could not be "
     "taken from it.",
     "DTensors are a rank's shards, as FSDP2 has them; the fetch includes putting them on the receiver's "
@@ -80,6 +84,9 @@ def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -
             f"{state}, the offer alone", name, "ms", [transfer.offer_s * 1e3 for transfer in of_system]
         )
     if megabytes == MEGABYTES[-1]:
+        for name, sums in PLAIN.items():
+            seconds = [pairs[0].pass_bytes(megabytes, sums) for _ in range(samples)]
+            result.add(state, name, "ms", [one * 1e3 for one in seconds])
         for name, of_system in taken.items():
             memory = [transfer.extra_bytes / (megabytes << 20) for transfer in of_system]
             result.add(f"{state}, extra memory of both over the state's", name, "x", memory)
@@ -149,6 +156,12 @@ class _Pair:
         seconds = float(fetched["ended"]) - float(offered["began"])
         extra_bytes = int(withdrawn["bytes"]) + int(fetched["bytes"])
         return _Transfer(seconds, float(offered["seconds"]), extra_bytes)
+
+    def pass_bytes(self, megabytes: int, sums: bool) -> float:
+        """Return the seconds that as many bytes take over a plain connection between the two processes."""
+        bytes_ = {"megabytes": megabytes, "sums": sums}
+        port = self._ask(self._source, do="listen", **bytes_)["port"]
+        return float(self._ask(self._sink, do="drain", port=port, **bytes_)["seconds"])
 
     def _start(self, role: str) -> FleetProcess:
         script = [self.system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]

@@ -5,7 +5,9 @@ It carries out commands:
 * {"do": "prepare", "megabytes": n, "step": s, "dtensors": b}: make a state of that size;
 * {"do": "offer", "step": s}: offer it;
 * {"do": "fetch", "metadata": m, "step": s}: fetch the state of the process that offers it, into the own one;
-* {"do": "withdraw"}: end the offer.
+* {"do": "withdraw"}: end the offer;
+* {"do": "listen", "megabytes": n, "sums": b}: send so many bytes over a plain connection;
+* {"do": "drain", "port": p, "megabytes": n, "sums": b}: receive them, into memory that was written to before.
 
 Times are those of a clock that all processes of the machine share. The checksum of the state is taken outside
 of them, and the memory is the highest of the process while it offers or fetches, beside what it had before;
@@ -16,6 +18,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -31,6 +35,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from benchmarks.commands import serve
 
+PIECE_BYTES = 1 << 20
 TENSOR_FLOATS = 1024 * 256  # 1 MB, a mid-sized layer
 TIMEOUT = timedelta(seconds=60)
 
@@ -88,11 +93,45 @@ class End:
         place = importlib.import_module("torchft_like.checkpointing.shards").place
         return place(state, self._state) if self._mesh else state
 
+    def listen(self, megabytes: int, sums: bool) -> dict[str, object]:
+        crc = importlib.import_module("isal.isal_zlib").crc32  # ours, which torchft's environment lacks
+        memory, listener = touched(megabytes), socket.create_server(("127.0.0.1", 0))
+
+        def send() -> None:
+            peer, _ = listener.accept()
+            with listener, peer:
+                for at in range(0, len(memory), PIECE_BYTES):
+                    piece = memory[at : at + PIECE_BYTES]
+                    if sums:
+                        crc(piece)
+                    peer.sendall(piece)
+
+        threading.Thread(target=send, daemon=True).start()
+        return {"port": listener.getsockname()[1]}
+
+    def drain(self, port: int, megabytes: int, sums: bool) -> dict[str, object]:
+        crc, memory = importlib.import_module("isal.isal_zlib").crc32, touched(megabytes)
+        began, done = time.monotonic(), 0
+        with socket.create_connection(("127.0.0.1", port)) as peer:
+            while done < len(memory):
+                piece = memory[done : done + PIECE_BYTES]
+                count = peer.recv_into(piece, len(piece), socket.MSG_WAITALL)
+                if not count:
+                    raise ConnectionError("the other end is gone")
+                if sums:
+                    crc(piece[:count])
+                done += count
+        return {"seconds": time.monotonic() - began}
+
     def withdraw(self, before: int) -> dict[str, object]:
         highest = peak()
         self._transport.disallow_checkpoint()
         self._state = {}
         return {"bytes": highest - before}
+
+
+def touched(megabytes: int) -> memoryview:
+    return torch.ones(megabytes << 20, dtype=torch.uint8).numpy().data
 
 
 def forget_peak() -> int:
