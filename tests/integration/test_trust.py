@@ -263,8 +263,8 @@ def test_the_command_line_kills_as_an_operator_only(
     job: Job, page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     name = "group"
-    assert main(["kill", "other", page]) == 1
-    assert "no replica group is called other; there are: group" in capsys.readouterr().err
+    assert main(["kill", "unheard-of", page]) == 1
+    assert "no replica group is called unheard-of; there are: group" in capsys.readouterr().err
     assert main(["kill", name, page]) == 1
     assert "group is not killed: that takes the token of those who operate" in capsys.readouterr().err
     assert not job.killed
