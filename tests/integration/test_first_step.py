@@ -43,6 +43,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.integration
+@pytest.mark.timeout(1200)  # torch is installed, too
 def test_the_page_leads_from_an_empty_environment_to_a_step(
     wheel: Path, tmp_path: Path, processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
