@@ -20,27 +20,6 @@ def run(*command: str, folder: Path = ROOT, **variables: str) -> subprocess.Comp
     return subprocess.run(call, env=env, cwd=folder, capture_output=True, text=True, check=False)
 
 
-IMPORTING = f"""
-import sys, torchft_like.as_torchft
-before = len(sys.path)
-torchft_like.as_torchft.install()
-assert len(sys.path) == before
-from importlib.util import find_spec
-assert find_spec("torchft") and find_spec("torchft.manager")
-assert find_spec("torchft.no_such_module") is None
-{SAME}
-import torchft.process_group as theirs, torchft_like.process_group as ours
-assert theirs is ours
-import torchft.data
-assert torchft.data.__spec__.name == torchft.data.__name__ == "torchft_like.data"
-"""
-
-
-def test_torchft_is_this_package() -> None:
-    done = run("-c", IMPORTING)
-    assert done.returncode == 0, done.stderr
-
-
 SPAWNING = """
 import sys, multiprocessing, torchft
 

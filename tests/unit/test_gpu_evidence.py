@@ -103,6 +103,7 @@ def test_a_stage_goes_on_where_the_last_one_stopped(tmp_path: Path, monkeypatch:
 
 def test_a_stage_begins_nothing_without_time_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evidence, "PROBES", (probe("late", "pass"),))
+    monkeypatch.setattr(evidence, "_machine", lambda: MACHINE)
     path = tmp_path / "results.json"
     arguments = ["--stage", "C1", "--dry-run", "--results", str(path), "--minutes", "0.1"]
     monkeypatch.setattr("sys.argv", ["gpu_evidence.py", *arguments])

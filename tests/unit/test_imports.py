@@ -78,11 +78,30 @@ import torchft_like.coordination
 assert "lighthouse.server" in sys.modules
 assert not {"uvicorn", "prometheus_client", "h11", "click", "lighthouse.page"} & set(sys.modules)
 """
+ALIASED = """
+import sys, torchft_like.as_torchft
+before = len(sys.path)
+torchft_like.as_torchft.install()
+assert len(sys.path) == before
+from importlib.util import find_spec
+assert find_spec("torchft") and find_spec("torchft.manager")
+assert find_spec("torchft.no_such_module") is None
+import torchft, torchft_like; assert torchft is torchft_like
+import torchft.process_group as theirs, torchft_like.process_group as ours
+assert theirs is ours
+import torchft.data
+assert torchft.data.__spec__.name == torchft.data.__name__ == "torchft_like.data"
+"""
 
 
 def test_each_part_can_be_the_first_to_be_imported_and_brings_no_more_than_it_needs() -> None:
     parts = (*torchft_like._NAMES, "manager_server.server", "group_coordinator", "gang", "checkpointing")
-    programs = [LEAN, f"import torchft_like\n{USE}", *(f"import torchft_like.{part}" for part in parts)]
+    programs = [
+        ALIASED,
+        LEAN,
+        f"import torchft_like\n{USE}",
+        *(f"import torchft_like.{part}" for part in parts),
+    ]
     done = run("-W", "ignore", "-c", IN_FORKS, *programs)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
