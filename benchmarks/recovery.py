@@ -46,7 +46,7 @@ STEP = "the step beside it"
 LOST = "steps that the others lose by it"
 HEAL = "1 GiB comes to a newcomer: longest pause of the others"
 HEAL_STEP = "the step beside that"
-REPLAY = replace(OURS, name=f"{OURS.name}, with a replay", worker_options=("--steps-kept=16",))
+REPLAY = replace(OURS, name=f"{OURS.name}, with a replay", worker_options=("--steps-kept=64",))
 HEAL_OPTIONS = ("--ballast=64", "--compute=0.25")
 
 # The DDP wrapper of torchft 0.2.0 does not outlive a dead peer, so its gradients go through its allreduce.
@@ -82,7 +82,7 @@ METHOD = [
     "The step beside it is the survivors' median one in the same seconds, three processes on two cores.",
     "1 GiB: the same with 64 parameters of 16 MiB beside those of the model, which the optimizer has and "
     "which get no gradients, and 0.25 s in each step in which the processes sleep, as they do where a device "
-    "computes. With a replay the others do not wait for it (docs/healing.md).",
+    "computes. With a replay the others do not wait for it (docs/healing.md) until 64 steps have passed.",
     f"{PEER_VERSIONS} 0.2.0 averages gradients with Manager.allreduce, because its DistributedDataParallel "
     "raises in the survivors when a peer dies; the nightly and ours use DistributedDataParallel.",
 ]

@@ -46,10 +46,19 @@ class Trained:
         }
 
 
+class UsedMemory(KeptMemory):
+    """Lends memory that was used before."""
+
+    def lend(self, nbytes: int, borrower: object) -> memoryview:
+        memory = super().lend(nbytes, borrower)
+        torch.frombuffer(memory, dtype=torch.uint8).fill_(255)
+        return memory
+
+
 def begin(replay: GradientReplay) -> CopyAhead:
     """Begin to copy, and wait until that is known of every tensor."""
     listed = threading.Event()
-    ahead = CopyAhead(replay.changed_by_steps, KeptMemory())
+    ahead = CopyAhead(replay.changed_by_steps, UsedMemory())
     while not ahead._begun:
         listed.wait(0.001)
     return ahead
