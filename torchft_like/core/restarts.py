@@ -10,7 +10,7 @@ the others saw is taken for the consequence.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from itertools import repeat
@@ -93,15 +93,6 @@ class RankProcess:
     address: str
     host: str = ""
     since: int = 0
-
-
-def hosts_of_meetings(processes: Iterable[RankProcess], gone: Container[int]) -> list[RankProcess]:
-    """Return in whose stores the ranks meet: in the first one's, while its process lives.
-
-    A spare comes after all others. Some ranks may have left the meeting in which it came, and know it, while
-    others have not and look for another store: they agree on one that all of them knew before.
-    """
-    return sorted((p for p in processes if p.rank not in gone), key=lambda p: (p.since, p.rank))
 
 
 def ending_of(error: BaseException, restart_on: ErrorTypes) -> Ending:

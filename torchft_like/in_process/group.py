@@ -1,8 +1,8 @@
 """The ranks of a replica group between two tries: they end together, decide together, and meet again.
 
-Where each of them serves its store (`meeting.py`) they learn once, in the store that the launcher has named
-(MASTER_ADDR, MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it from
-the others. A try has a store of its own besides, served by rank 0, and those variables name it while the try
+Where each of them serves its store (`core/meeting.py`) they learn once, in the store that the launcher has
+named (MASTER_ADDR, MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it
+from the others. A try has a store of its own besides, served by rank 0, and those variables name it while the try
 lasts. So the Manager, torch's `env://` and whatever else looks for its ranks finds the living ones, and
 nothing that an earlier try has left.
 
@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Self
 
 from lighthouse.address import Address, parse_address
+from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupError
 from torchft_like.in_process.meeting import Meeting, Place
@@ -88,9 +89,8 @@ class RestartGroup:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
                 group_id, *said = (value.decode() for value in store.multi_get(keys))
             processes = [_process(other, text) for other, text in enumerate(said)]
-            group._meeting = Meeting(
-                group_id, processes[rank], processes, limit, desk.asks_for(group_id, place)
-            )
+            protocol = MeetingProtocol(processes[rank], processes)
+            group._meeting = Meeting(group_id, protocol, limit, desk.asks_for(group_id, place))
             group.is_alone = False
             group._until_closed = stack.pop_all()
         return group
@@ -106,10 +106,11 @@ class RestartGroup:
         own_store, address = serve_store(_own_host(place.store), limit)
         of_group = GroupPlace(place.rank, place.world_size, place.store, False, place.group_id)
         asks = desk.asks_for(place.group_id, of_group)
-        meeting = Meeting.of_spare(place, str(address), socket.gethostname(), limit, asks)
+        own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
+        meeting = Meeting(place.group_id, MeetingProtocol(own, [own]), limit, asks)
         group = cls(place.rank, place.store, meeting, limit)
         group._until_closed.callback(id, own_store)
-        return group, meeting.enter(place.attempt)
+        return group, meeting.enter(place.store, place.world_size)
 
     @contextlib.contextmanager
     def begin(self, attempt: int) -> Iterator[None]:

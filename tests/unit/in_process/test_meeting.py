@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from lighthouse.address import parse_address
+from lighthouse.address import Address, parse_address
+from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told, all_start_again
 from torchft_like.errors import GroupLostError
 from torchft_like.in_process.meeting import Meeting, Place
@@ -79,7 +80,7 @@ class Process:
             self.meeting.wait([f"{attempt}/store"])
 
     def where(self) -> tuple[str, ...]:
-        return tuple(each.address for each in self.meeting._processes.values())
+        return tuple(each.address for each in self.meeting._protocol.processes.values())
 
 
 class Job:
@@ -96,7 +97,8 @@ class Job:
         self.processes = [Process(self, self.lifetime()) for _ in range(RANKS)]
         members = [RankProcess(rank, str(each.address)) for rank, each in enumerate(self.processes)]
         for each, own in zip(self.processes, members, strict=True):
-            each.meeting = mortal(each, Meeting(GROUP, own, members, LIMIT, self.ask))
+            meeting = Meeting(GROUP, MeetingProtocol(own, members), LIMIT, self.ask)
+            each.meeting = mortal(each, meeting)
 
     def lifetime(self) -> int | None:
         return self.random.randrange(STEPS_MAX) if self.random.random() < 0.4 else None
@@ -122,9 +124,10 @@ class Job:
     def take(self, spare: Process, place: Place, answer: Future[str]) -> None:
         time.sleep(self.random.random() * 0.05)
         try:
-            meeting = Meeting.of_spare(place, str(spare.address), "", LIMIT, self.ask)
+            own = RankProcess(place.rank, str(spare.address), "", place.attempt + 1)
+            meeting = Meeting(GROUP, MeetingProtocol(own, [own]), LIMIT, self.ask)
             spare.meeting = mortal(spare, meeting)
-            attempt = meeting.enter(place.attempt)
+            attempt = meeting.enter(place.store, place.world_size)
         except (DeadError, GroupLostError) as error:
             self.ended[str(spare.address)] = error
             with contextlib.suppress(DeadError):
@@ -145,10 +148,10 @@ def tell(answer: Future[str], reason: str) -> None:
 
 def mortal(process: Process, meeting: Meeting) -> Meeting:
     """Let the process die before a query to a store."""
-    store_of = meeting._store_of
+    store_at = meeting._store_at
 
-    def mortal_store(host: RankProcess, limit: timedelta) -> AbortableStore:
-        store: Any = store_of(host, limit)
+    def mortal_store(address: Address, limit: timedelta) -> AbortableStore:
+        store: Any = store_at(address, limit)
         ask = store._ask
 
         def step(*args: Any) -> float:
@@ -158,7 +161,7 @@ def mortal(process: Process, meeting: Meeting) -> Meeting:
         store._ask = step
         return store  # type: ignore[no-any-return]
 
-    meeting._store_of = mortal_store  # type: ignore[method-assign]
+    meeting._store_at = mortal_store  # type: ignore[method-assign]
     return meeting
 
 
@@ -185,13 +188,13 @@ def test_who_leaves_tells_those_that_are_there_and_does_not_wait_for_one_that_ha
     with contextlib.suppress(DeadError):
         ended.die()
     told: list[str] = []
-    store_of = lives.meeting._store_of
+    store_at = lives.meeting._store_at
 
-    def note(host: RankProcess, limit: timedelta) -> AbortableStore:
-        told.append(host.address)
-        return store_of(host, limit)  # type: ignore[no-any-return]
+    def note(address: Address, limit: timedelta) -> AbortableStore:
+        told.append(str(address))
+        return store_at(address, limit)  # type: ignore[no-any-return]
 
     lives.lives_for = None
-    lives.meeting._store_of = note
+    lives.meeting._store_at = note
     lives.meeting.say(1, Told(Ending.LAST, "done"))
     assert told == [str(lives.address), str(job.processes[2].address)]

@@ -1,0 +1,379 @@
+"""How the ranks of a replica group meet between two tries, though any process may end at any time. Pure.
+
+Every rank serves a store for as long as its process lives; the kernel refuses connections to it afterwards,
+and that is how the others know. They meet in the store of one of them, and in the next one's when it has
+ended:
+
+    N/ended/R   how try N of rank R has ended. Rank R says it, or others say for it that its process has ended
+    N/taken/R   which spare has taken the place of rank R, if that is vacant, or why none does
+
+INVARIANT: what all have to agree upon is the value of one key of one store, and the first value stays. So a
+rank may begin a meeting anew as often as it hears news.
+
+Where the store has ended after some ranks have left the meeting, and before others have, the first come to
+the next store with a later try. They leave word there in what would be the earlier meeting (MOVED), and the
+others follow: no rank leaves a meeting before all have come to it.
+
+Nothing is sent from here. A method that talks to stores is a generator of steps: its caller
+(`in_process/meeting.py`, `tests/simulation/restarting.py`) carries out each, and sends the answer back. It
+throws NewsError at a step that was interrupted by news of another rank, StoreLostError at one that failed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple, TypeVar
+
+from torchft_like.core.restarts import VACANT, Ending, RankProcess, Told, all_start_again, why_not
+from torchft_like.errors import GroupLostError
+
+TELL_MAX = 3  # stores in which a rank that leaves for good says so
+MOVED = "moved"
+
+T = TypeVar("T")
+
+
+class Open(NamedTuple):
+    """Talk to the store at this address from now on; if `briefly`, only if it answers in a few seconds."""
+
+    address: str
+    briefly: bool = False
+
+
+class Put(NamedTuple):
+    """Set a key that has no value yet; answer with the value that it has then."""
+
+    key: str
+    value: str
+
+
+class Write(NamedTuple):
+    """Set a key, whatever it has."""
+
+    key: str
+    value: str
+
+
+class Read(NamedTuple):
+    """Wait until these keys have values, and answer with them."""
+
+    keys: list[str]
+
+
+class Check(NamedTuple):
+    """Answer whether all of these keys have values."""
+
+    keys: list[str]
+
+
+class Settle(NamedTuple):
+    """Answer whether the process at this address, whose store has failed, has ended; that is known soon."""
+
+    address: str
+
+
+class Ask(NamedTuple):
+    """Ask for a spare for the place of a process; `answered` is told why none comes."""
+
+    lost: RankProcess
+    meets_in: RankProcess
+    attempt: int
+
+
+Step = Open | Put | Write | Read | Check | Settle | Ask
+Steps = Generator[Step, Any, T]
+
+
+class NewsError(Exception):
+    """There is news of another rank, or of a spare: what waits for either may wait for nothing."""
+
+
+class StoreLostError(Exception):
+    """A store does not answer, or not any more."""
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is said of a rank in a meeting, and where its process is; `ending` is an Ending or MOVED."""
+
+    ending: str
+    reason: str
+    address: str = ""
+    host: str = ""
+    since: int = 0
+
+    def text(self) -> str:
+        """Return it as it stands in a store."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def read(cls, data: bytes) -> Record:
+        """Return what stands in a store."""
+        said = json.loads(data)
+        names = "ending", "reason", "address", "host"
+        return cls(**{name: str(said[name]) for name in names}, since=int(said["since"]))
+
+    def process(self, rank: int) -> RankProcess:
+        """Return the process of which this is said."""
+        return RankProcess(rank, self.address, self.host, self.since)
+
+    def told(self, rank: int) -> Told:
+        """Return what is said, for people, too."""
+        return Told(Ending(self.ending), f"rank {rank}: {self.reason}")
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether a spare may take the place."""
+        return self.ending in {ending.value for ending in VACANT}
+
+
+_ADMITTED = Told(Ending.REPLACED, "a spare has taken the place")
+
+
+class _MovedError(Exception):
+    """The other ranks have left the meeting, and are in the next one."""
+
+
+class MeetingProtocol:
+    """What one rank, or a spare, does to meet the other ranks of a replica group.
+
+    Args:
+        own: this process.
+        processes: those of all ranks, this one among them; only this one where it is a spare.
+        gone: ranks whose processes have ended.
+    """
+
+    def __init__(self, own: RankProcess, processes: Iterable[RankProcess], gone: Iterable[int] = ()) -> None:
+        self.own = own
+        self._processes = {process.rank: process for process in processes}
+        self._gone = set(gone)
+        self._admission: Record | None = None  # of a spare
+        # By rank, try and the store in which they meet: why no spare comes, once that is known.
+        self._asked: dict[tuple[int, int, str], str] = {}
+
+    @property
+    def processes(self) -> dict[int, RankProcess]:
+        """The process of each rank."""
+        return dict(self._processes)
+
+    @property
+    def others(self) -> list[RankProcess]:
+        """The processes of the other ranks that are not known to have ended."""
+        return [p for r, p in self._processes.items() if r != self.own.rank and r not in self._gone]
+
+    def ended(self, process: RankProcess) -> bool:
+        """Note that a process has ended; return False if it has no rank's place any more."""
+        if self._processes.get(process.rank) != process:
+            return False
+        self._gone.add(process.rank)
+        return True
+
+    def answered(self, asked: Ask, reason: str) -> None:
+        """Note why no spare comes that was asked for, "" if one has."""
+        self._asked[_place(asked)] = reason
+
+    def visit(self, store: str, world_size: int) -> Steps[None]:
+        """Learn of the others, as a spare, where they meet after the try before its first one.
+
+        Raises:
+            GroupLostError: nobody meets there, or the place is not vacant.
+        """
+        own = self.own
+        keys = [_ended(own.since - 1, rank) for rank in range(world_size)]
+        try:
+            yield Open(store, briefly=True)
+            records = yield from _read(keys)
+        except StoreLostError as error:
+            raise GroupLostError(f"nobody meets there: {error}") from error
+        if not records[own.rank].is_vacant:
+            raise GroupLostError(f"rank {own.rank} is there: {records[own.rank].reason}")
+        self._processes = {rank: record.process(rank) for rank, record in enumerate(records)}
+        self._processes[own.rank] = own
+        self._gone = {rank for rank, record in enumerate(records) if record.is_vacant} - {own.rank}
+        self._admission = self._record(_ADMITTED)
+
+    def enter(self) -> Steps[int]:
+        """Take the vacant place for which this spare has come, after a visit; return the number of its try.
+
+        Raises:
+            GroupLostError: another process has taken it, or the group does not go on.
+        """
+        attempt, told = yield from self.agree(self.own.since - 1, _ADMITTED)
+        if not all_start_again(told):
+            raise GroupLostError(f"the group does not go on: {why_not(told)}")
+        return attempt
+
+    def say(self, attempt: int, told: Told) -> Steps[None]:
+        """Say that this rank comes to no meeting after this try, nor to any other."""
+        for host in self._hosts()[:TELL_MAX]:
+            try:
+                yield Open(host.address, briefly=True)
+                yield from self._leave_word(attempt - 1)
+                yield Put(_ended(attempt, self.own.rank), self._record(told).text())
+            except (GroupLostError, NewsError, StoreLostError):
+                continue
+
+    def agree(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
+        """Say how this rank's try has ended; return the number of the next, and what is said of all ranks.
+
+        Raises:
+            GroupLostError: the place of this rank was given away, or a rank says nothing within the limit.
+        """
+        self._asked.clear()
+        while True:
+            try:
+                return (yield from self._meet(attempt, told))
+            except _MovedError:
+                attempt += 1
+
+    def wait(self, keys: Sequence[str]) -> Steps[list[bytes]]:
+        """Wait for keys of the store in which the ranks meet, and return their values.
+
+        Raises:
+            GroupLostError: the process of another rank has ended, or the limit has passed.
+        """
+        while True:
+            host = self._hosts()[0]
+            try:
+                yield Open(host.address)
+                lost = ", ".join(f"rank {rank}: its process has ended" for rank in sorted(self._gone))
+                if lost and not (yield Check(list(keys))):  # else it has ended after it had come
+                    raise GroupLostError(lost)
+                values: list[bytes] = yield Read(list(keys))
+                return values
+            except NewsError:
+                continue
+            except StoreLostError as error:
+                raise GroupLostError(_lost_store(host, error)) from error
+
+    def set(self, key: str, value: str) -> Steps[None]:
+        """Set a key of that store.
+
+        Raises:
+            GroupLostError: there is no such store any more.
+        """
+        host = self._hosts()[0]
+        try:
+            yield Open(host.address)
+            yield Write(key, value)
+        except (NewsError, StoreLostError) as error:
+            raise GroupLostError(_lost_store(host, error)) from error
+
+    # ----------------------------------------------------------------- one meeting
+
+    def _meet(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
+        while True:
+            host = self._hosts()[0]
+            try:
+                yield Open(host.address)
+                return (yield from self._agree_in(host, attempt, told))
+            except NewsError:
+                continue
+            except StoreLostError as error:
+                failure = error
+            if host.rank not in self._gone and (yield Settle(host.address)):
+                self._gone.add(host.rank)
+            if host.rank not in self._gone:
+                raise GroupLostError(f"the ranks of this group did not meet: {failure}") from failure
+
+    def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
+        yield from self._leave_word(attempt - 1)
+        yield from self._claim(attempt, told)
+        for rank in sorted(self._gone):
+            gone = Record(Ending.GONE.value, "its process has ended")
+            yield Put(_ended(attempt, rank), gone.text())
+        records = yield from _read([_ended(attempt, rank) for rank in sorted(self._processes)])
+        if any(record.ending == MOVED for record in records):
+            raise _MovedError
+        vacant = {rank: record for rank, record in enumerate(records) if record.is_vacant}
+        if vacant and all(record.ending != Ending.LAST.value for record in records):
+            taken = yield from self._fill(host, attempt, vacant)
+            records = [taken.get(rank, record) for rank, record in enumerate(records)]
+        self._admit(records)
+        everybody = [each.told(rank) for rank, each in enumerate(records)]
+        return attempt + 1, everybody
+
+    def _leave_word(self, attempt: int) -> Steps[None]:
+        """Tell those that may still be in an earlier meeting, in which this rank was, that it has left."""
+        if attempt < max(self.own.since - 1, 0):
+            return
+        said = yield from _put(_ended(attempt, self.own.rank), self._say(MOVED))
+        if said.is_vacant:
+            yield from self._take(attempt, said)
+
+    def _take(self, attempt: int, said: Record) -> Steps[None]:
+        """Take the vacant place of which this process is a spare."""
+        if self._admission is not None and attempt == self.own.since - 1:
+            said = yield from _put(_taken(attempt, self.own.rank), self._admission)
+        if said != self._admission:
+            raise GroupLostError(
+                f"rank {self.own.rank} of this group is another process by now: {said.reason}"
+            )
+
+    def _claim(self, attempt: int, told: Told) -> Steps[None]:
+        record = self._record(told)
+        said = yield from _put(_ended(attempt, self.own.rank), record)
+        if said != record:
+            yield from self._take(attempt, said)
+
+    def _fill(
+        self, host: RankProcess, attempt: int, vacant: Mapping[int, Record]
+    ) -> Steps[Mapping[int, Record]]:
+        """Wait until every vacant place is taken, or is known not to be."""
+        for rank, why in vacant.items():
+            ask = Ask(self._processes[rank], host, attempt)
+            if _place(ask) not in self._asked and rank != self.own.rank:
+                self._asked[_place(ask)] = ""
+                yield ask
+            if reason := self._asked.get(_place(ask)):
+                none = Record(Ending.GONE.value, f"{why.reason}, and {reason}")
+                yield Put(_taken(attempt, rank), none.text())
+        taken = yield from _read([_taken(attempt, rank) for rank in vacant])
+        return dict(zip(vacant, taken, strict=True))
+
+    def _admit(self, records: Sequence[Record]) -> None:
+        for rank, record in enumerate(records):
+            if record.ending == Ending.REPLACED.value:
+                self._processes[rank] = record.process(rank)
+                self._gone.discard(rank)
+
+    def _hosts(self) -> list[RankProcess]:
+        """Return in whose stores the ranks meet: in the first one's, while its process lives.
+
+        A spare comes after all others. Some ranks may have left the meeting in which it came, and know it,
+        while others have not and look for another store: they agree on one that all of them knew before.
+        """
+        there = [process for process in self._processes.values() if process.rank not in self._gone]
+        return sorted(there, key=lambda process: (process.since, process.rank))
+
+    def _record(self, told: Told) -> Record:
+        return self._say(told.ending.value, told.reason)
+
+    def _say(self, ending: str, reason: str = "") -> Record:
+        return Record(ending, reason, self.own.address, self.own.host, self.own.since)
+
+
+def _put(key: str, record: Record) -> Steps[Record]:
+    return Record.read((yield Put(key, record.text())))
+
+
+def _read(keys: list[str]) -> Steps[list[Record]]:
+    return [Record.read(value) for value in (yield Read(keys))]
+
+
+def _place(asked: Ask) -> tuple[int, int, str]:
+    return asked.lost.rank, asked.attempt, asked.meets_in.address
+
+
+def _lost_store(host: RankProcess, error: Exception) -> str:
+    return f"rank {host.rank}, in whose store the ranks meet: {error}"
+
+
+def _ended(attempt: int, rank: int) -> str:
+    return f"{attempt}/ended/{rank}"
+
+
+def _taken(attempt: int, rank: int) -> str:
+    return f"{attempt}/taken/{rank}"
