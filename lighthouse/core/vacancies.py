@@ -133,12 +133,17 @@ class Vacancies:
         if spare is None or spare.told is None:
             return []
         self._taken_of[spare.host] += 1
-        wanted = self._wanted.pop(spare.told.key, None)
-        return [Filled(tuple(wanted.callers) if wanted else (), spare.spare_id, spare.told)]
+        wanted = self._wanted.get(spare.told.key)
+        if wanted is None or wanted.vacancy.message != spare.told.message:  # it is vacant again
+            filled = Filled((), spare.spare_id, spare.told)
+            self._free(spare)
+            return [filled, *self._tell()]
+        del self._wanted[spare.told.key]
+        return [Filled(tuple(wanted.callers), spare.spare_id, spare.told)]
 
     def ask(self, caller: int, vacancy: Vacancy, *, waits: bool) -> list[Decision]:
         """Ask for a spare; of several ranks that ask for the same place, the last one knows where it is."""
-        wanted = self._wanted.setdefault(vacancy.key, _Wanted(vacancy))
+        wanted = self._wanted.setdefault(vacancy.key, _Wanted(vacancy, session=self._on_its_way(vacancy.key)))
         wanted.vacancy = vacancy
         wanted.callers[caller] = waits
         return self._tell()
@@ -170,6 +175,11 @@ class Vacancies:
                 for caller in impatient:
                     self.withdraw(caller)
         return decisions
+
+    def _on_its_way(self, key: PlaceKey) -> int | None:
+        """Return the session of the spare that was told of a place before all had withdrawn who asked."""
+        told = (s.session for s in self._spares.values() if s.told is not None and s.told.key == key)
+        return next(told, None)
 
     def _best_for(self, vacancy: Vacancy) -> SpareRank | None:
         """Return the first spare on the same host, or else of the host that has given the fewest.

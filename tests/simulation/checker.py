@@ -31,6 +31,7 @@ class Checker:
     """The history so far, as far as the invariants need it."""
 
     __slots__ = (
+        "_attempts",
         "_awaited",
         "_committed",
         "_connected",
@@ -51,7 +52,9 @@ class Checker:
         "_steps",
         "_stronghold",
         "_told_at",
+        "_told_of",
         "_trained",
+        "_tries",
         "_verdicts",
         "_waiting",
         "_world",
@@ -93,6 +96,11 @@ class Checker:
             str, tuple[int, int | None]
         ] = {}  # by replica group: the verdict after which it left
         self._trained: dict[str, int] = {}  # by process: the inner steps since its last sync
+        # By process, of those that live: its last try, as the name of the launch, the number of the try, its
+        # rank, and the processes of all ranks; and those that are in a try.
+        self._attempts: dict[str, tuple[str, int, int, Ids]] = {}
+        self._tries: set[str] = set()
+        self._told_of: dict[str, tuple[str, int]] = {}  # by spare: the place of which it was told last
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
@@ -110,6 +118,7 @@ class Checker:
         """Forget all sessions: a new lighthouse knows no replica."""
         self._connected.clear()
         self._waiting.clear()
+        self._told_of.clear()
         self._stronghold = frozenset()
         self._standing.clear()
         self._previous = ()
@@ -456,6 +465,56 @@ class Checker:
             self.is_over = True
             self._world.stop()
 
+    # -- meetings between two tries
+
+    def spare_is_told(self, spare: str, place: tuple[str, int]) -> None:
+        """Check the place of which a spare is told."""
+        for other, its in self._told_of.items():
+            if spare == other or place == its:
+                self.violate("one_process_per_place", f"{spare} is told of {place}, and {other} of {its}")
+        self._told_of[spare] = place
+
+    def spare_is_free(self, spare: str) -> None:
+        """Note that the lighthouse hears that a spare has declined its place, or taken it, or is gone."""
+        self._told_of.pop(spare, None)
+
+    def begins_try(self, launch: str, attempt: int, number: int, process: str, members: Ids) -> None:
+        """Check who begins a try with whom: live processes know the same ones, and each place has one."""
+        if members[number] != process:
+            self.violate("one_process_per_place", f"{process} is rank {number} beside {members[number]}")
+        before = self._attempts.get(process)
+        if before is not None and (attempt <= before[1] or before[0] != launch):
+            self.violate(
+                "one_process_per_place", f"{process} begins try {attempt} of {launch} after {before}"
+            )
+        for other, (its_launch, its_attempt, its_number, its_members) in self._attempts.items():
+            if its_launch != launch or other == process or not self._can_be(members, its_members):
+                continue
+            if its_attempt == attempt and its_members != members:
+                text = f"{process} begins try {attempt} with {members}, {other} with {its_members}"
+                self.violate("one_process_per_place", text)
+            if its_number == number and other in self._tries:
+                self.violate("one_process_per_place", f"{process} and {other} are both rank {number}")
+        self._attempts[process] = launch, attempt, number, members
+        self._tries.add(process)
+
+    def _can_be(self, *tries: Ids) -> bool:
+        """Return whether all processes of these tries live; otherwise the try never is whole."""
+        return all(self._world.stores[process].is_open for members in tries for process in members)
+
+    def comes_to_try(self, process: str, attempt: int, members: Ids) -> None:
+        """Check that a process comes to the try that it has begun."""
+        if self._attempts[process][1::2] != (attempt, members):
+            self.violate("one_process_per_place", f"{process} comes to try {attempt} of {members}")
+
+    def ends_try(self, process: str) -> None:
+        """Note that a process has ended its try."""
+        self._tries.discard(process)
+
+    def process_ended(self, process: str) -> None:
+        """Note that a process has ended."""
+        self._attempts.pop(process, None)
+
     # -- the quiet phase
 
     def expect(self, processes: Sequence[str], commits: int, spared: Collection[str] = ()) -> None:
@@ -469,8 +528,12 @@ class Checker:
         self.is_over = False
 
     def expect_also(self, processes: Sequence[str], commits: int) -> None:
-        """Expect commits of these processes, too, which have started in the quiet phase."""
-        self._awaited.update(dict.fromkeys(processes, commits))
+        """Expect commits of these processes, too, which have started in the quiet phase; 0: no longer."""
+        for process in processes:
+            if commits:
+                self._awaited[process] = commits
+            else:
+                self._awaited.pop(process, None)
 
     def _pay(self, process: str) -> None:
         owed = self._awaited.get(process)

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lighthouse.core.quorum import QuorumCore
+from lighthouse.core.vacancies import Vacancies
 from tests.simulation.fragments import Fragments
 from torchft_like.core.conversation import Conversation
+from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.replica_group import ReplicaGroup
 from torchft_like.core.step import StepProtocol
 from torchft_like.core.sync_schedule import SyncSchedule
@@ -30,4 +32,6 @@ class Cores(NamedTuple):
     conversation: type[Conversation[Any]] = Conversation
     schedule: type[SyncSchedule] = SyncSchedule
     fragments: type[Fragments] = Fragments
+    vacancies: type[Vacancies] = Vacancies
+    meeting: type[MeetingProtocol] = MeetingProtocol
     heard: Callable[[World, Process], float] = heard

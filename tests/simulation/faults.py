@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from tests.simulation.checker import RunOverError
 from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.replica import Replica
+from tests.simulation.restarting import OF_SCRIPT
 from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN, ORDER_KINDS
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
 
@@ -264,7 +265,7 @@ class Faults:
         if rank.state != RUNNING:
             return None
         self.pause(rank)
-        world.after(self._long(draws[1]), world.nobody, self._go_on, rank, world.now)
+        world.after(self._long(draws[1]), world.nobody, self._go_on, rank.parts[-1], world.now)
         silent_s = world.scenario.keepalive_s * 2.5 + world.scenario.dead_s + 4 * world.scenario.delay_s
         if number > 0:
             world.after(silent_s, world.nobody, self._expect_end, rank, replica, world.now, silent_s)
@@ -329,7 +330,7 @@ class Faults:
 
     def _stop(self, process: Process, time: float) -> None:
         self._world.pause(process)
-        self._world.after(time, self._world.nobody, self._go_on, process, self._world.now)
+        self._world.after(time, self._world.nobody, self._go_on, process.parts[-1], self._world.now)
 
     def _go_on(self, process: Process, since: float) -> None:
         if process.state == PAUSED and process.paused_at == since:
@@ -366,6 +367,45 @@ class Faults:
         world.lighthouse.crash()
         self._simulation.restart_lighthouse(self._long(draws[0]) * 0.3)
         return f"by {(draws[1] - 0.85) * 100:.1f} s"
+
+    # -- processes that run their functions again
+
+    def _try_error(self, draws: Draws) -> str | None:
+        """Let the function of a rank raise an error that no step survives."""
+        replica = self._replica(draws[0])
+        if replica is None:
+            return None
+        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        if rank.state != RUNNING:
+            return None
+        error = OF_SCRIPT[int(draws[2] * len(OF_SCRIPT))]
+        rank.die(error)
+        return f"{error} of {rank.name}"
+
+    def _trainer_crash(self, draws: Draws) -> str | None:
+        """Kill a process, of those that meet others or are on their way to them if there are any; or two."""
+        trainers = [trainer for trainer in self._simulation.trainers() if trainer.launch is not None]
+        busy = [trainer for trainer in trainers if trainer.rank is None]
+        victims = (busy or trainers) if draws[1] < 0.8 else trainers
+        if not victims:
+            return None
+        first = victims[int(draws[0] * len(victims))]
+        others = (
+            [t for t in trainers if t.launch is first.launch and t is not first] if draws[2] < 0.3 else []
+        )
+        for each in (first, *others[:1]):
+            each.kill()
+        return " and ".join(each.name for each in (first, *others[:1]))
+
+    def _spare_crash(self, draws: Draws) -> str | None:
+        """Kill a spare, of those on their way if there are any."""
+        spares = [trainer for trainer in self._simulation.trainers() if trainer.is_spare]
+        on_their_way = [spare for spare in spares if spare.launch is not None]
+        if not spares:
+            return None
+        victims = on_their_way or spares
+        victims[int(draws[0] * len(victims))].kill()
+        return victims[int(draws[0] * len(victims))].name
 
     # -- training scripts
 

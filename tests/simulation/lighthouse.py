@@ -26,6 +26,7 @@ from lighthouse.core.quorum import (
     QuorumReleased,
     Refused,
 )
+from tests.simulation.restarting import Desk
 from tests.simulation.scenario import STRANGER
 from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session
 
@@ -47,6 +48,7 @@ class SimLighthouse(Process):
         "_opening",
         "_strangers",
         "_world",
+        "desk",
         "sessions",
     )
 
@@ -71,6 +73,7 @@ class SimLighthouse(Process):
         self.sessions: dict[int, Session] = {}
         self._opening: dict[Session, None] = {}  # connected, not registered yet
         self._core: QuorumCore
+        self.desk: Desk  # for spare ranks
         self.start()
 
     @property
@@ -93,6 +96,7 @@ class SimLighthouse(Process):
         self._armed = float("inf")
         first_id = int((world.now + world.wall_clock_s) * 1000)
         self._core = world.cores.lighthouse(self._config, first_id)
+        self.desk = Desk(world)
         for number in range(world.scenario.idle):
             self._core.register(-1 - number, f"idle:{number}", QuorumNumber(NO_QUORUM, 0), (), self._now)
         world.checker.lighthouse_started()
@@ -103,6 +107,7 @@ class SimLighthouse(Process):
         world = self._world
         self.state = DEAD
         self.inbox.clear()
+        self.desk.end()
         sessions = [*self.sessions.values(), *self._opening]
         self.sessions, self._opening = {}, {}
         for session in sessions:

@@ -16,6 +16,8 @@ from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.standing import StandingQuorum
+from lighthouse.core.vacancies import Decision as VacancyDecision
+from lighthouse.core.vacancies import PlaceKey, Vacancies
 from tests.simulation.cores import Cores
 from tests.simulation.fragments import Fragments, Held, mix
 from tests.simulation.replica import JoinMessage
@@ -26,8 +28,10 @@ from torchft_like.core import replica_group as group_module
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.conversation import Conversation
+from torchft_like.core.meeting import MeetingProtocol, Record, Steps, Write
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, RankJoin, RankQuorum, RankVerdict, ReplicaGroup
+from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.core.step import Join, Plan, StepProtocol
 from torchft_like.core.sync_schedule import SyncSchedule
 
@@ -955,6 +959,90 @@ class _HealsWithoutTheLocalParameters(Fragments):
         self.local = local
 
 
+# -- meetings between two tries, and spares
+
+
+class _TellsTwoOfAPlace(Vacancies):
+    def _on_its_way(self, key: PlaceKey) -> int | None:
+        return None
+
+
+class _ForgetsLostSpares(Vacancies):
+    def lost(self, session: int) -> list[VacancyDecision]:
+        self._spares.pop(session, None)
+        return []
+
+
+class _KeepsDecliningSpares(Vacancies):
+    def declined(self, session: int) -> list[VacancyDecision]:
+        return []
+
+
+class _TakesEveryEndForTheSame(Vacancies):
+    def taken(self, session: int) -> list[VacancyDecision]:
+        spare = self._spares[session]
+        wanted = None if spare.told is None else self._wanted.get(spare.told.key)
+        if spare.told is not None and wanted is not None:
+            spare.told = wanted.vacancy
+        return super().taken(session)
+
+
+class _TakesATakenPlace(MeetingProtocol):
+    def _take(self, attempt: int, said: Record) -> Steps[None]:
+        if self._admission is not None and attempt == self.own.since - 1:
+            yield Write(f"{attempt}/taken/{self.own.rank}", self._admission.text())
+
+
+class _TakesAClaimedPlace(MeetingProtocol):
+    def _take(self, attempt: int, said: Record) -> Steps[None]:
+        vacant = Record(Ending.GONE.value, said.reason)
+        yield from super()._take(attempt, vacant if said.ending == Ending.REPLACED.value else said)
+
+
+class _MeetsInTheFirstRank(MeetingProtocol):
+    def _hosts(self) -> list[RankProcess]:
+        return sorted(super()._hosts(), key=lambda process: process.rank)
+
+
+class _FindsTriesByNumber(MeetingProtocol):
+    def _try(self, attempt: int) -> str:
+        return f"{attempt}/store"
+
+
+class _LeavesNoWord(MeetingProtocol):
+    def _leave_word(self, attempt: int) -> Steps[None]:
+        yield from ()
+
+
+class _SaysNothingOfTheDead(MeetingProtocol):
+    def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
+        gone, self._gone = self._gone, set()
+        try:
+            return (yield from super()._agree_in(host, attempt, told))
+        finally:
+            self._gone |= gone
+
+
+class _KeepsTheDeadInMind(MeetingProtocol):
+    def _admit(self, records: Sequence[Record]) -> None:
+        gone = set(self._gone)
+        super()._admit(records)
+        self._gone |= gone
+
+
+class _GoesOnAlone(MeetingProtocol):
+    def visit(self, store: str, world_size: int) -> Steps[None]:
+        yield from super().visit(store, world_size)
+        self._is_in = True
+
+
+class _BeginsWithoutARank(MeetingProtocol):
+    def agree(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
+        attempt, everybody = yield from super().agree(attempt, told)
+        lost = Told(Ending.SECONDHAND, "a rank is gone")
+        return attempt, [lost if each.ending is Ending.GONE else each for each in everybody]
+
+
 def _schedule(name: str, core: type[SyncSchedule], lacks: str) -> Mutant:
     return Mutant(name, lacks, Cores(schedule=core))
 
@@ -969,6 +1057,14 @@ def _conversation(name: str, core: type[Conversation[Any]], lacks: str) -> Mutan
 
 def _lighthouse(name: str, core: type[QuorumCore], lacks: str) -> Mutant:
     return Mutant(name, lacks, Cores(lighthouse=core))
+
+
+def _vacancies(name: str, core: type[Vacancies], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(vacancies=core))
+
+
+def _meeting(name: str, core: type[MeetingProtocol], lacks: str) -> Mutant:
+    return Mutant(name, lacks, Cores(meeting=core))
 
 
 def _group(name: str, core: type[ReplicaGroup], lacks: str) -> Mutant:
@@ -1137,6 +1233,19 @@ MUTANTS = (
         _HealsWithoutTheLocalParameters,
         "the model heals with its global parameters",
     ),
+    _vacancies("tells two of a place", _TellsTwoOfAPlace, "a place is told to one spare"),
+    _vacancies("forgets lost spares", _ForgetsLostSpares, "the place of a lost spare is told to another one"),
+    _vacancies("keeps declining spares", _KeepsDecliningSpares, "a spare that has declined is free again"),
+    _vacancies("answers for an earlier try", _TakesEveryEndForTheSame, "a place may be vacant once more"),
+    _meeting("takes a taken place", _TakesATakenPlace, "the first spare has the place"),
+    _meeting("takes a claimed place", _TakesAClaimedPlace, "a place that a spare has is not vacant"),
+    _meeting("meets in the first rank", _MeetsInTheFirstRank, "all know in whose store they meet"),
+    _meeting("finds tries by number", _FindsTriesByNumber, "tries of other processes are other tries"),
+    _meeting("leaves no word", _LeavesNoWord, "who has left a meeting says so in the next store"),
+    _meeting("says nothing of the dead", _SaysNothingOfTheDead, "the others speak for a rank that has ended"),
+    _meeting("keeps the dead in mind", _KeepsTheDeadInMind, "a place that a spare has taken has a rank"),
+    _meeting("goes on alone", _GoesOnAlone, "a spare that finds nobody left gives up"),
+    _meeting("begins without a rank", _BeginsWithoutARank, "no try begins without a rank"),
     Mutant(
         "counts its own absence",
         "one that was stopped itself accuses nobody",

@@ -24,6 +24,7 @@ from torchft_like.core.step import Join, Plan, StepRules
 if TYPE_CHECKING:
     from tests.simulation.fragments import Fragments
     from tests.simulation.replica import Replica
+    from tests.simulation.restarting import Trainer
 
 FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP, TRAIN = range(9)
 
@@ -93,6 +94,7 @@ class Rank(Process):
         "replica",
         "sick_until",
         "stop_wanted",
+        "trainer",
     )
 
     def __init__(self, replica: Replica, number: int) -> None:
@@ -114,6 +116,7 @@ class Rank(Process):
             self.fragments = world.cores.fragments(scenario, world.cores.schedule, self.parameters)
             self.parameters = self.fragments.digest()
         self.group_mesh: Mesh | None = None
+        self.trainer: Trainer | None = None  # the process that runs it, where that may run others after it
         self.stop_wanted = False
         self.sick_until = 0.0  # until then its process group fails whenever it is configured
         self.orders: dict[str, float] = {}  # by kind: what the script does next, as a fault has made it
@@ -152,6 +155,11 @@ class Rank(Process):
         if saved is not None and scenario.saves:
             self.parameters = saved[0]
             self.protocol.restore(saved[1])
+
+    @property
+    def parts(self) -> tuple[Process, ...]:
+        """It, and the process that runs it."""
+        return (self,) if self.trainer is None else (self, self.trainer)
 
     @property
     def version(self) -> tuple[int, int]:
@@ -921,3 +929,5 @@ class Rank(Process):
         for rank, attempt, _ in self._waiters:
             world.after(world.latency(), rank, rank._heal_failed, attempt)
         self.replica.rank_died(self.number)
+        if self.trainer is not None:
+            self.trainer.rank_ended(why)

@@ -41,8 +41,12 @@ EVENT_KINDS = (
     "sick",
     "rank_session_break",
     "rank_replaced",
+    "try_error",
+    "trainer_crash",
+    "spare_crash",
 )
-RANK_KINDS = EVENT_KINDS[-2:]  # to what is between the ranks of a replica group
+RANK_KINDS = ("rank_session_break", "rank_replaced")  # to what is between the ranks of a replica group
+RESTART_KINDS = ("try_error", "trainer_crash", "spare_crash")  # where processes run their functions again
 
 # What training scripts do at a place of their own, once a fault has told them to.
 ORDER_KINDS = (
@@ -56,11 +60,13 @@ ORDER_KINDS = (
     "load_error",
 )
 
-# Steps that are no fault: they are counted when they are committed.
-STEP_KINDS = ("bare_step", "long_step", "kept_step", "retaken_step")
+# What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken.
+STEP_KINDS = ("bare_step", "long_step", "kept_step", "retaken_step", "started_again", "place_taken")
 
 # A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"
+
+RESTARTING = (10, 23)  # the seeds, modulo 32, of jobs whose processes run their functions again
 
 CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which replica groups catch up
 
@@ -115,6 +121,11 @@ class Scenario:
         transfer_s: the longest that a state takes then.
         is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
             its place.
+        restarts: whether processes run their training functions again after errors that no step survives.
+        restarts_max: how often, without a spare.
+        rank_spares: how many processes wait for the place of a rank.
+        waits_for_spares, spare_wait_s: whether ranks wait for a spare where none is there, and how long; else
+            how long they wait for the lighthouse.
     """
 
     seed: int
@@ -156,6 +167,21 @@ class Scenario:
     keeps_local: bool = False
     steps_kept_max: int = 0
     transfer_s: float = 0.0
+    restarts: bool = False
+    restarts_max: int = 0
+    rank_spares: int = 0
+    waits_for_spares: bool = False
+    spare_wait_s: float = 0.0
+
+    @property
+    def brief_s(self) -> float:
+        """How long a process waits for a store that answers a few questions."""
+        return 2 * self.keepalive_s + 4 * self.delay_s
+
+    @property
+    def meet_s(self) -> float:
+        """How long a rank that has begun a try waits for the others."""
+        return 4 * self.keepalive_s + 10 * self.delay_s
 
     def collectives(self, step: int) -> int:
         """Return how many collectives this step has on all ranks."""
@@ -172,7 +198,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-4] + ORDER_KINDS if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-7] + ORDER_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where no messages are held up, all of the same number of faults are events: they come faster, then.
@@ -231,6 +257,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_spares(scenario) if seed % 8 == 4 else scenario
     scenario = _with_syncs(scenario) if seed % 32 == 6 else scenario
     scenario = _with_catching_up(scenario) if seed % 32 in CATCHING_UP else scenario
+    scenario = _with_restarts(scenario) if seed % 32 in RESTARTING else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
 
@@ -276,6 +303,34 @@ def _with_catching_up(scenario: Scenario) -> Scenario:
     steps = 1 + int(chance() * 5)
     transfer_s = scenario.compute_s * 2 * steps * chance()
     return replace(scenario, async_quorum=True, steps_kept_max=steps, transfer_s=transfer_s)
+
+
+def _with_restarts(scenario: Scenario) -> Scenario:
+    """Return the job with processes that run their training functions again, and spares for them."""
+    chance = random.Random(scenario.seed * 3 + 5).random
+    others = *ORDER_KINDS, "give_up", "rank_replaced", "foreign"
+    kinds = [
+        "rank_crash",
+        "trainer_crash",
+        *(kind for kind in ("spare_crash", "try_error") if chance() < 0.7),
+    ]
+    if chance() < 0.3:  # all others are few then, and meetings come to their ends
+        kinds += [kind for kind in ("delay", "lighthouse_crash") if chance() < 0.7]
+    else:
+        kinds += [kind for kind in scenario.kinds if kind not in (*kinds, *others)]
+    return replace(
+        scenario,
+        ranks=2 + int(chance() * 2),
+        kinds=tuple(kinds),
+        gap_s=scenario.gap_s * 2 * 4 ** chance(),
+        bad_link=None,
+        sick=None,
+        restarts=True,
+        restarts_max=int(chance() * 40),
+        rank_spares=int(chance() * 3.5),
+        waits_for_spares=chance() < 0.5,
+        spare_wait_s=scenario.keepalive_s * (1 + 4 * chance()),
+    )
 
 
 def _with_syncs(scenario: Scenario) -> Scenario:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,11 +21,13 @@ from tests.simulation.faults import Faults
 from tests.simulation.lighthouse import SimLighthouse
 from tests.simulation.rank import Rank
 from tests.simulation.replica import Replica, name_of
+from tests.simulation.restarting import Launch, Trainer
 from tests.simulation.scenario import Scenario
 from tests.simulation.world import DEAD, RUNNING, Process, World
 
 QUIET_COMMITS = 2
 EVENTS_MAX = 100_000
+MEETS = "meets"  # in the place of a number: a replica group between two tries, which is to begin another one
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,11 @@ class Simulation:
         self._incarnations = [0] * len(world.slots)
         self._is_quiet = False
         self._sick: int | None = None  # the place of a replica group that stays sick
+        self._launches: list[Launch | None] = [None] * len(world.slots)
+        self._spares: list[Trainer] = []  # all there were
         world.lighthouse = SimLighthouse(world)
+        for _ in range(scenario.rank_spares):
+            self.spare_over()
         for slot in range(len(world.slots)):
             world.after(scenario.compute_s * world.random(), world.nobody, self._start, slot)
         self._faults = Faults(self, only, injections)
@@ -214,9 +220,11 @@ class Simulation:
         return [replica for replica in self.world.slots if replica is not None]
 
     def _alive(self) -> list[str]:
-        return [
-            rank.name for replica in self._present() for rank in replica.ranks if self._has_to_commit(rank)
+        ranks = [rank for replica in self._present() for rank in replica.ranks if self._has_to_commit(rank)]
+        meeting = [
+            slot for slot, launch in enumerate(self._launches) if launch and not self.world.slots[slot]
         ]
+        return [rank.name for rank in ranks] + [f"{name_of(slot)}:{MEETS}" for slot in meeting]
 
     def _has_to_commit(self, rank: Rank) -> bool:
         """Return whether a process is alive and no spare, or one for which there is a place."""
@@ -229,6 +237,12 @@ class Simulation:
         yield self.world.lighthouse
         for home in self.world.homes.values():
             yield from home.ranks
+        yield from self.trainers()
+
+    def trainers(self) -> list[Trainer]:
+        """Return the processes that run their functions again, and the spares."""
+        ranks = [trainer for launch in self._launches if launch for trainer in launch.audience]
+        return [trainer for trainer in dict.fromkeys((*ranks, *self._spares)) if trainer.state != DEAD]
 
     def died(self, replica: Replica) -> None:
         """Start the group of a dead ManagerServer again, as a launcher does."""
@@ -236,21 +250,60 @@ class Simulation:
         if world.slots[replica.slot] is not replica:
             return
         world.slots[replica.slot] = None
+        if self._launches[replica.slot] is not None:
+            if self._is_quiet:
+                world.checker.expect_also([f"{name_of(replica.slot)}:{MEETS}"], 1)
+            return
         delay = world.scenario.compute_s * (1 + 12 * world.random())
         world.after(delay, world.nobody, self._start, replica.slot)
 
     def _start(self, slot: int) -> None:
         world = self.world
         is_left_empty = self._is_quiet and world.scenario.is_vacant and slot == 0
-        if world.slots[slot] is not None or is_left_empty:
+        if world.slots[slot] is not None or self._launches[slot] is not None or is_left_empty:
             return
         self._incarnations[slot] += 1
+        if world.scenario.restarts:
+            self._launches[slot] = Launch(world, slot, self._incarnations[slot])
+            return
         replica = world.slots[slot] = Replica(world, slot, self._incarnations[slot])
         if slot == self._sick:
             self._sicken(replica)
         if self._is_quiet:
             names = [rank.name for rank in replica.ranks if self._has_to_commit(rank)]
             world.checker.expect_also(names, QUIET_COMMITS)
+
+    def begin_try(self, launch: Launch, trainers: Sequence[Trainer]) -> None:
+        """Begin a try of a replica group, for which these processes have met."""
+        world, slot = self.world, launch.slot
+        self._incarnations[slot] += 1
+        replica = world.slots[slot] = Replica(world, slot, self._incarnations[slot])
+        for trainer, rank in zip(trainers, replica.ranks, strict=True):
+            trainer.rank, rank.trainer = rank, trainer
+            rank.state, rank.paused_at = trainer.state, trainer.paused_at
+        if self._is_quiet:
+            world.checker.expect_also([rank.name for rank in replica.ranks], QUIET_COMMITS)
+            world.checker.expect_also([f"{name_of(slot)}:{MEETS}"], 0)
+
+    def launch_over(self, launch: Launch) -> None:
+        """Start the group anew when all of its processes have ended, as a launcher does."""
+        world = self.world
+        if self._launches[launch.slot] is not launch:
+            return
+        self._launches[launch.slot] = None
+        delay = world.scenario.compute_s * (1 + 12 * world.random())
+        world.after(delay, world.nobody, self._start, launch.slot)
+
+    def spare_over(self) -> None:
+        """Start another spare, as a launcher does."""
+        world = self.world
+        world.after(world.scenario.compute_s * (1 + 8 * world.random()), world.nobody, self._start_spare)
+
+    def _start_spare(self) -> None:
+        spare = Trainer(self.world, None, -1)
+        self._spares.append(spare)
+        self.world.tell(spare.name, "is a spare")
+        spare.offer()
 
     def restart_lighthouse(self, delay: float) -> None:
         """Start the lighthouse again after a while."""

@@ -27,6 +27,7 @@ ONCE_BROKE = (51, 104, 145, 1_460, 2_571, 2_791, 3_892, 26_066, 37_717, 39_977, 
 @pytest.mark.heal_is_clean
 @pytest.mark.progress
 @pytest.mark.spares_wait
+@pytest.mark.one_process_per_place
 def test_no_seed_breaks_an_invariant_and_each_has_its_faults() -> None:
     tally = run_batch(range(SEEDS))
     assert tally.violations == []

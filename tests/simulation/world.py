@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tests.simulation.lighthouse import SimLighthouse
     from tests.simulation.mesh import Mesh
     from tests.simulation.replica import Replica
+    from tests.simulation.restarting import Launch, Store, Trainer
 
 RUNNING, PAUSED, DEAD = 0, 1, 2
 LIGHTHOUSE = -1  # the lighthouse's place in the network; replica groups have 0, 1, ...
@@ -44,6 +45,11 @@ class Process:
         self.paused_at = self.away_s = 0.0
         self.resumed_at = -math.inf
         self.inbox: list[tuple[Action, tuple[Any, ...]]] = []
+
+    @property
+    def parts(self) -> tuple[Process, ...]:
+        """What stops and goes on with it."""
+        return (self,)
 
 
 class Session:
@@ -80,6 +86,15 @@ class Launcher(Protocol):
     def died(self, replica: Replica) -> None:
         """Start this replica group again: its ManagerServer is gone."""
 
+    def begin_try(self, launch: Launch, trainers: Sequence[Trainer]) -> None:
+        """Begin a try of a replica group, for which these processes have met."""
+
+    def launch_over(self, launch: Launch) -> None:
+        """Start this replica group again: all of its processes have ended."""
+
+    def spare_over(self) -> None:
+        """Start another spare: one has ended, or taken a place."""
+
 
 class World:
     """One run. `story` collects its events for a person to read, or is None."""
@@ -98,6 +113,7 @@ class World:
         self.slots: list[Replica | None] = [None] * (scenario.replicas + scenario.spares)
         self.homes: dict[str, Replica] = {}  # every incarnation, by its address
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
+        self.stores: dict[str, Store] = {}  # in which processes meet between two tries
         self.meshes: dict[tuple[str, int, int], Mesh] = {}
         # From, to: the time since which no message gets through.
         self.blocked: dict[tuple[int, int], float] = {}
@@ -153,17 +169,22 @@ class World:
 
     def pause(self, process: Process) -> None:
         """Stop a process, as SIGSTOP does."""
-        process.state = PAUSED
-        process.paused_at = self.now
+        for each in process.parts:
+            if each.state == RUNNING:
+                each.state = PAUSED
+                each.paused_at = self.now
 
     def resume(self, process: Process) -> None:
         """Let a process go on, as SIGCONT does: the events that waited happen now, in their order."""
-        process.state = RUNNING
-        process.resumed_at = self.now
-        process.away_s += self.now - process.paused_at
-        inbox, process.inbox = process.inbox, []
-        for action, args in inbox:
-            self.after(0.0, process, action, *args)
+        for each in process.parts:
+            if each.state != PAUSED:
+                continue
+            each.state = RUNNING
+            each.resumed_at = self.now
+            each.away_s += self.now - each.paused_at
+            inbox, each.inbox = each.inbox, []
+            for action, args in inbox:
+                self.after(0.0, each, action, *args)
 
     def heard(self, process: Process) -> float:
         """Return for how long a process that runs was not stopped, since the beginning."""

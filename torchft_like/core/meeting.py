@@ -6,6 +6,7 @@ ended:
 
     N/ended/R   how try N of rank R has ended. Rank R says it, or others say for it that its process has ended
     N/taken/R   which spare has taken the place of rank R, if that is vacant, or why none does
+    N/store/... where the ranks of try N find each other
 
 INVARIANT: what all have to agree upon is the value of one key of one store, and the first value stays. So a
 rank may begin a meeting anew as often as it hears news.
@@ -150,6 +151,7 @@ class MeetingProtocol:
         self._processes = {process.rank: process for process in processes}
         self._gone = set(gone)
         self._admission: Record | None = None  # of a spare
+        self._is_in = True  # as all are but a spare on its way
         # By rank, try and the store in which they meet: why no spare comes, once that is known.
         self._asked: dict[tuple[int, int, str], str] = {}
 
@@ -192,7 +194,7 @@ class MeetingProtocol:
         self._processes = {rank: record.process(rank) for rank, record in enumerate(records)}
         self._processes[own.rank] = own
         self._gone = {rank for rank, record in enumerate(records) if record.is_vacant} - {own.rank}
-        self._admission = self._record(_ADMITTED)
+        self._admission, self._is_in = self._record(_ADMITTED), False
 
     def enter(self) -> Steps[int]:
         """Take the vacant place for which this spare has come, after a visit; return the number of its try.
@@ -203,6 +205,7 @@ class MeetingProtocol:
         attempt, told = yield from self.agree(self.own.since - 1, _ADMITTED)
         if not all_start_again(told):
             raise GroupLostError(f"the group does not go on: {why_not(told)}")
+        self._is_in = True
         return attempt
 
     def say(self, attempt: int, told: Told) -> Steps[None]:
@@ -228,44 +231,50 @@ class MeetingProtocol:
             except _MovedError:
                 attempt += 1
 
-    def wait(self, keys: Sequence[str]) -> Steps[list[bytes]]:
-        """Wait for keys of the store in which the ranks meet, and return their values.
+    def publish(self, attempt: int, value: str) -> Steps[None]:
+        """Say, as rank 0, where the ranks of a try find each other.
+
+        Raises:
+            GroupLostError: the process of another rank has ended, or there is no store any more.
+        """
+        host = self._hosts()[0]
+        if lost := self._lost():
+            raise GroupLostError(lost)
+        try:
+            yield Open(host.address)
+            yield Write(self._try(attempt), value)
+        except (NewsError, StoreLostError) as error:
+            raise GroupLostError(_lost_store(host, error)) from error
+
+    def find(self, attempt: int) -> Steps[str]:
+        """Wait until rank 0 has said where the ranks of a try find each other, and return it.
 
         Raises:
             GroupLostError: the process of another rank has ended, or the limit has passed.
         """
+        key = [self._try(attempt)]
         while True:
             host = self._hosts()[0]
             try:
                 yield Open(host.address)
-                lost = ", ".join(f"rank {rank}: its process has ended" for rank in sorted(self._gone))
-                if lost and not (yield Check(list(keys))):  # else it has ended after it had come
+                lost = self._lost()
+                if lost and not (yield Check(key)):  # else it has ended after it had come
                     raise GroupLostError(lost)
-                values: list[bytes] = yield Read(list(keys))
-                return values
+                (value,) = yield Read(key)
+                return str(value, "utf-8")
             except NewsError:
                 continue
             except StoreLostError as error:
                 raise GroupLostError(_lost_store(host, error)) from error
-
-    def set(self, key: str, value: str) -> Steps[None]:
-        """Set a key of that store.
-
-        Raises:
-            GroupLostError: there is no such store any more.
-        """
-        host = self._hosts()[0]
-        try:
-            yield Open(host.address)
-            yield Write(key, value)
-        except (NewsError, StoreLostError) as error:
-            raise GroupLostError(_lost_store(host, error)) from error
 
     # ----------------------------------------------------------------- one meeting
 
     def _meet(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
         while True:
             host = self._hosts()[0]
+            if host == self.own and not self._is_in:
+                # Another spare on its way to this group may be as alone: they do not know each other.
+                raise GroupLostError("all ranks that were there have ended")
             try:
                 yield Open(host.address)
                 return (yield from self._agree_in(host, attempt, told))
@@ -300,12 +309,12 @@ class MeetingProtocol:
         if attempt < max(self.own.since - 1, 0):
             return
         said = yield from _put(_ended(attempt, self.own.rank), self._say(MOVED))
-        if said.is_vacant:
+        if said.address != self.own.address:
             yield from self._take(attempt, said)
 
     def _take(self, attempt: int, said: Record) -> Steps[None]:
-        """Take the vacant place of which this process is a spare."""
-        if self._admission is not None and attempt == self.own.since - 1:
+        """Take the place of which this process is a spare, if it is vacant still."""
+        if self._admission is not None and attempt == self.own.since - 1 and said.is_vacant:
             said = yield from _put(_taken(attempt, self.own.rank), self._admission)
         if said != self._admission:
             raise GroupLostError(
@@ -342,11 +351,24 @@ class MeetingProtocol:
     def _hosts(self) -> list[RankProcess]:
         """Return in whose stores the ranks meet: in the first one's, while its process lives.
 
-        A spare comes after all others. Some ranks may have left the meeting in which it came, and know it,
-        while others have not and look for another store: they agree on one that all of them knew before.
+        A spare comes after all others, and on its way after all spares that it finds there. Some ranks may
+        have left the meeting in which it came, and know it, while others have not and look for another store:
+        they agree on one that all of them knew before.
         """
         there = [process for process in self._processes.values() if process.rank not in self._gone]
-        return sorted(there, key=lambda process: (process.since, process.rank))
+        return sorted(there, key=lambda p: (p == self.own and not self._is_in, p.since, p.rank))
+
+    def _try(self, attempt: int) -> str:
+        """Return the key of a try, which only those know that have agreed upon the same processes.
+
+        A spare has left the meeting in which it was admitted, and the store has ended before another rank
+        has: that one may come with another spare in its place, to a try of the same number.
+        """
+        addresses = (process.address for _, process in sorted(self._processes.items()))
+        return f"{attempt}/store/{' '.join(addresses)}"
+
+    def _lost(self) -> str:
+        return ", ".join(f"rank {rank}: its process has ended" for rank in sorted(self._gone))
 
     def _record(self, told: Told) -> Record:
         return self._say(told.ending.value, told.reason)

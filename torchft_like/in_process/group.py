@@ -2,7 +2,7 @@
 
 Where each of them serves its store (`core/meeting.py`) they learn once, in the store that the launcher has
 named (MASTER_ADDR, MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it
-from the others. A try has a store of its own besides, served by rank 0, and those variables name it while the try
+from the others. A try has a store of its own besides, served by rank 0, and those variables name it while it
 lasts. So the Manager, torch's `env://` and whatever else looks for its ranks finds the living ones, and
 nothing that an earlier try has left.
 
@@ -163,13 +163,11 @@ class RestartGroup:
 
     def _store_of_try(self, attempt: int, meets_at: Address) -> tuple[object, Address]:
         """Return the server of the try's store, on rank 0, and the address."""
-        key = f"{attempt}/store"
         if self._rank > 0 and self._meeting is not None:
-            (found,) = self._meeting.wait([key])
-            return None, parse_address(found.decode(), "the address of the store of a try")
+            return None, parse_address(self._meeting.find(attempt), "the address of the store of a try")
         served, address = serve_store(_own_host(meets_at), self._limit)
         if self._meeting is not None:
-            self._meeting.set(key, str(address))
+            self._meeting.publish(attempt, str(address))
         return served, address
 
 

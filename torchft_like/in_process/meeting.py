@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
@@ -108,23 +108,23 @@ class Meeting:
         with self._watching():
             return self._run(self._protocol.agree(attempt, told))
 
-    def wait(self, keys: Sequence[str]) -> list[bytes]:
-        """Wait for keys of the store in which the ranks meet, and return their values.
+    def publish(self, attempt: int, value: str) -> None:
+        """Say, as rank 0, where the ranks of a try find each other.
+
+        Raises:
+            GroupLostError: the process of another rank has ended, or there is no store any more.
+        """
+        with self._watching():
+            self._run(self._protocol.publish(attempt, value))
+
+    def find(self, attempt: int) -> str:
+        """Wait until rank 0 has said where the ranks of a try find each other, and return it.
 
         Raises:
             GroupLostError: the process of another rank has ended, or the limit has passed.
         """
         with self._watching():
-            return self._run(self._protocol.wait(keys))
-
-    def set(self, key: str, value: str) -> None:
-        """Set a key of that store.
-
-        Raises:
-            GroupLostError: there is no such store any more.
-        """
-        with self._watching():
-            self._run(self._protocol.set(key, value))
+            return self._run(self._protocol.find(attempt))
 
     # ----------------------------------------------------------------- the protocol's steps
 

@@ -75,9 +75,9 @@ class Process:
     def begin(self, attempt: int) -> None:
         self.began[attempt] = self.where()
         if self.rank == 0:
-            self.meeting.set(f"{attempt}/store", str(self.address))
+            self.meeting.publish(attempt, str(self.address))
         else:
-            self.meeting.wait([f"{attempt}/store"])
+            self.meeting.find(attempt)
 
     def where(self) -> tuple[str, ...]:
         return tuple(each.address for each in self.meeting._protocol.processes.values())
