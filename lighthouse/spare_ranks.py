@@ -84,6 +84,7 @@ class SpareRanks:
             message.group_id,
             message.group_rank,
             message.host,
+            f"{message.store_address} {message.attempt}",
             pb.SpareResponse(vacancy=message).SerializeToString(),
         )
         number = next(self._numbers)

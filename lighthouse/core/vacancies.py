@@ -24,18 +24,24 @@ class Vacancy(NamedTuple):
     Attributes:
         group_id: the name of one start of a replica group.
         host: of the process that has ended, "" if it is not known.
-        message: what the spare is told, as bytes.
+        meeting: where its ranks meet, and after which try. The place may be vacant again after a later one.
+        message: what the spare is told, as bytes; that of one rank may differ from that of another.
     """
 
     group_id: str
     group_rank: int
     host: str
+    meeting: str
     message: bytes
 
     @property
     def key(self) -> PlaceKey:
         """What tells this place from any other."""
         return self.group_id, self.group_rank
+
+    def is_as(self, other: Vacancy | None) -> bool:
+        """Whether the other is this place, vacant for the same time."""
+        return other is not None and (self.key, self.meeting) == (other.key, other.meeting)
 
 
 class Told(NamedTuple):
@@ -68,14 +74,14 @@ class SpareRank:
     """A process that waits for a place.
 
     Attributes:
-        refused: the message that it declined last.
+        refused: the place that it declined last.
         told: the place that it was told.
     """
 
     session: int
     spare_id: str
     host: str
-    refused: bytes = b""
+    refused: Vacancy | None = None
     told: Vacancy | None = None
 
 
@@ -115,7 +121,7 @@ class Vacancies:
         spare = self._spares.get(session)
         if spare is None or spare.told is None:
             return []
-        spare.refused = spare.told.message
+        spare.refused = spare.told
         self._free(spare)
         return self._tell()
 
@@ -134,7 +140,7 @@ class Vacancies:
             return []
         self._taken_of[spare.host] += 1
         wanted = self._wanted.get(spare.told.key)
-        if wanted is None or wanted.vacancy.message != spare.told.message:  # it is vacant again
+        if wanted is None or not wanted.vacancy.is_as(spare.told):  # it is vacant again
             filled = Filled((), spare.spare_id, spare.told)
             self._free(spare)
             return [filled, *self._tell()]
@@ -186,5 +192,5 @@ class Vacancies:
 
         None is told twice of what it has declined, unless the others meet elsewhere by now.
         """
-        free = [s for s in self._spares.values() if s.told is None and s.refused != vacancy.message]
+        free = [s for s in self._spares.values() if s.told is None and not vacancy.is_as(s.refused)]
         return min(free, key=lambda s: (s.host != vacancy.host, self._taken_of[s.host]), default=None)

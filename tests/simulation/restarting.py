@@ -610,9 +610,10 @@ class Desk:
         """Handle a rank that asks for a spare."""
         if number in self.calls:
             launch = place.launch.group_id
-            message = f"{launch} {place.rank} {place.store} {place.attempt}".encode()
+            meeting = f"{place.store} {place.attempt}"
+            message = f"{launch} {place.rank} {meeting}".encode()
             self._places[message] = place
-            vacancy = Vacancy(launch, place.rank, "", message)
+            vacancy = Vacancy(launch, place.rank, "", meeting, message)
             self._apply(self._vacancies.ask(number, vacancy, waits=self._world.scenario.waits_for_spares))
 
     def hear_withdrawn(self, number: int) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from lighthouse.core.vacancies import Decision, Filled, NoSpare, Told, Vacancies, Vacancy
 
 
-def vacancy(rank: int = 1, group: str = "g", host: str = "h", message: bytes = b"there") -> Vacancy:
-    return Vacancy(group, rank, host, message)
+def vacancy(
+    rank: int = 1, group: str = "g", host: str = "h", meeting: str = "here", message: bytes = b"there"
+) -> Vacancy:
+    return Vacancy(group, rank, host, meeting, message)
 
 
 def desk(*hosts: str) -> Vacancies:
@@ -86,4 +88,15 @@ def test_a_spare_that_has_declined_a_place_is_told_of_it_again_only_if_the_other
     assert told(made.ask(10, vacancy(), waits=True)) == [0]
     assert told(made.declined(0)) == [1]
     assert made.declined(1) == []
-    assert told(made.ask(10, vacancy(message=b"elsewhere"), waits=True)) == [0]
+    assert told(made.ask(10, vacancy(meeting="elsewhere"), waits=True)) == [0]
+
+
+def test_a_place_that_is_vacant_again_waits_for_the_first_spare_to_have_taken_it_and_gets_another_one() -> (
+    None
+):
+    made = desk("x", "x")
+    assert told(made.ask(10, vacancy(), waits=False)) == [0]
+    made.withdraw(10)
+    assert made.ask(11, vacancy(meeting="later"), waits=False) == []
+    assert made.taken(0) == [Filled((), "spare0", vacancy()), Told(1, "spare1", vacancy(meeting="later"))]
+    assert made.taken(1) == [Filled((11,), "spare1", vacancy(meeting="later"))]
