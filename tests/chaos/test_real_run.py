@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 
@@ -42,6 +43,17 @@ def test_a_job_with_diloco_survives_faults_of_several_kinds(tmp_path: Path) -> N
     assert len({commit.digest for commit in run.log.commits}) == len(
         {commit.step for commit in run.log.commits}
     )
+
+
+@pytest.mark.slow
+@pytest.mark.one_process_per_place
+def test_spares_take_the_places_of_ranks_that_are_killed_and_no_other_process_ends(tmp_path: Path) -> None:
+    settings = JobSettings(replicas=2, ranks=3, spares=2, training=Training(restarts=True))
+    kinds = ["kill-rank"] * 5 + ["lighthouse-kill"]
+    run = chaos(tmp_path, kinds, interval_s=4, settings=settings, network=False)
+    assert [note["code"] for note in run.log.notes if note["kind"] == "ended"] == [-signal.SIGKILL] * 5
+    tries = [note for note in run.log.notes if note["kind"] == "try"]
+    assert sum("has taken the place" in note["reason"] for note in tries) == 5
 
 
 @pytest.mark.slow

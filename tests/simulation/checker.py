@@ -480,6 +480,8 @@ class Checker:
 
     def begins_try(self, launch: str, attempt: int, number: int, process: str, members: Ids) -> None:
         """Check who begins a try with whom: live processes know the same ones, and each place has one."""
+        if "" in members:
+            self.violate("one_process_per_place", f"{process} begins try {attempt} without a rank: {members}")
         if members[number] != process:
             self.violate("one_process_per_place", f"{process} is rank {number} beside {members[number]}")
         before = self._attempts.get(process)

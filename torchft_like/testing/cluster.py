@@ -210,6 +210,10 @@ class Group:
             rank.kill()
         self._store = None
 
+    def is_broken(self) -> bool:
+        """Whether a rank has ended."""
+        return any(rank.exit_code is not None for rank in self.ranks)
+
     def has_ended(self) -> bool:
         return all(rank.exit_code is not None for rank in self.ranks)
 

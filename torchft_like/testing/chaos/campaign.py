@@ -42,7 +42,13 @@ def _carry_out(options: argparse.Namespace) -> int:
     settings = JobSettings(
         replicas=options.replicas,
         ranks=options.ranks,
-        training=Training(pause_s=options.step_time, algorithm=options.algorithm, backend=options.backend),
+        training=Training(
+            pause_s=options.step_time,
+            algorithm=options.algorithm,
+            backend=options.backend,
+            restarts=options.spares > 0,
+        ),
+        spares=options.spares,
         cold=options.cold,
         command=options.command,
         naming=options.names,
@@ -98,6 +104,7 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
         "seed": options.seed,
         "replicas": options.replicas,
         "ranks": options.ranks,
+        "spares": options.spares,
         "algorithm": options.algorithm,
         "backend": options.backend,
         "workers": "started cold" if options.cold else "forked",

@@ -98,6 +98,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         )
     if not 2 <= options.replicas <= REPLICAS_MAX or options.ranks < 1:
         parser.error(f"a fault needs a survivor: --replicas 2 to {REPLICAS_MAX}, --ranks 1 or more")
+    if options.spares < 0 or (options.spares and (options.ranks == 1 or options.command)):
+        parser.error(f"--spares {options.spares}: they are for --ranks 2 or more, and the built-in worker")
     return options
 
 
@@ -112,6 +114,7 @@ def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
     add("--interval", 10.0, "seconds between two faults, give or take a fifth", type=_seconds)
     add("--replicas", 4, "replica groups")
     add("--ranks", 1, "ranks of each replica group")
+    add("--spares", 0, "processes that take the place of a rank that has died; others are started then")
     add("--seed", 0, "of the schedule: the same seed gives the same faults")
     add("--kinds", list(KINDS), f"all unless given: {', '.join(KINDS)}", type=_kinds, metavar="KIND,...")
     add("--backend", "gloo", "of the process groups; mixed: the last group's is baby-gloo", choices=_BACKENDS)

@@ -79,7 +79,7 @@ class Features:
 def features(settings: JobSettings, *, network: bool = True) -> Features:
     """Return what this machine, this user and these settings offer; `network=False` does without hosts."""
     missing: dict[str, str | None] = {
-        "network": why_unavailable() if network else "the run was told to do without",
+        "network": "a spare is on no host of its own" if settings.spares else why_unavailable(),
         "disk": SmallDisk.why_unavailable(),
         "third": None if settings.replicas > 2 else "of two replica groups it would leave no survivor",
         "ranks": None if settings.ranks > 1 else "replica groups have one rank",
@@ -87,6 +87,8 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
         "steps": "of a sync no script gives anything up" if settings.training.is_local else None,
         "worker": "the user's command cannot be told to do it" if settings.command else None,
     }
+    if not network:
+        missing["network"] = "the run was told to do without"
     return Features(
         frozenset(name for name, reason in missing.items() if reason is None),
         {name: reason for name, reason in missing.items() if reason is not None},

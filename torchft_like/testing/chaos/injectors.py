@@ -99,7 +99,8 @@ def _kill_half(target: Target, planned: Planned) -> Iterator[Injected]:
 def _kill_rank(target: Target, planned: Planned) -> Iterator[Injected]:
     victim = target.replica(planned)
     rank = victim.ranks[planned.number % len(victim.ranks)]
-    may_end(victim)  # its other ranks end by themselves
+    if not target.job.settings.spares:
+        may_end(victim)  # its other ranks end by themselves
     rank.signal(signal.SIGKILL)
     yield Injected((victim.name,), {"rank": rank.number})
 

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 from torchft_like.testing.chaos.evidence import Job as Members
 from torchft_like.testing.chaos.network import Network
-from torchft_like.testing.chaos.orders import NAMING, Order, Training
+from torchft_like.testing.chaos.orders import NAMING, Order, Training, with_index
 from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, Cluster, Group, Rank
 from torchft_like.testing.forks import preload
 from torchft_like.testing.invariants import Commit, Process
@@ -30,6 +31,7 @@ from torchft_like.testing.processes import OutputError, kill_all
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29600
 STRANGER = "stranger"  # the name of a trainer that is no part of the job
+SPARE = "spare"  # that of a process without a place
 START_S_MAX = 30.0
 POLL_S = 0.02
 END_S_MAX = 15.0
@@ -45,6 +47,7 @@ class JobSettings:
     Attributes:
         replicas: the number of replica groups.
         ranks: the ranks of each replica group.
+        spares: how many processes wait for the place of a rank that has died; its group goes on then.
         training: the settings of the built-in worker.
         cold: whether each worker is a new interpreter, which takes seconds to load torch; else it is a fork
             of a process that has torch loaded.
@@ -57,6 +60,7 @@ class JobSettings:
 
     replicas: int = 4
     ranks: int = 1
+    spares: int = 0
     training: Training = field(default_factory=Training)
     cold: bool = False
     command: tuple[str, ...] = ()
@@ -99,6 +103,7 @@ class ChaosJob(Cluster):
 
     Attributes:
         replicas: the present start of each replica group.
+        spares: the processes that wait for a place.
     """
 
     def __init__(
@@ -115,6 +120,9 @@ class ChaosJob(Cluster):
         self.log = Log()
         self.crashes: list[str] = []
         self.replicas: list[Group] = []
+        self.spares: list[Rank] = []
+        self._spares_started = 0
+        self._waiting: set[str] = set()  # labels of spares that wait
         self.last: dict[Process, Commit] = {}
         if network is not None:
             self.lighthouse_address = f"http://{network.address(LIGHTHOUSE)}:{LIGHTHOUSE_PORT}"
@@ -139,6 +147,7 @@ class ChaosJob(Cluster):
         except OutputError as error:
             raise JobError(f"the lighthouse does not listen: {error}") from None
         self.replicas = [self._start_replica(name) for name in self.settings.names]
+        self.spares = [self._start_spare() for _ in range(self.settings.spares)]
 
     def host_of(self, name: str) -> tuple[str, str]:
         """Return the address and the network namespace of a host."""
@@ -156,14 +165,33 @@ class ChaosJob(Cluster):
         }
         command = [with_index(part, index) for part in settings.command]
         if not command:
-            command = [WORKER, self._order(name, index).to_json()]
-            if settings.cold:
-                variables["OMP_NUM_THREADS"] = "1"
-                command = [sys.executable, "-m", *command]
+            command = self._worker(self._order(name, index), variables)
         is_cold = settings.cold or bool(settings.command)
         if is_cold:
             variables |= _importable()
         return self.launch(name, command, size=settings.ranks, variables=variables, is_cold=is_cold)
+
+    def _worker(self, order: Order, variables: dict[str, str]) -> list[str]:
+        command = [WORKER, order.to_json()]
+        if not self.settings.cold:
+            return command
+        variables["OMP_NUM_THREADS"] = "1"
+        return [sys.executable, "-m", *command]
+
+    def _start_spare(self) -> Rank:
+        """Start a process that waits for the place of a rank, of whichever replica group."""
+        variables = {
+            "TORCHFT_LIGHTHOUSE": self.lighthouse_address,
+            SPARE_ENV: SPARE_RANK,
+            "CHAOS_HOST": LOOPBACK,
+            **(_importable() if self.settings.cold else {}),
+        }
+        self._spares_started += 1
+        label = f"{SPARE}.{self._spares_started}.0"
+        command = self._worker(self._order(self.settings.naming, -1), variables)
+        spare = Rank(label, command, self.folder, variables, is_cold=self.settings.cold)
+        self._daemons.append(spare)
+        return spare
 
     def start_stranger(self) -> Group:
         """Start a trainer of a wider model; it is no part of the job, and is not started again."""
@@ -191,8 +219,8 @@ class ChaosJob(Cluster):
     # --------------------------------------------------------------------------- running
 
     def ranks(self) -> list[Rank]:
-        """Return the ranks of the present start of each replica group."""
-        return [rank for group in self.replicas for rank in group.ranks]
+        """Return the ranks of the present start of each replica group, and the spares."""
+        return [*(rank for group in self.replicas for rank in group.ranks), *self.spares]
 
     def tend(self) -> None:
         """Read what was written, and start again what has ended."""
@@ -202,9 +230,12 @@ class ChaosJob(Cluster):
         if self._ends:
             return
         for index, group in enumerate(self.replicas):
-            if any(rank.exit_code is not None for rank in group.ranks):
+            if group.has_ended() if self.settings.spares else group.is_broken():
                 self._note_ends(group)
                 self.replicas[index] = self._start_replica(group.name)
+        for spare in list(self.spares):
+            if spare.name != SPARE or spare.exit_code is not None:
+                self._give_place(spare)
         if self.lighthouse.exit_code is not None and not self.lighthouse.may_end:
             self.crashes.append(f"the lighthouse ended:\n{self.lighthouse.tail()}")
             self.start_lighthouse()
@@ -229,6 +260,8 @@ class ChaosJob(Cluster):
         `since`.
         """
         everybody = self.settings.members.processes()
+        if any(spare.label not in self._waiting for spare in self.spares):
+            return False
         return everybody <= self.last.keys() and all(
             commit.began > since and commit.participating and len(commit.members) == self.settings.replicas
             for commit in (self.last[rank] for rank in everybody)
@@ -241,22 +274,37 @@ class ChaosJob(Cluster):
 
     def pids(self) -> dict[str, int]:
         """Return the processes that run now: the label of the start, and the process id."""
-        return {p.label: p.pid for p in (*self.ranks(), self.lighthouse) if p.exit_code is None}
+        there = [p for p in self.ranks() if p not in self.spares]  # a spare that becomes a rank grows
+        return {p.label: p.pid for p in (*there, self.lighthouse) if p.exit_code is None}
 
     def print_stacks(self) -> None:
         """Make the workers write the stacks of their threads."""
         for rank in self.ranks() if not self.settings.command else ():
             rank.print_stacks()
 
+    def _give_place(self, spare: Rank) -> None:
+        """Put a spare into the place that it has taken, and start another one, as for one that has ended."""
+        self.spares.remove(spare)
+        self.spares.append(self._start_spare())
+        if spare.name == SPARE:
+            self._note_end(spare)
+            return
+        group = self.replicas[self.index_of(spare.name)]
+        self._note_end(group.ranks[spare.number])
+        group.ranks[spare.number] = spare
+
+    def _note_end(self, rank: Rank) -> None:
+        if rank.exit_code is None:
+            return  # what an ended rank has left behind must be found, not killed
+        if not rank.may_end:
+            self._crashed(rank, "which nobody asked for")
+        ended = {"kind": "ended", "time": time.time(), "replica": rank.name, "code": rank.exit_code}
+        self.log.notes.append(ended)
+
     def _note_ends(self, group: Group) -> None:
         """Note how the ranks of a group have ended, and end the others."""
         for rank in group.ranks:
-            if (code := rank.exit_code) is None:
-                continue  # it is killed below; what an ended rank has left behind must be found, not killed
-            if not rank.may_end:
-                self._crashed(rank, "which nobody asked for")
-            ended = {"kind": "ended", "time": time.time(), "replica": group.name, "code": code}
-            self.log.notes.append(ended)
+            self._note_end(rank)
         for rank in group.ranks:
             if rank.exit_code is None:
                 rank.kill()
@@ -269,6 +317,11 @@ class ChaosJob(Cluster):
         for record in self._new_records(rank.journal):
             if record["kind"] == "commit":
                 self._add(record)
+            elif record["kind"] == "waits":
+                self._waiting.add(rank.label)
+            elif record["kind"] == "try":
+                rank.name, rank.number = record["name"], record["rank"]
+                self.log.notes.append({**record, "replica": rank.name, "group_rank": rank.number})
             elif record["kind"] != "attempt":
                 self.log.notes.append({**record, "replica": rank.name, "group_rank": rank.number})
         for record in self._new_records(rank.event_file):
@@ -339,11 +392,6 @@ class ChaosJob(Cluster):
         """Kill every process."""
         self._ends = True
         kill_all(self._daemons)
-
-
-def with_index(text: str, index: int) -> str:
-    """Return the text with the index of a replica group in its place."""
-    return text.replace("{index}", str(index))
 
 
 def _importable() -> dict[str, str]:

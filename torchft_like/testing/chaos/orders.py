@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 NAMING = "r{index}"  # the names of replica groups
 
@@ -21,6 +21,7 @@ class Training:
         checkpoint_every: the steps between two checkpoints on disk.
         width: the width of the model; a trainer of a wider one is foreign to the job.
         algorithm: "ddp", or "diloco": a step is then a sync, and the pause is that of an inner step.
+        restarts: whether ranks train again in their processes when another one has died, beside a spare.
       backend: "gloo", "baby-gloo", or "mixed" for baby-gloo in the last replica group only.
     """
 
@@ -32,6 +33,7 @@ class Training:
     width: int = 16
     algorithm: str = "ddp"
     backend: str = "gloo"
+    restarts: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -44,7 +46,7 @@ class Order:
     """The order of one worker: its replica group and its files.
 
     Attributes:
-        name: the name of the replica group.
+        name: the name of the replica group; for a spare, which learns the index, with `{index}` in it.
         index: the position of the group's bit in the ledger of `invariants.Commit`.
         checkpoints: the folder for checkpoints on disk.
         triggers: the folder in which the engine asks for a fault inside of a worker.
@@ -57,6 +59,10 @@ class Order:
     triggers: str
     training: Training = Training()
 
+    def at(self, index: int) -> Order:
+        """Return the order of a worker of the replica group with this index."""
+        return replace(self, name=with_index(self.name, index), index=index)
+
     def to_json(self) -> str:
         """Encode the order as one line."""
         return json.dumps(asdict(self))
@@ -66,3 +72,8 @@ class Order:
         """Decode what `to_json` has encoded."""
         fields = json.loads(text)
         return cls(**{**fields, "training": Training(**fields["training"])})
+
+
+def with_index(text: str, index: int) -> str:
+    """Return the text with the index of a replica group in its place."""
+    return text.replace("{index}", str(index))

@@ -10,6 +10,7 @@ putting a file into the folder of triggers. It knows nothing of any other fault.
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 import time
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import nn
 
-from torchft_like import Manager, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
+from torchft_like import Manager, ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo, Restart, restartable
 from torchft_like.shutdown_signals import Stop, stop_on_signals
 from torchft_like.testing.chaos.orders import Order
 from torchft_like.testing.journal import JOURNAL_ENV, Journal
@@ -37,6 +38,8 @@ from torchft_like.testing.training import (
 # The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
 IDLE_LOOK_S = 0.1
+RESTARTS_MAX = 10**6
+FIRST = Restart()
 TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
 
 
@@ -44,6 +47,25 @@ def main() -> None:
     """Train until SIGTERM; the only argument is the order."""
     prepare_process()
     order = Order.from_json(sys.argv[1])
+    if order.training.restarts:
+        log = logging.getLogger("torchft_like.in_process.spare")
+        log.setLevel(logging.INFO)
+        log.addHandler(Waiting(Journal.of_this_process()))
+        restartable(max_restarts=RESTARTS_MAX)(train_again)(order)
+    else:
+        train(order)
+
+
+def train_again(order: Order, restart: Restart = FIRST) -> None:
+    """Train in a process that may have trained before, or was a spare."""
+    order = order.at(int(os.environ["REPLICA_GROUP_ID"]))
+    facts = {"name": order.name, "rank": int(os.environ["RANK"]), "attempt": restart.attempt}
+    Journal.of_this_process().write("try", **facts, reason=restart.reason[:500])
+    train(order)
+
+
+def train(order: Order) -> None:
+    """Train until SIGTERM."""
     training, journal = order.training, Journal.of_this_process()
     name, ballast_bytes = f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024
     model = (LocalModel if training.is_local else Model)(name, ballast_bytes, width=training.width)
@@ -60,6 +82,19 @@ def main() -> None:
                 continue
             if has_committed and manager.current_step() % training.checkpoint_every == 0:
                 checkpoint.save(manager.current_step(), model.net)
+
+
+class Waiting(logging.Handler):
+    """Writes into the journal that this process waits for a place, as a spare."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self._journal = journal
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write it."""
+        if "waits for a place" in record.getMessage():
+            self._journal.write("waits")
 
 
 class StepGivenUpError(Exception):
