@@ -40,7 +40,7 @@ class Vacancy(NamedTuple):
         return self.group_id, self.group_rank
 
     def is_as(self, other: Vacancy | None) -> bool:
-        """Whether the other is this place, vacant for the same time."""
+        """Return whether the other is this place, vacant for the same time."""
         return other is not None and (self.key, self.meeting) == (other.key, other.meeting)
 
 

@@ -978,35 +978,10 @@ class _KeepsDecliningSpares(Vacancies):
         return []
 
 
-class _TakesEveryEndForTheSame(Vacancies):
-    def taken(self, session: int) -> list[VacancyDecision]:
-        spare = self._spares[session]
-        wanted = None if spare.told is None else self._wanted.get(spare.told.key)
-        if spare.told is not None and wanted is not None:
-            spare.told = wanted.vacancy
-        return super().taken(session)
-
-
 class _TakesATakenPlace(MeetingProtocol):
     def _take(self, attempt: int, said: Record) -> Steps[None]:
         if self._admission is not None and attempt == self.own.since - 1:
             yield Write(f"{attempt}/taken/{self.own.rank}", self._admission.text())
-
-
-class _TakesAClaimedPlace(MeetingProtocol):
-    def _take(self, attempt: int, said: Record) -> Steps[None]:
-        vacant = Record(Ending.GONE.value, said.reason)
-        yield from super()._take(attempt, vacant if said.ending == Ending.REPLACED.value else said)
-
-
-class _MeetsInTheFirstRank(MeetingProtocol):
-    def _hosts(self) -> list[RankProcess]:
-        return sorted(super()._hosts(), key=lambda process: process.rank)
-
-
-class _FindsTriesByNumber(MeetingProtocol):
-    def _try(self, attempt: int) -> str:
-        return f"{attempt}/store"
 
 
 class _LeavesNoWord(MeetingProtocol):
@@ -1236,11 +1211,7 @@ MUTANTS = (
     _vacancies("tells two of a place", _TellsTwoOfAPlace, "a place is told to one spare"),
     _vacancies("forgets lost spares", _ForgetsLostSpares, "the place of a lost spare is told to another one"),
     _vacancies("keeps declining spares", _KeepsDecliningSpares, "a spare that has declined is free again"),
-    _vacancies("answers for an earlier try", _TakesEveryEndForTheSame, "a place may be vacant once more"),
     _meeting("takes a taken place", _TakesATakenPlace, "the first spare has the place"),
-    _meeting("takes a claimed place", _TakesAClaimedPlace, "a place that a spare has is not vacant"),
-    _meeting("meets in the first rank", _MeetsInTheFirstRank, "all know in whose store they meet"),
-    _meeting("finds tries by number", _FindsTriesByNumber, "tries of other processes are other tries"),
     _meeting("leaves no word", _LeavesNoWord, "who has left a meeting says so in the next store"),
     _meeting("says nothing of the dead", _SaysNothingOfTheDead, "the others speak for a rank that has ended"),
     _meeting("keeps the dead in mind", _KeepsTheDeadInMind, "a place that a spare has taken has a rank"),
@@ -1296,7 +1267,7 @@ CAUGHT_BY = {
     "goes on torn": Caught(129, "heal_is_clean"),
     "heals from many groups": Caught(0, "progress"),
     "goes on after giving up": Caught(8, "progress"),
-    "votes yes unhealed": Caught(10, "heal_is_clean"),
+    "votes yes unhealed": Caught(16, "heal_is_clean"),
     "keeps an early error to itself": Caught(0, "progress"),
     "owns what it spoilt": Caught(1, "heal_is_clean"),
     "takes the spoilt for equal": Caught(54, "heal_is_clean"),
@@ -1351,7 +1322,7 @@ CAUGHT_BY = {
     "commits without suspects": Caught(191, "suspicion"),
     "lets others wait": Caught(25, "progress"),
     "stays away": Caught(2, "progress"),
-    "lets any process in": Caught(23, "suspicion"),
+    "lets any process in": Caught(40, "suspicion"),
     "waits for ever": Caught(59, "progress"),
     "repeats nothing": Caught(2, "progress"),
     "repeats everything": Caught(0, "monotonic"),
@@ -1374,5 +1345,14 @@ CAUGHT_BY = {
     "begins before the fetch": Caught(5781, "heal_is_clean"),
     "leads to any such step": Caught(47892, "heal_is_clean"),
     "keeps what one rank keeps": Caught(13237, "progress"),
+    "tells two of a place": Caught(759, "one_process_per_place"),
+    "forgets lost spares": Caught(1271, "progress"),
+    "keeps declining spares": Caught(586, "progress"),
+    "takes a taken place": Caught(202, "one_process_per_place"),
+    "leaves no word": Caught(1335, "progress"),
+    "says nothing of the dead": Caught(10, "progress"),
+    "begins without a rank": Caught(10, "one_process_per_place"),
+    "keeps the dead in mind": Caught(23, "one_process_per_place"),
+    "goes on alone": Caught(970, "progress"),
     "counts its own absence": Caught(67, "suspicion"),
 }

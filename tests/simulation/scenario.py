@@ -322,7 +322,7 @@ def _with_restarts(scenario: Scenario) -> Scenario:
         scenario,
         ranks=2 + int(chance() * 2),
         kinds=tuple(kinds),
-        gap_s=scenario.gap_s * 2 * 4 ** chance(),
+        gap_s=scenario.compute_s * (0.5 if "delay" in kinds else 0.2) * 8 ** chance(),
         bad_link=None,
         sick=None,
         restarts=True,

@@ -211,7 +211,7 @@ class Group:
         self._store = None
 
     def is_broken(self) -> bool:
-        """Whether a rank has ended."""
+        """Return whether a rank has ended."""
         return any(rank.exit_code is not None for rank in self.ranks)
 
     def has_ended(self) -> bool:
