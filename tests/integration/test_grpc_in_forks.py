@@ -178,7 +178,8 @@ def test_what_the_parent_made_is_refused_in_a_fork_which_loads_no_grpc(processes
 
 IMPORTED_FIRST = """
 import os, sys
-os.environ.pop("GRPC_ENABLE_FORK_SUPPORT", None)
+for name in "GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY":
+    os.environ.pop(name, None)
 import grpc
 from concurrent import futures
 if sys.argv[1] == "used":
