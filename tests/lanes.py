@@ -35,6 +35,7 @@ LONGEST = (
     "integration/test_leaving.py",
     "integration/test_no_leak.py",
     "unit/group_coordinator/test_elastic.py",
+    "unit/process_group/baby/test_group.py",
     "integration/test_demo.py",
     "unit/test_imports.py",
     "unit/test_as_torchft.py",
