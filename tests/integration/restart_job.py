@@ -62,6 +62,8 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, replica_id=name
     )
     with manager:
+        if args.inner:
+            manager.init_process_group(args.inner)
         mesh = ft_init_device_mesh(
             device_type="cpu",
             mesh_shape=(2, group_size // args.tp, args.tp),
@@ -106,6 +108,9 @@ def parse_args() -> argparse.Namespace:
         "--fault-at", type=int, default=-1, help="the first step in which all groups are there"
     )
     parser.add_argument("--fault-on", type=int, nargs="+", default=[1], help="the ranks")
+    parser.add_argument(
+        "--inner", help="the backend of the groups inside the replica group; torch's by default"
+    )
     parser.add_argument("--tp", type=int, default=1, help="the ranks that share a layer and its data")
     parser.add_argument("--pause", type=float, default=0.0)
     return parser.parse_args()

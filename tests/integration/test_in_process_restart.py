@@ -124,6 +124,30 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
         }
 
 
+@pytest.mark.parametrize("stopped", [1, 0], ids=str)
+def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, stopped: int) -> None:
+    """When it goes on again it finds that the others have gone on without it, and ends."""
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        job = [JOB, "--steps=60", "--pause=0.05", "--groups=1", "--inner=torchft-gloo"]
+        variables = {"TORCHFT_DEAD_AFTER_SEC": "3"}
+        spare = cluster.launch("spare", job, variables={**variables, "TORCHFT_SPARE": "rank"}).ranks[0]
+        cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
+        group = cluster.launch("a", job, size=3, variables={**variables, "REPLICA_GROUP_ID": "a"})
+        for rank in (*group.ranks, spare):
+            rank.may_end = True
+        for rank in group.ranks:
+            rank.wait_for_output("committed", LIMIT_S)
+        passed_over = group.ranks[stopped]
+        passed_over.signal(signal.SIGSTOP)
+        spare.wait_for_output(f'"rank": {stopped}.*"attempt": 1', LIMIT_S)
+        passed_over.signal(signal.SIGCONT)
+        cluster.wait_until(lambda: all(r.exit_code is not None for r in (*group.ranks, spare)), "all end")
+        assert passed_over.exit_code == 1
+        assert re.search("gone on without rank|is another process by now", passed_over.output)
+        others = [spare, *(rank for rank in group.ranks if rank is not passed_over)]
+        assert [said(rank.output, "finished")[0]["finished"] for rank in others] == [60, 60, 60]
+
+
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_its_own(
     processes: Processes,

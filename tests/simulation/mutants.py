@@ -991,7 +991,7 @@ class _LeavesNoWord(MeetingProtocol):
 
 class _SaysNothingOfTheDead(MeetingProtocol):
     def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
-        gone, self._gone = self._gone, set()
+        gone, self._gone = self._gone, {}
         try:
             return (yield from super()._agree_in(host, attempt, told))
         finally:
@@ -1000,7 +1000,7 @@ class _SaysNothingOfTheDead(MeetingProtocol):
 
 class _KeepsTheDeadInMind(MeetingProtocol):
     def _admit(self, records: Sequence[Record]) -> None:
-        gone = set(self._gone)
+        gone = dict(self._gone)
         super()._admit(records)
         self._gone |= gone
 

@@ -8,6 +8,10 @@ ended:
     N/taken/R   which spare has taken the place of rank R, if that is vacant, or why none does
     N/store/... where the ranks of try N find each other
 
+A process that answers nothing may be stopped, or its host gone, or cut off from here and alive. After a while
+the others go on without it, if they are more than half, or half with the first of all: of two sides of a cut
+one goes on at most. A process that was passed over so, and is back, finds what the others have said of it.
+
 INVARIANT: what all have to agree upon is the value of one key of one store, and the first value stays. So a
 rank may begin a meeting anew as often as it hears news.
 
@@ -32,6 +36,8 @@ from torchft_like.errors import GroupLostError
 
 TELL_MAX = 3  # stores in which a rank that leaves for good says so
 MOVED = "moved"
+HAS_ENDED = "its process has ended"
+WITHOUT = "the others have gone on without"
 
 T = TypeVar("T")
 
@@ -143,13 +149,14 @@ class MeetingProtocol:
     Args:
         own: this process.
         processes: those of all ranks, this one among them; only this one where it is a spare.
-        gone: ranks whose processes have ended.
     """
 
-    def __init__(self, own: RankProcess, processes: Iterable[RankProcess], gone: Iterable[int] = ()) -> None:
+    def __init__(self, own: RankProcess, processes: Iterable[RankProcess]) -> None:
         self.own = own
         self._processes = {process.rank: process for process in processes}
-        self._gone = set(gone)
+        self._gone: dict[int, str] = {}  # why a rank counts as ended
+        self._silent: dict[int, str] = {}  # why it may have
+        self._passed_over: set[int] = set()  # those of the former that are so for silence
         self._admission: Record | None = None  # of a spare
         self._is_in = True  # as all are but a spare on its way
         # By rank, try and the store in which they meet: why no spare comes, once that is known.
@@ -169,7 +176,30 @@ class MeetingProtocol:
         """Note that a process has ended; return False if it has no rank's place any more."""
         if self._processes.get(process.rank) != process:
             return False
-        self._gone.add(process.rank)
+        self._gone[process.rank] = HAS_ENDED
+        self._passed_over.discard(process.rank)
+        return True
+
+    def silent(self, process: RankProcess, why: str) -> bool:
+        """Note why a process may have ended, as it answers nothing, or "" where it does answer.
+
+        Returns:
+            Whether the others go on without it, or without one that was silent before, from now on.
+        """
+        if self._processes.get(process.rank) != process or process.rank in self._gone:
+            return False
+        self._silent.pop(process.rank, None)
+        if why:
+            self._silent[process.rank] = why
+        silent = self._silent.keys() | self._passed_over
+        alive = [p for p in self._in_order() if p.rank not in self._gone or p.rank in self._passed_over]
+        answer = [each for each in alive if each.rank not in silent]
+        is_half = 2 * len(answer) == len(alive) and answer[0] == alive[0]
+        if not self._silent or not (is_half or 2 * len(answer) > len(alive)):
+            return False
+        self._passed_over |= self._silent.keys()
+        self._gone |= self._silent
+        self._silent.clear()
         return True
 
     def answered(self, asked: Ask, reason: str) -> None:
@@ -193,7 +223,8 @@ class MeetingProtocol:
             raise GroupLostError(f"rank {own.rank} is there: {records[own.rank].reason}")
         self._processes = {rank: record.process(rank) for rank, record in enumerate(records)}
         self._processes[own.rank] = own
-        self._gone = {rank for rank, record in enumerate(records) if record.is_vacant} - {own.rank}
+        vacant = (rank for rank, record in enumerate(records) if record.is_vacant and rank != own.rank)
+        self._gone = {rank: records[rank].reason for rank in vacant}
         self._admission, self._is_in = self._record(_ADMITTED), False
 
     def enter(self) -> Steps[int]:
@@ -276,6 +307,8 @@ class MeetingProtocol:
                 # Another spare on its way to this group may be as alone: they do not know each other.
                 raise GroupLostError("all ranks that were there have ended")
             try:
+                if host == self.own:
+                    yield from self._ask_whether_passed_over(attempt)
                 yield Open(host.address)
                 return (yield from self._agree_in(host, attempt, told))
             except NewsError:
@@ -283,16 +316,28 @@ class MeetingProtocol:
             except StoreLostError as error:
                 failure = error
             if host.rank not in self._gone and (yield Settle(host.address)):
-                self._gone.add(host.rank)
+                self._gone[host.rank] = HAS_ENDED
             if host.rank not in self._gone:
                 raise GroupLostError(f"the ranks of this group did not meet: {failure}") from failure
+
+    def _ask_whether_passed_over(self, attempt: int) -> Steps[None]:
+        """Look into the stores in which the others would meet without this process."""
+        key = _ended(attempt, self.own.rank)
+        for host in self._hosts()[1 : 1 + TELL_MAX]:
+            try:
+                yield Open(host.address, briefly=True)
+                if (yield Check([key])):
+                    (said,) = yield from _read([key])
+                    if said.address != self.own.address:
+                        raise GroupLostError(f"{WITHOUT} rank {self.own.rank}: {said.reason}")
+            except StoreLostError:
+                continue
 
     def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
         yield from self._leave_word(attempt - 1)
         yield from self._claim(attempt, told)
-        for rank in sorted(self._gone):
-            gone = Record(Ending.GONE.value, "its process has ended")
-            yield Put(_ended(attempt, rank), gone.text())
+        for rank, why in sorted(self._gone.items()):
+            yield Put(_ended(attempt, rank), Record(Ending.GONE.value, why).text())
         records = yield from _read([_ended(attempt, rank) for rank in sorted(self._processes)])
         if any(record.ending == MOVED for record in records):
             raise _MovedError
@@ -344,9 +389,14 @@ class MeetingProtocol:
 
     def _admit(self, records: Sequence[Record]) -> None:
         for rank, record in enumerate(records):
+            if rank in self._passed_over and not record.is_vacant:  # it had come before
+                self._gone.pop(rank)
+                self._passed_over.discard(rank)
             if record.ending == Ending.REPLACED.value:
                 self._processes[rank] = record.process(rank)
-                self._gone.discard(rank)
+                self._gone.pop(rank, None)
+                self._silent.pop(rank, None)
+                self._passed_over.discard(rank)
 
     def _hosts(self) -> list[RankProcess]:
         """Return in whose stores the ranks meet: in the first one's, while its process lives.
@@ -355,8 +405,12 @@ class MeetingProtocol:
         have left the meeting in which it came, and know it, while others have not and look for another store:
         they agree on one that all of them knew before.
         """
-        there = [process for process in self._processes.values() if process.rank not in self._gone]
-        return sorted(there, key=lambda p: (p == self.own and not self._is_in, p.since, p.rank))
+        return [process for process in self._in_order() if process.rank not in self._gone]
+
+    def _in_order(self) -> list[RankProcess]:
+        return sorted(
+            self._processes.values(), key=lambda p: (p == self.own and not self._is_in, p.since, p.rank)
+        )
 
     def _try(self, attempt: int) -> str:
         """Return the key of a try, which only those know that have agreed upon the same processes.
@@ -368,7 +422,7 @@ class MeetingProtocol:
         return f"{attempt}/store/{' '.join(addresses)}"
 
     def _lost(self) -> str:
-        return ", ".join(f"rank {rank}: its process has ended" for rank in sorted(self._gone))
+        return ", ".join(f"rank {rank}: {why}" for rank, why in sorted(self._gone.items()))
 
     def _record(self, told: Told) -> Record:
         return self._say(told.ending.value, told.reason)

@@ -28,7 +28,7 @@ from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupError
 from torchft_like.in_process.meeting import Meeting, Place
 from torchft_like.in_process.spare import SpareDesk
-from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace
+from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
 from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store
 from torchft_like.runtime.hosts import local_host_towards
@@ -90,7 +90,8 @@ class RestartGroup:
                 group_id, *said = (value.decode() for value in store.multi_get(keys))
             processes = [_process(other, text) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
-            group._meeting = Meeting(group_id, protocol, limit, desk.asks_for(group_id, place))
+            asks = desk.asks_for(group_id, place)
+            group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ))
             group.is_alone = False
             group._until_closed = stack.pop_all()
         return group
@@ -107,7 +108,8 @@ class RestartGroup:
         of_group = GroupPlace(place.rank, place.world_size, place.store, False, place.group_id)
         asks = desk.asks_for(place.group_id, of_group)
         own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
-        meeting = Meeting(place.group_id, MeetingProtocol(own, [own]), limit, asks)
+        protocol = MeetingProtocol(own, [own])
+        meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ))
         group = cls(place.rank, place.store, meeting, limit)
         group._until_closed.callback(id, own_store)
         return group, meeting.enter(place.store, place.world_size)

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from lighthouse.address import Address, parse_address
 from lighthouse.net import until_refused
+from lighthouse.starvation import SilenceClock
 from torchft_like.core.meeting import (
     Ask,
     Check,
@@ -34,10 +35,12 @@ from torchft_like.core.meeting import (
 from torchft_like.core.restarts import RankProcess, Told
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.manager.group_store import is_listening
-from torchft_like.process_group.store import AbortableStore, StoreAddress
+from torchft_like.manager_server.suspicion import DEAD_S
+from torchft_like.process_group.store import AbortableStore, StoreAddress, answers
 from torchft_like.runtime.event_loop import coordination_loop
 
 BRIEFLY = timedelta(seconds=5)
+LISTEN_EVERY_S = 1.0
 
 T = TypeVar("T")
 AskForSpare = Callable[[RankProcess, RankProcess, int], "Future[str]"]
@@ -71,14 +74,21 @@ class Meeting:
         limit: how long a rank waits for the others.
         ask_for_spare: asks for a spare for a vacant place, told the process that was there, the one in whose
           store the ranks meet, and the try that has ended. Its future has the reason for which none comes.
+        dead_after_s: how long a process may answer nothing, in seconds.
     """
 
     def __init__(
-        self, group_id: str, protocol: MeetingProtocol, limit: timedelta, ask_for_spare: AskForSpare
+        self,
+        group_id: str,
+        protocol: MeetingProtocol,
+        limit: timedelta,
+        ask_for_spare: AskForSpare,
+        dead_after_s: float = DEAD_S,
     ) -> None:
         self._group_id = group_id
         self._protocol = protocol
         self._limit = limit
+        self._dead_after_s = dead_after_s
         self._ask_for_spare = ask_for_spare
         self._lock = threading.Lock()
         self._asked: list[Future[str]] = []
@@ -208,17 +218,36 @@ class Meeting:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """Interrupt what waits when the process of another rank has ended, for the time of a block."""
+        """For the time of a block, interrupt what waits when another process has ended, or is silent."""
 
-        async def watch_one(process: RankProcess) -> None:
-            await until_refused(parse_address(process.address))
+        def tell(is_news: Callable[[RankProcess], bool], process: RankProcess) -> None:
             with self._lock:
-                is_news = self._protocol.ended(process)
-            if is_news:
-                self._interrupt()
+                if not is_news(process):
+                    return
+            self._interrupt()
+
+        async def until_ended(process: RankProcess) -> None:
+            await until_refused(parse_address(process.address))
+            tell(self._protocol.ended, process)
+
+        async def listen(process: RankProcess, clock: SilenceClock) -> None:
+            heard = clock.now()
+            while True:
+                if await answers(parse_address(process.address), BRIEFLY.total_seconds()):
+                    heard = clock.now()
+                silence_s = clock.now() - heard
+                why = (
+                    f"it has answered nothing for {silence_s:.0f} s" if silence_s > self._dead_after_s else ""
+                )
+                tell(lambda process: self._protocol.silent(process, why), process)  # noqa: B023
+                await clock.sleep(LISTEN_EVERY_S)
 
         async def watch() -> None:
-            await asyncio.gather(*map(watch_one, others))
+            clock = SilenceClock(asyncio.get_running_loop())
+            try:
+                await asyncio.gather(*map(until_ended, others), *(listen(other, clock) for other in others))
+            finally:
+                clock.stop()
 
         with self._lock:
             others = self._protocol.others

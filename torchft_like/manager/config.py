@@ -152,7 +152,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         connect_timeout_s=given.seconds(
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),
-        dead_after_s=given.seconds(arguments.dead_after, "dead_after", DEAD_AFTER_SEC_ENV, DEAD_S),
+        dead_after_s=dead_after_s(environ, arguments.dead_after),
         group_rank=place.rank,
         group_world_size=place.world_size,
         lighthouse=lighthouse,
@@ -275,6 +275,15 @@ def _port(number: int, name: str) -> int:
     if not 0 <= number <= PORT_MAX:
         raise ConfigError(f"{name} is {number}: it must be in [0, {PORT_MAX}]")
     return number
+
+
+def dead_after_s(environ: Mapping[str, str], argument: timedelta | float | None = None) -> float:
+    """Return how long a rank may be silent before its replica group is lost, in seconds.
+
+    Raises:
+        ConfigError: TORCHFT_DEAD_AFTER_SEC is no time.
+    """
+    return _Settings(environ).seconds(argument, "dead_after", DEAD_AFTER_SEC_ENV, DEAD_S)
 
 
 class _Settings:

@@ -11,6 +11,7 @@ touches no other socket of the process.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import os
@@ -157,6 +158,19 @@ class _Query(IntEnum):
     DELETE_KEY = 8
     MULTI_GET = 10
     PING = 13
+
+
+async def answers(server: Address, within_s: float) -> bool:
+    """Return whether a TCPStore answers in time. A thread in C++ does: its process may be busy in Python."""
+    hello = bytes([_Query.VALIDATE]) + struct.pack("=I", _VALIDATION_MAGIC)
+    with contextlib.suppress(OSError, EOFError):  # a TimeoutError is an OSError
+        async with asyncio.timeout(within_s):
+            reader, writer = await asyncio.open_connection(server.host, server.port)
+            with contextlib.closing(writer):
+                writer.write(hello + bytes([_Query.PING]) + struct.pack("=I", os.getpid()))
+                await reader.readexactly(4)
+                return True
+    return False
 
 
 class AbortableStore(Store):
