@@ -40,7 +40,7 @@ from torchft_like.process_group.store import AbortableStore, StoreAddress, answe
 from torchft_like.runtime.event_loop import coordination_loop
 
 BRIEFLY = timedelta(seconds=5)
-LISTEN_EVERY_S = 1.0
+HEAR_EVERY_S = 1.0
 
 T = TypeVar("T")
 AskForSpare = Callable[[RankProcess, RankProcess, int], "Future[str]"]
@@ -218,7 +218,7 @@ class Meeting:
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
-        """For the time of a block, interrupt what waits when another process has ended, or is silent."""
+        """Interrupt what waits, in a block, when another process has ended or is silent."""
 
         def tell(is_news: Callable[[RankProcess], bool], process: RankProcess) -> None:
             with self._lock:
@@ -230,7 +230,7 @@ class Meeting:
             await until_refused(parse_address(process.address))
             tell(self._protocol.ended, process)
 
-        async def listen(process: RankProcess, clock: SilenceClock) -> None:
+        async def hear(process: RankProcess, clock: SilenceClock) -> None:
             heard = clock.now()
             while True:
                 if await answers(parse_address(process.address), BRIEFLY.total_seconds()):
@@ -240,12 +240,12 @@ class Meeting:
                     f"it has answered nothing for {silence_s:.0f} s" if silence_s > self._dead_after_s else ""
                 )
                 tell(lambda process: self._protocol.silent(process, why), process)  # noqa: B023
-                await clock.sleep(LISTEN_EVERY_S)
+                await clock.sleep(HEAR_EVERY_S)
 
         async def watch() -> None:
             clock = SilenceClock(asyncio.get_running_loop())
             try:
-                await asyncio.gather(*map(until_ended, others), *(listen(other, clock) for other in others))
+                await asyncio.gather(*map(until_ended, others), *(hear(other, clock) for other in others))
             finally:
                 clock.stop()
 
