@@ -85,7 +85,11 @@ MAKERS = {
     },
     "Context": {"torchft_like/message_queue/remote.py"},
     "create_connection": {"torchft_like/manager/group_store.py"},  # to see who listens
-    "open_connection": {"lighthouse/net.py", "torchft_like/runtime/connecting.py"},  # to see who listens
+    "open_connection": {
+        "lighthouse/net.py",  # to see who listens
+        "torchft_like/process_group/store.py",  # torch's own, to hear whether it answers
+        "torchft_like/runtime/connecting.py",
+    },
     "HTTPConnection": {"lighthouse/page/cli.py", "torchft_like/parameter_server.py"},
     "HTTPSConnection": set(),
     "urlopen": set(),
