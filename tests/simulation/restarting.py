@@ -46,15 +46,6 @@ OF_SCRIPT = tuple(ENDINGS)[1:]
 DOES_NOT_GO_ON = Told(Ending.LAST, "its group does not go on")
 
 
-class Place(NamedTuple):
-    """A vacant place, as a spare is told of it."""
-
-    launch: Launch
-    rank: int
-    store: str
-    attempt: int
-
-
 class Store:
     """A store, which a process serves for as long as it lives."""
 
@@ -552,6 +543,15 @@ class Trainer(Process):
     def _of_launch(self) -> Launch:
         assert self.launch is not None
         return self.launch
+
+
+class Place(NamedTuple):
+    """A vacant place, as a spare is told of it."""
+
+    launch: Launch
+    rank: int
+    store: str
+    attempt: int
 
 
 class Desk:

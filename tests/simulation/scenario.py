@@ -308,7 +308,6 @@ def _with_catching_up(scenario: Scenario) -> Scenario:
 def _with_restarts(scenario: Scenario) -> Scenario:
     """Return the job with processes that run their training functions again, and spares for them."""
     chance = random.Random(scenario.seed * 3 + 5).random
-    others = *ORDER_KINDS, "give_up", "rank_replaced", "foreign"
     kinds = [
         "rank_crash",
         "trainer_crash",
@@ -317,7 +316,8 @@ def _with_restarts(scenario: Scenario) -> Scenario:
     if chance() < 0.3:  # all others are few then, and meetings come to their ends
         kinds += [kind for kind in ("delay", "lighthouse_crash") if chance() < 0.7]
     else:
-        kinds += [kind for kind in scenario.kinds if kind not in (*kinds, *others)]
+        others = {*kinds, *ORDER_KINDS, "give_up", "rank_replaced", "foreign"}
+        kinds += [kind for kind in scenario.kinds if kind not in others]
     return replace(
         scenario,
         ranks=2 + int(chance() * 2),
