@@ -32,7 +32,7 @@ from torchft_like.testing.processes import Processes
 pytestmark = [pytest.mark.interop, pytest.mark.slow, pytest.mark.timeout(1500)]
 
 RECIPES = ROOT / "examples" / "launchers"
-TRAINING = ("--steps=120", "--pause=0.05")
+TRAINING = ("--steps=300", "--pause=0.05")  # a rank is killed soon after step 20
 LIMIT_S = 240.0
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin"
 VARIABLES = {"OMP_NUM_THREADS": "1", "PATH": PATH, "PYTHONPATH": str(ROOT)}
