@@ -7,7 +7,8 @@ copied on a thread beside forward and backward pass, and the end of the step wai
 INVARIANT: from the making of a CopyAhead until `finish` returns, which is before the optimizer steps, nobody
 writes to its tensors. Where somebody does, `take` leaves the tensor out, and it is copied as all others are:
 its version has changed, which torch counts up in each operation in place, or it lies elsewhere. Only a write
-that torch does not count is not seen: through `.data`, or through memory that NumPy shares.
+that torch does not count is not seen: through `.data`, through memory that NumPy shares, by a collective, or
+by a `torch._foreach` function to a DTensor.
 """
 
 from __future__ import annotations
@@ -45,11 +46,19 @@ class Range(NamedTuple):
 
 
 class _Begun(NamedTuple):
-    """A tensor, its version when its copy was begun, and where the copy lies, with the zeros that follow."""
+    """A tensor, as it was listed and as it is copied, two where it is a DTensor; the versions of both
+    when the copy was begun; and where the copy lies, with the zeros that follow.
+    """
 
+    listed: torch.Tensor
     tensor: torch.Tensor
-    version: int
+    versions: tuple[int, int]
     place: Range
+
+    @property
+    def is_as_it_was(self) -> bool:
+        """Whether torch has counted no write since the copy was begun."""
+        return _versions(self.listed, self.tensor) == self.versions
 
 
 class CopyAhead:
@@ -84,7 +93,7 @@ class CopyAhead:
                 for index, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor)
                 and (begun := self._begun.get(_key(leaf))) is not None
-                and begun.tensor._version == begun.version
+                and begun.is_as_it_was
             }
             places = set(taken.values())
             self._open = deque(piece for piece in self._open if piece[0].place in places)
@@ -93,10 +102,13 @@ class CopyAhead:
 
     def finish(self) -> None:
         """Copy what is yet to be copied, and wait for the thread that copies too."""
-        while self._copy_next():
-            pass
-        with self._changed:
-            self._changed.wait_for(lambda: not self._copying)
+        is_whole = False
+        while not is_whole:
+            while self._copy_next():
+                pass
+            with self._changed:
+                self._changed.wait_for(lambda: self._open or not self._copying)
+                is_whole = not self._open
 
     def stop(self) -> None:
         """Copy nothing more, unless `take` was called: nobody needs it."""
@@ -107,20 +119,20 @@ class CopyAhead:
     def _run(self) -> None:
         try:
             self._begin()
+            while self._copy_next():
+                pass
         except Exception:  # memory may have run out, or the script's replay has failed
-            logger.exception("no part of the state is copied ahead of the end of the step")
-        while self._copy_next():
-            pass
+            logger.exception("what is left of the state is copied at the end of the step")
 
     def _begin(self) -> None:
         """List the tensors and make memory for their copies, unless `take` was earlier."""
         if (listed := self._list) is None:
             return
-        tensors = {_key(tensor): tensor for tensor in map(_plain, listed()) if tensor is not None}
+        pairs = [(one, tensor) for one in listed() if (tensor := _plain(one)) is not None]
         at, begun = 0, {}
-        for key, tensor in tensors.items():
+        for key, (one, tensor) in {_key(tensor): (one, tensor) for one, tensor in pairs}.items():
             place = Range(at, at + aligned(tensor.nbytes))
-            begun[key], at = _Begun(tensor, tensor._version, place), place.stop
+            begun[key], at = _Begun(one, tensor, _versions(one, tensor), place), place.stop
         memory = self._lender.lend(at, self)
         with self._changed:
             if self._list is not None:
@@ -137,7 +149,7 @@ class CopyAhead:
         with self._changed:
             if not self._open:
                 return False
-            (tensor, _, (start, stop)), offset = self._open.popleft()
+            piece = (_, tensor, _, (start, stop)), offset = self._open.popleft()
             self._copying += 1
         try:
             end = min(offset + _PIECE_BYTES, tensor.nbytes)
@@ -145,6 +157,10 @@ class CopyAhead:
             ctypes.memmove(self._address + start + offset, tensor.data_ptr() + offset, end - offset)
             if end == tensor.nbytes:
                 self.memory[start + end : stop] = bytes(stop - start - end)
+        except BaseException:
+            with self._changed:
+                self._open.append(piece)  # `finish` copies it, or raises
+            raise
         finally:
             with self._changed:
                 self._copying -= 1
@@ -159,9 +175,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
             tensor = tensor.to_local()
     if tensor.device.type != "cpu" or not is_dense(tensor) or not tensor.is_contiguous():
         return None
-    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference() or not tensor.numel():
+    if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return None
+    if not tensor.data_ptr():  # it has no elements, or has them in other tensors, or its memory was freed
         return None
     return tensor.detach()  # which has the same memory and version
+
+
+def _versions(listed: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the versions of both: an operation on a DTensor is counted there, not in its shard."""
+    return listed._version, tensor._version
 
 
 def _key(tensor: torch.Tensor) -> object:

@@ -191,8 +191,8 @@ class Snapshot(_OutgoingState):
         self, state: object, memory: KeptMemory | None = None, ahead: CopyAhead | None = None
     ) -> None:
         super().__init__(state)
-        self._ahead = ahead
         taken = {} if ahead is None else ahead.take(self._leaves)
+        self._ahead = ahead if taken else None  # whose memory this snapshot keeps
         sizes = [end - start for start, end in pairwise(self._offsets)]
         window = (memory or KeptMemory()).lend(self.nbytes - sum(sizes[index] for index in taken), self)
         copies = window if ahead is None else ahead.memory

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed import fake_pg
+from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.unit.checkpointing.states import dump_state
 from torchft_like.checkpointing import copy_ahead
@@ -55,6 +60,13 @@ class UsedMemory(KeptMemory):
         return memory
 
 
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=fake_pg.FakeStore())
+    yield DeviceMesh("cpu", [0])
+    torch.distributed.destroy_process_group()
+
+
 def begin(replay: GradientReplay) -> CopyAhead:
     """Begin to copy, and wait until that is known of every tensor."""
     listed = threading.Event()
@@ -91,6 +103,53 @@ def test_a_snapshot_is_that_of_the_state_whoever_wrote_since_its_copy_was_begun(
     ahead = begin(trained.replay)
     write(trained)
     assert of(trained.state(), ahead) == dump_state(trained.state())
+
+
+@pytest.mark.heal_is_clean
+def test_a_write_to_a_dtensor_is_seen_though_its_shard_does_not_count_it(mesh: DeviceMesh) -> None:
+    parameter = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)]))
+    ahead = begin(GradientReplay(torch.optim.SGD([parameter])))
+    with torch.no_grad():
+        parameter.mul_(2.0)
+    assert of({"p": parameter}, ahead) == dump_state({"p": parameter})
+
+
+@pytest.mark.heal_is_clean
+def test_a_piece_whose_copy_fails_on_the_thread_is_copied_nevertheless(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trained, copy, has_failed = Trained(), ctypes.memmove, threading.Event()
+
+    def fail(*arguments: Any) -> None:
+        if threading.current_thread().name == "torchft-copy-ahead":
+            has_failed.set()
+            raise MemoryError
+        copy(*arguments)
+
+    monkeypatch.setattr(ctypes, "memmove", fail)
+    expected, ahead = dump_state(trained.state()), begin(trained.replay)
+    assert has_failed.wait(LIMIT_S)
+    assert of(trained.state(), ahead) == expected
+
+
+def test_a_tensor_without_memory_of_its_own_is_not_copied_ahead() -> None:
+    in_others = TwoTensor(torch.ones(5), torch.ones(5))  # type: ignore[no-untyped-call]
+    freed = torch.ones(5)
+    freed.untyped_storage().resize_(0)
+    for tensor in (in_others, freed, torch.ones(0)):
+        assert copy_ahead._plain(tensor) is None, "to read from address 0 would end the process"
+
+
+def test_a_snapshot_keeps_no_memory_of_which_it_has_no_part() -> None:
+    trained, lender = Trained(), KeptMemory()
+    ahead = begin(trained.replay)
+    snapshot, memory = Snapshot({"other": torch.ones(3)}, lender, ahead), weakref.ref(ahead)
+    del ahead
+    for thread in threading.enumerate():
+        if thread.name == "torchft-copy-ahead":
+            thread.join(LIMIT_S)
+    assert memory() is None
+    assert b"".join(snapshot.fill().stream()) == dump_state({"other": torch.ones(3)})
 
 
 @pytest.mark.heal_is_clean
