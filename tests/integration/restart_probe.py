@@ -76,6 +76,7 @@ def train(lighthouse: str) -> object:
     optimizer = Optimizer(manager, sgd)
     state = ShardedState(model, sgd)
     manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
+    manager.register_replay(optimizer.replay())
     other = ProcessGroupGloo()
     queue = MessageQueue(1, 1, max_chunk_bytes=1024)
     held = torch.ones(HELD_BYTES, dtype=torch.uint8)

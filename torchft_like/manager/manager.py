@@ -603,8 +603,11 @@ class Manager:
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
         # A gradient may refer to a mesh, that to this Manager, and this to the gradient by the script's
-        # functions. Python's collector does not see that cycle.
+        # functions, or the replay. Python's collector does not see that cycle.
         self._state.forget()
+        self._exchange.replay = None
+        if (attempt := self._driver.attempt) is not None:
+            attempt.drop_ahead()
         atexit.unregister(self.shutdown)
 
     def __enter__(self) -> Self:
