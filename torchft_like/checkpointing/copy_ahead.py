@@ -8,7 +8,8 @@ INVARIANT: from the making of a CopyAhead until `finish` returns, which is befor
 writes to its tensors. Where somebody does, `take` leaves the tensor out, and it is copied as all others are:
 its version has changed, which torch counts up in each operation in place, or it lies elsewhere. Only a write
 that torch does not count is not seen: through `.data`, through memory that NumPy shares, by a collective, or
-by a `torch._foreach` function to a DTensor.
+by a `torch._foreach` function to a DTensor. Nor may anybody free their memory in place meanwhile, as
+`share_memory_` and `untyped_storage().resize_` do: the thread would read what is not there any more.
 """
 
 from __future__ import annotations
@@ -166,6 +167,14 @@ class CopyAhead:
                 self._copying -= 1
                 self._changed.notify_all()
         return True
+
+
+def stand_ins(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return tensors of the sizes of those that can be copied ahead. Nobody has written to them, so they take
+    hardly any memory.
+    """
+    plain = [one for one in map(_plain, tensors) if one is not None]
+    return [torch.empty(one.nbytes, dtype=torch.uint8) for one in plain]
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor | None:

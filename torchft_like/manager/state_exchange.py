@@ -33,6 +33,7 @@ from typing import cast
 
 import torch
 
+from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
@@ -169,13 +170,19 @@ class StateExchange:
             attempt.drop_ahead()
 
     def _rehearse(self) -> None:
-        """Copy once what this rank is to copy ahead when it serves, of which nobody gets anything.
+        """Copy once as much as this rank is to copy ahead when it serves, and nothing of its state, which the
+        optimizer may change meanwhile.
 
         The memory for it is there then: to get it from the kernel takes longer than to copy into it.
         """
         if not self._has_rehearsed and self._protocol.has_committed and self._copied_ahead is not None:
             self._has_rehearsed = True
-            self._transport.begin_copy(self._copied_ahead)
+            try:
+                tensors = stand_ins(self._copied_ahead())
+            except Exception:  # the script's replay has failed, or memory has run out
+                logger.exception("no memory is kept for what is copied ahead")
+            else:
+                self._transport.begin_copy(lambda: tensors)
 
     @property
     def _copied_ahead(self) -> Callable[[], Iterable[torch.Tensor]] | None:

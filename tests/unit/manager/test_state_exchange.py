@@ -199,6 +199,10 @@ def test_who_does_not_serve_copies_ahead_once_after_its_first_step(
     for begun in (0, 1, 1):
         assert replica.end(replica.begin(5, a=3, b=3))
         assert len(ahead.begun) == begun
+    assert isinstance(replica.exchange.replay, GradientReplay)
+    assert ahead.begun[0].take(replica.exchange.replay.changed_by_steps()) == {}, (
+        "the optimizer steps meanwhile"
+    )
 
 
 @pytest.mark.parametrize("step", [0, 3])
