@@ -154,6 +154,24 @@ def make_channel(address: Address) -> grpc.Channel:
     return grpc.secure_channel(str(address), _channel_credentials(identity), [*options, _EXPECTED_NAME])
 
 
+class KeptChannel:
+    """A blocking channel to keep: gRPC's own goes on to show the certificate with which it was made."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._identity, self._channel = process_identity(), make_channel(address)
+
+    def now(self) -> grpc.Channel:
+        """Return the channel for the next call, a new one if this process's certificate was replaced."""
+        if (identity := process_identity()) is not self._identity:
+            self._identity, self._channel = identity, make_channel(self._address)
+        return self._channel
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+
 def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
     """Make an asyncio channel; call this on the loop that will use the channel."""
     disown(address)

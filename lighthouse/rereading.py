@@ -13,6 +13,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 _known: dict[tuple[str, ...], tuple[object, Any]] = {}  # by paths, the files' state, and what was read then
+_complaints: dict[tuple[str, ...], str] = {}  # by paths, what is wrong with the files now
 
 
 def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
@@ -33,6 +34,7 @@ def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
         if value is None or state != before:
             value = read()
             _known[key] = state, value
+        _complaints.pop(key, None)
     except (OSError, ConfigError) as error:
         failure = error
         if isinstance(error, OSError):
@@ -40,5 +42,7 @@ def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
             failure = ConfigError(f"the file {error.filename or ' or '.join(paths)} cannot be read: {reason}")
         if value is None:
             raise failure from None
-        logger.warning("what these files held stays good: %s", failure)
+        if _complaints.get(key) != str(failure):  # else a line for each call and connection
+            _complaints[key] = str(failure)
+            logger.warning("what these files held stays good: %s", failure)
     return value  # type: ignore[no-any-return]

@@ -86,6 +86,23 @@ def _context(protocol: int, folder: Path, asks: bool = True) -> ssl.SSLContext:
     return context
 
 
+def why_useless(identity: Identity) -> str:
+    """Return why another process with the same files would refuse this one; "" if the two would speak."""
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = identity.client.wrap_bio(down, up, server_hostname=NAME)
+    server = identity.server.wrap_bio(up, down, server_side=True)
+    for end in (client, server, client, server):
+        try:
+            end.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            return error.verify_message
+        except ssl.SSLError as error:
+            return error.reason or str(error)
+    return ""
+
+
 def accepted(peer: socket.socket) -> socket.socket:
     """Return the connection through which to speak to a client that was accepted; `peer` is of no use then.
 

@@ -82,7 +82,8 @@ def about_openness(bind: Address) -> str:
     Raises:
         ConfigError: this process's tokens or certificate cannot be read.
     """
-    if process_trust() is not None or process_identity() is not None:
+    asks = [process_trust(), process_identity()]  # both are read, so that neither fails later
+    if any(one is not None for one in asks):
         return ""
     if os.environ.get(INSECURE_ENV) == "1" or is_loopback(bind.host):
         return ""

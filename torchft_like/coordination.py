@@ -16,7 +16,7 @@ import grpc
 from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.net import DISTRUST, make_channel, unary
+from lighthouse.net import DISTRUST, KeptChannel, unary
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
@@ -124,9 +124,9 @@ class LighthouseClient:
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
         self._address = parse_address(addr, "lighthouse address")
         timeout_s = seconds_of(connect_timeout, "connect_timeout")
-        self._channel = make_channel(self._address)
+        self._channel = KeptChannel(self._address)
         try:
-            grpc.channel_ready_future(self._channel).result(timeout_s)
+            grpc.channel_ready_future(self._channel.now()).result(timeout_s)
         except grpc.FutureTimeoutError:
             self._channel.close()
             raise ConnectError(
@@ -182,7 +182,7 @@ class LighthouseClient:
         self._channel.close()
 
     def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = unary(self._channel, method, type(request), response_type)
+        call = unary(self._channel.now(), method, type(request), response_type)
         try:
             return call(request, timeout=seconds_of(timeout, "timeout"))
         except grpc.RpcError as error:

@@ -30,7 +30,7 @@ from lighthouse.address import Address, is_loopback, parse_address
 from lighthouse.errors import CoordinationError
 from lighthouse.listening import listen_tcp
 from lighthouse.page.cli import LIGHTHOUSE_ENV, NoPageError, Pages
-from lighthouse.tls import KEY, TLS_ENV, process_identity
+from lighthouse.tls import KEY, TLS_ENV, process_identity, why_useless
 from lighthouse.trust import TOKEN_FILE_ENV, process_trust
 from torchft_like.runtime.hosts import host_named
 
@@ -126,9 +126,15 @@ def about_interfaces(environ: Mapping[str, str], known: set[str]) -> Finding:
     """Return whether the interfaces that Gloo, NCCL and RPC are told to use exist."""
     given = {name: environ[name] for name in _INTERFACES if environ.get(name)}
     for variable, text in given.items():
-        names = [part.lstrip("=") for part in text.split(",")]
-        excludes = text.startswith("^")  # as NCCL reads it
-        if not excludes and not any(one.startswith(name) for one in known for name in names):
+        is_there = known.issuperset(text.split(","))
+        if variable.startswith(
+            "NCCL"
+        ):  # it takes beginnings of names, or after "=" names, or after "^" others
+            is_whole, names = text.startswith("="), text.lstrip("=").split(",")
+            is_there = text.startswith("^") or any(
+                one == name if is_whole else one.startswith(name) for one in known for name in names
+            )
+        if not is_there:
             cure = f"set {variable} to one of {', '.join(sorted(known))}, or unset it"
             return Finding("interfaces", WRONG, f"{variable}={text}: there is none of this name", cure)
     found = ", ".join(f"{name}={text}" for name, text in given.items())
@@ -151,7 +157,7 @@ def about_processes(per_user: int, per_group: int) -> Finding:
     """
     limits = [limit for limit in (per_user, per_group) if limit >= 0]
     if not limits or min(limits) >= PROCESSES_MIN:
-        return Finding("processes", OK, f"{min(limits)} may run" if limits else "no limit")
+        return Finding("processes", OK, f"{min(limits)} may run" if limits else "no limit is known")
     where = "ulimit -u" if min(limits) == per_user else "pids.max of the control group"
     cure = f"raise {where}: a rank has threads of torch, gRPC and Gloo, and processes that load data"
     return Finding("processes", DOUBTFUL, f"{min(limits)} threads may run", cure)
@@ -166,11 +172,18 @@ def about_shared_memory(free_bytes: int) -> Finding:
     return Finding("shared memory", OK, found)
 
 
-def about_secrets(has_tokens: bool, has_certificate: bool, readable_by_others: list[str]) -> Finding:
-    """Return whether this process has what a job's processes know each other by, and nobody else has it."""
+def about_secrets(
+    has_tokens: bool, has_certificate: bool, readable_by_others: list[str], refused: str = ""
+) -> Finding:
+    """Return whether this process has what a job's processes know each other by, and no other user of this
+    host; `refused` is why they would not take its certificate.
+    """
     if readable_by_others:
         cure = f"chmod 600 {' '.join(readable_by_others)}"
         return Finding("secrets", WRONG, f"others may read {', '.join(readable_by_others)}", cure)
+    if refused:
+        cure = f"`torchft-like keys` makes another; what {TLS_ENV} has to name is in docs/security.md"
+        return Finding("secrets", WRONG, f"its own job refuses the certificate: {refused}", cure)
     if not has_tokens and not has_certificate:
         cure = "fine in a closed network; else `torchft-like keys` makes what docs/security.md describes"
         return Finding("secrets", DOUBTFUL, "there are no tokens and no certificate", cure)
@@ -237,8 +250,10 @@ def _pids_max() -> int:
 def _secrets() -> Finding:
     folder, file = os.environ.get(TLS_ENV), os.environ.get(TOKEN_FILE_ENV)
     paths = [path for path in (folder and os.path.join(folder, KEY), file) if path]
-    has = process_trust() is not None, process_identity() is not None
-    return about_secrets(*has, [path for path in paths if os.stat(path).st_mode & 0o007])
+    has_tokens, identity = process_trust() is not None, process_identity()
+    readable = [path for path in paths if os.stat(path).st_mode & 0o007]
+    refused = "" if identity is None else why_useless(identity)
+    return about_secrets(has_tokens, identity is not None, readable, refused)
 
 
 def _settings(address: str) -> Finding:
@@ -283,4 +298,6 @@ def _clock(address: str) -> Finding:
     began = time.time()
     _, headers = pages.fetch()
     within_s = (time.time() - began) / 2
-    return about_clock(began + within_s - float(headers["Torchft-Time"]), within_s)
+    if (told := headers["Torchft-Time"]) is None:
+        return Finding("clock", DOUBTFUL, "the lighthouse does not tell its time", "is it of this version?")
+    return about_clock(began + within_s - float(told), within_s)

@@ -21,6 +21,7 @@ import http.client
 import json
 import logging
 import socket
+import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
@@ -35,7 +36,9 @@ from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
 from lighthouse.tls import accepted, scheme
 from lighthouse.trust import authorization, process_trust, warn_if_open
+from torchft_like.checkpointing.http_server import shut
 from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
+from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.store import serve_store
 from torchft_like.runtime.connecting import connect_tcp
@@ -208,7 +211,9 @@ class _Server(ThreadingHTTPServer):
 
     def handle_error(self, _request: object, client_address: object) -> None:
         """Log what ended a request."""
-        _logger.warning("a request of %s has failed", client_address, exc_info=True)
+        error = sys.exception()
+        is_defect = not isinstance(error, OSError)  # such as a stranger's handshake
+        _logger.warning("a request of %s has failed: %r", client_address, error, exc_info=is_defect)
 
 
 class _Request(BaseHTTPRequestHandler):
@@ -217,8 +222,16 @@ class _Request(BaseHTTPRequestHandler):
     timeout = REQUEST_S
     server: _Server
 
+    def handle(self) -> None:
+        """Serve a client, whose whole request has to come in time, however it trickles in."""
+        with contextlib.ExitStack() as self._until_asked:
+            limit = timedelta(seconds=REQUEST_S)
+            self._until_asked.enter_context(context_timeout(lambda: shut(self.connection), limit))
+            super().handle()
+
     def do_GET(self) -> None:
         """Answer, end the connection, and serve the session."""
+        self._until_asked.close()
         if self.path != PATH:
             self.send_error(404, f"clients ask for {PATH}")
             return

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import socket
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -53,10 +55,10 @@ class PageServer:
         if everybody_operates and process_trust() is not None:
             raise ConfigError("--page_operators=everybody and a token (TORCHFT_TOKEN_FILE): leave one out")
         warn_if_open(bind)
-        listener = listen_tcp(bind)
+        listener = _Listener(listen_tcp(bind))
         config = uvicorn.Config(
             Page(lighthouse, everybody_operates=everybody_operates),
-            http=_BoundedProtocol,
+            http=functools.partial(_BoundedProtocol, listener),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             log_config=None,
@@ -87,6 +89,38 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Listener(socket.socket):
+    """A listening socket that ends handshakes which take too long; the oldest, if there are too many.
+
+    asyncio tells a protocol of a connection with TLS only after the handshake, for which it gives a stranger
+    a minute.
+    """
+
+    def __init__(self, listener: socket.socket) -> None:
+        super().__init__(fileno=listener.detach())
+        self._new: dict[int, socket.socket] = {}  # by descriptor, the oldest first
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Accept a connection, which is new until `is_made`."""
+        peer, address = super().accept()
+        self._new = {number: known for number, known in self._new.items() if known.fileno() == number}
+        self._new[peer.fileno()] = peer
+        if len(self._new) > CONNECTIONS_MAX:
+            self._end_if_new(next(iter(self._new.values())))
+        asyncio.get_running_loop().call_later(SILENT_S, self._end_if_new, peer)
+        return peer, address
+
+    def is_made(self, descriptor: int) -> None:
+        """Note that the protocol has a connection, and limits it from now on."""
+        self._new.pop(descriptor, None)
+
+    def _end_if_new(self, peer: socket.socket) -> None:
+        if self._new.get(peer.fileno()) is peer:
+            del self._new[peer.fileno()]
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)
+
+
 class _BoundedProtocol(H11Protocol):
     """A connection that is closed if it brings no request for too long; the longest silent one, if there are
     too many.
@@ -95,8 +129,13 @@ class _BoundedProtocol(H11Protocol):
     descriptors that the lighthouse needs for replicas.
     """
 
+    def __init__(self, listener: _Listener, **of_uvicorn: Any) -> None:
+        super().__init__(**of_uvicorn)
+        self._listener = listener
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._listener.is_made(transport.get_extra_info("socket").fileno())
         self._answered: object = None
         self._heard_at = self.loop.time()
         self._watch = self.loop.call_later(SILENT_S, self._close_if_silent)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from lighthouse.address import Address
+from torchft_like import parameter_server
 from torchft_like.errors import ConnectError, ProcessGroupError, SessionsTakenError
 from torchft_like.parameter_server import ParameterServer
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
@@ -140,6 +141,23 @@ def test_a_client_that_says_nothing_loses_its_place(server: Adder) -> None:
     port = int(server.address().split(":")[2].split("/")[0])
     with connect_tcp(Address("127.0.0.1", port), LIMIT_S) as silent:
         assert silent.recv(1) == b""
+    assert_serves(server.address())
+
+
+def test_a_client_whose_request_trickles_in_loses_its_place(
+    server: Adder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parameter_server, "REQUEST_S", 0.5)
+    port = int(server.address().split(":")[2].split("/")[0])
+    with connect_tcp(Address("127.0.0.1", port), LIMIT_S) as slow:
+
+        def trickle() -> None:
+            for _ in range(int(LIMIT_S / 0.1)):
+                slow.sendall(b"x")
+                threading.Event().wait(0.1)
+
+        with pytest.raises(ConnectionError):
+            trickle()
     assert_serves(server.address())
 
 

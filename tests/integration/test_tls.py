@@ -7,6 +7,7 @@ import http.client
 import shutil
 import socket
 import ssl
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,8 +23,8 @@ from lighthouse import net, wire
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import listen_tcp
 from lighthouse.page.cli import Pages
-from lighthouse.page.server import PageServer
-from lighthouse.tls import AUTHORITIES, TLS_ENV
+from lighthouse.page.server import CONNECTIONS_MAX, PageServer
+from lighthouse.tls import AUTHORITIES, TLS_ENV, process_identity
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV
 from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.lighthouse_clients import LIMIT_S
@@ -282,6 +283,60 @@ def test_a_certificate_is_replaced_while_its_server_runs(
         assert [beats("job"), beats("other")] == [False, True]
     finally:
         server.shutdown()
+
+
+def test_a_client_that_stays_shows_the_certificate_that_replaced_its_own(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "certificate"
+    shutil.copytree(folders["job"], folder)
+    monkeypatch.setenv(TLS_ENV, str(folder))
+    server = LighthouseServer(min_replicas=1)
+    client = LighthouseClient(server.address(), LIMIT)
+    try:
+        client.heartbeat("x")
+        shutil.copytree(folders["other"], folder, dirs_exist_ok=True)
+        port = parse_address(server.address()).port
+        server.shutdown()  # and with it the connection
+        server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1)
+        client.heartbeat("x", LIMIT)
+    finally:
+        client.close()
+        server.shutdown()
+
+
+def test_connections_to_the_page_without_a_handshake_shut_nobody_out(job: Job) -> None:
+    where = job.page.address.host, job.page.address.port
+    with contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(where, LIMIT_S)) for _ in range(CONNECTIONS_MAX + 20)
+        ]
+        assert Pages(str(job.page.address)).status()
+        assert silent[0].recv(1) == b"", "the oldest made room"
+
+
+def test_whose_certificate_a_source_refuses_hears_what_to_do(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of_source = process_identity()
+    assert of_source is not None
+    folder = tmp_path / "certificate of another job"
+    shutil.copytree(folders["other"], folder)
+    shutil.copy(folders["job"] / AUTHORITIES, folder)
+    monkeypatch.setenv(TLS_ENV, str(folder))
+    over = threading.Event()
+
+    def refuse(listener: socket.socket) -> None:
+        with of_source.server.wrap_socket(listener.accept()[0], True, do_handshake_on_connect=False) as peer:
+            with contextlib.suppress(ssl.SSLError):
+                peer.do_handshake()
+            over.wait(LIMIT_S)
+
+    with listen_tcp(Address("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(refuse, listener)
+        with pytest.raises(CheckpointError, match="all of a job have TORCHFT_TLS"):
+            fetched(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        over.set()
 
 
 def test_a_source_whose_places_are_taken_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,8 @@ AFAR = Address("10.1.2.3", 29510)
         (doctor.about_interfaces({"NCCL_SOCKET_IFNAME": "eth"}, {"lo", "eth0"}), OK, ""),
         (doctor.about_interfaces({"NCCL_SOCKET_IFNAME": "^docker"}, {"lo", "eth0"}), OK, ""),
         (doctor.about_interfaces({"GLOO_SOCKET_IFNAME": "ib0"}, {"lo", "eth0"}), WRONG, "one of eth0, lo"),
+        (doctor.about_interfaces({"NCCL_SOCKET_IFNAME": "=eth"}, {"lo", "eth0"}), WRONG, "one of eth0, lo"),
+        (doctor.about_interfaces({"GLOO_SOCKET_IFNAME": "eth"}, {"lo", "eth0"}), WRONG, "one of eth0, lo"),
         (doctor.about_files((-1, -1)), OK, ""),
         (doctor.about_files((512, 65536)), DOUBTFUL, "ulimit -n 65536"),
         (doctor.about_files((512, 512)), DOUBTFUL, "raise the hard limit"),
@@ -52,6 +55,7 @@ AFAR = Address("10.1.2.3", 29510)
         (doctor.about_secrets(False, False, []), DOUBTFUL, "torchft-like keys"),
         (doctor.about_secrets(True, True, []), OK, ""),
         (doctor.about_secrets(True, True, ["/a/tls.key"]), WRONG, "chmod 600 /a/tls.key"),
+        (doctor.about_secrets(True, True, [], "it has expired"), WRONG, "torchft-like keys"),
         (doctor.about_host("127.0.0.1", AFAR), WRONG, "TORCHFT_HOSTNAME"),
         (doctor.about_host("10.1.2.4", AFAR), OK, ""),
         (doctor.about_host("127.0.0.1", Address("localhost", 1)), OK, ""),
@@ -115,3 +119,8 @@ def test_where_something_is_wrong_the_rest_is_looked_at(
     assert "are both set: leave one out" in printed
     assert "TORCHFT_TIMEOUT_SEC is 'soon'" in printed
     assert "x" * 64 not in printed
+
+
+def test_a_lighthouse_that_does_not_tell_its_time_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.Pages, "fetch", lambda _: ({}, Message()))
+    assert doctor._checked("clock", lambda: doctor._clock("127.0.0.1:1")).state == DOUBTFUL

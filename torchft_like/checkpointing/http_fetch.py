@@ -51,7 +51,10 @@ _logger = logging.getLogger(__name__)
 
 ASK_AGAIN_S = 0.05
 CONNECT_S = 5.0
-ASK_AGAIN = {202: "it had not offered that step", 503: "all its connections were taken"}
+ASK_AGAIN = {
+    202: "it had not offered that step",
+    503: f"all its connections were taken, or only one of both has {TLS_ENV}",
+}
 STRIPE_CHUNKS_MAX = 4
 STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
 PATIENCE = 3.0  # how many times as long as the last stripe of another connection one may take at the end
@@ -357,6 +360,8 @@ class Fetch:
     def _cause_of(self, error: BaseException) -> tuple[type[CheckpointError], str]:
         if isinstance(error, TimeoutError) and not isinstance(error, CheckpointError):
             return CheckpointTimeoutError, f"no byte came for {self._stall_s:g} s"
+        if isinstance(error, ssl.SSLError):  # as a server says only then that it refuses a certificate
+            return CheckpointError, _about_certificates(error)
         kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
         return kind, str(error) or type(error).__name__
 
@@ -479,10 +484,7 @@ def connect(
     except (ssl.SSLEOFError, ConnectionResetError) as error:
         raise _NoPlaceError(f"{address.url} ended the connection before it began") from error
     except ssl.SSLError as error:
-        raise CheckpointError(
-            f"{address.url} is not of this job, as its certificate says, or that it has none "
-            f"({error.reason}): all of a job have {TLS_ENV}, or none, and an authority in common"
-        ) from error
+        raise CheckpointError(f"{address.url}: {_about_certificates(error)}") from error
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
         what = f"no answer within {timeout_s:g} s" if is_late else str(error)
@@ -490,6 +492,13 @@ def connect(
             f"no connection to {address.url}, which its replica offers ({what}): if that lives, set "
             "TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that this host reaches"
         ) from error
+
+
+def _about_certificates(error: ssl.SSLError) -> str:
+    return (
+        f"one of both ends is not of this job, as its certificate says, or that it has none "
+        f"({error.reason}): all of a job have {TLS_ENV}, or none, and an authority in common"
+    )
 
 
 def _cut(nbytes: int, lines: int) -> Iterator[Stripe]:

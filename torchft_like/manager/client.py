@@ -9,7 +9,7 @@ import grpc
 
 from lighthouse import wire
 from lighthouse.address import parse_address
-from lighthouse.net import DISTRUST, make_channel, unary
+from lighthouse.net import DISTRUST, KeptChannel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConnectError, TrustError
@@ -31,7 +31,7 @@ class ManagerClient:
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
         self._address = parse_address(addr, "ManagerServer address")
         seconds_of(connect_timeout, "connect_timeout")
-        self._channel = make_channel(self._address)
+        self._channel = KeptChannel(self._address)
 
     def _quorum(
         self,
@@ -74,7 +74,7 @@ class ManagerClient:
         self._channel.close()
 
     def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = unary(self._channel, method, type(request), response_type)
+        call = unary(self._channel.now(), method, type(request), response_type)
         try:
             return call(request, timeout=seconds_of(timeout, "timeout"))
         except grpc.RpcError as error:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from lighthouse.address import Address
 from lighthouse.core.trust import Role, digest_of, make_texts, parse_trust
 from lighthouse.errors import ConfigError
-from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, TLS_ENV, process_identity
-from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV, authorization, process_trust
+from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, TLS_ENV, process_identity, why_useless
+from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV, about_openness, authorization, process_trust
 from tests.certificates import certify
 from torchft_like.testing.chaos.cli import main
 
@@ -147,8 +148,8 @@ def test_a_file_that_was_spoilt_is_as_it_was(
     process_trust()
     spoil(path)
     with caplog.at_level(logging.WARNING):
-        assert authorization() == f"Bearer {ONE}"
-    assert "stays good" in caplog.text
+        assert [authorization() for _ in range(3)] == [f"Bearer {ONE}"] * 3
+    assert caplog.text.count("stays good") == 1
     assert "secret" not in caplog.text
 
 
@@ -237,3 +238,29 @@ def test_keys_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["keys", str(tmp_path)]) == 2
     assert "nothing was overwritten" in capsys.readouterr().err
     assert (tmp_path / "participate").read_text() == ONE
+
+
+def test_a_certificate_that_cannot_be_read_is_an_error_beside_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv(TOKEN_FILE_ENV, raising=False)
+    monkeypatch.setenv(TOKEN_ENV, ONE)
+    monkeypatch.setenv(TLS_ENV, str(tmp_path))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        about_openness(Address("::", 1))
+
+
+def test_what_a_job_would_refuse_of_its_own_certificate_is_known(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def why(folder: Path) -> str:
+        monkeypatch.setenv(TLS_ENV, str(folder))
+        identity = process_identity()
+        assert identity is not None
+        return why_useless(identity)
+
+    job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
+    assert why(job) == ""
+    assert "torchft-like" in why(certify(tmp_path / "named", name="another"))
+    shutil.copy(other / AUTHORITIES, job)
+    assert "issuer" in why(job)
