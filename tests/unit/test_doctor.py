@@ -10,6 +10,7 @@ import pytest
 
 from lighthouse.address import Address
 from lighthouse.core.trust import Role, make_texts
+from lighthouse.page.cli import Pages
 from lighthouse.tls import TLS_ENV
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV
 from tests.certificates import certify
@@ -122,5 +123,5 @@ def test_where_something_is_wrong_the_rest_is_looked_at(
 
 
 def test_a_lighthouse_that_does_not_tell_its_time_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.Pages, "fetch", lambda _: ({}, Message()))
+    monkeypatch.setattr(Pages, "fetch", lambda _: ({}, Message()))
     assert doctor._checked("clock", lambda: doctor._clock("127.0.0.1:1")).state == DOUBTFUL
