@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 from copy import copy
 from dataclasses import replace
 from typing import NamedTuple
-from unittest import mock
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.report import Bar, Result
 from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, TRUSTED, System, with_and_without_trust
+from torchft_like.runtime.environment import environment
 
 MEGABYTES = (1, 16, 64, 256, 1024)
 GB_PER_S_MIN = 2.5
@@ -59,7 +58,7 @@ def main(samples: int = 5) -> Result:
     with Fleet() as fleet, with_and_without_trust() as kinds:
         pairs = [_Pair(fleet, system) for system in CONTESTANTS]
         pairs.insert(1, pairs[0].with_dtensors())
-        with mock.patch.dict(os.environ, kinds[TRUSTED]):
+        with environment(kinds[TRUSTED]):
             pairs.insert(2, _Pair(fleet, ENCRYPTED))
         for pair in pairs:
             pair.transfer(1)

@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from unittest import mock
 
 import grpc.aio
 import psutil
@@ -33,6 +31,7 @@ from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import Keepalive, credentials, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
+from torchft_like.runtime.environment import environment
 
 BAR_REPLICAS = 1000
 CPU_RATIO_MAX = 0.35
@@ -189,7 +188,7 @@ async def _trust_costs(plan: Plan) -> list[tuple[str, str, list[float]]]:
         async with contextlib.AsyncExitStack() as stack:
             sides = {}
             for name, variables in kinds.items():
-                with mock.patch.dict(os.environ, variables):
+                with environment(variables):
                     lighthouse = start_lighthouse(fleet, OURS, STEP_SESSIONS)
                     channels = await stack.enter_async_context(channels_to(lighthouse.address, STEP_SESSIONS))
                     sides[name] = lighthouse, [await open_session(c, i) for i, c in enumerate(channels)]
@@ -204,7 +203,7 @@ async def _trust_costs(plan: Plan) -> list[tuple[str, str, list[float]]]:
                             case = f"a step of {STEP_SESSIONS} sessions, {name}", unit
                             samples.setdefault(case, []).append(seconds * 1000 / plan.steps)
         for name, variables in kinds.items():
-            with mock.patch.dict(os.environ, variables):
+            with environment(variables):
                 spent = await _coming(start_lighthouse(fleet, OURS, 1))
             samples[f"{BAR_REPLICAS:,} sessions come, {name}", "ms of CPU"] = [spent * 1000]
     return [

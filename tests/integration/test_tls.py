@@ -259,12 +259,16 @@ def test_a_false_lighthouse_hears_nothing(false_folder: Path | None) -> None:
         server.stop(None)
 
 
-def test_a_certificate_is_replaced_while_its_server_runs(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def own_folder(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of this process's certificate, the job's, which the test may replace."""
     folder = tmp_path / "certificate"
     shutil.copytree(folders["job"], folder)
     monkeypatch.setenv(TLS_ENV, str(folder))
+    return folder
+
+
+def test_a_certificate_is_replaced_while_its_server_runs(folders: dict[str, Path], own_folder: Path) -> None:
     server = LighthouseServer(min_replicas=1)
 
     def beats(one: str) -> bool:
@@ -279,23 +283,20 @@ def test_a_certificate_is_replaced_while_its_server_runs(
 
     try:
         assert [beats("job"), beats("other")] == [True, False]
-        shutil.copytree(folders["other"], folder, dirs_exist_ok=True)
+        shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
         assert [beats("job"), beats("other")] == [False, True]
     finally:
         server.shutdown()
 
 
 def test_a_client_that_stays_shows_the_certificate_that_replaced_its_own(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    folders: dict[str, Path], own_folder: Path
 ) -> None:
-    folder = tmp_path / "certificate"
-    shutil.copytree(folders["job"], folder)
-    monkeypatch.setenv(TLS_ENV, str(folder))
     server = LighthouseServer(min_replicas=1)
     client = LighthouseClient(server.address(), LIMIT)
     try:
         client.heartbeat("x")
-        shutil.copytree(folders["other"], folder, dirs_exist_ok=True)
+        shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
         port = parse_address(server.address()).port
         server.shutdown()  # and with it the connection
         server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1)

@@ -31,6 +31,7 @@ from torchft_like.in_process.spare import SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
 from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store
+from torchft_like.runtime.environment import environment
 from torchft_like.runtime.hosts import local_host_towards
 
 _runs = itertools.count()  # of functions in this process; all ranks run the same ones
@@ -126,16 +127,11 @@ class RestartGroup:
             return
         served, address = self._store_of_try(attempt, self._meets_at)
         of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
-        before = {name: os.environ.get(name) for name in of_try}
-        os.environ.update(of_try)
         try:
-            yield
+            with environment(of_try):
+                yield
         finally:
             del served  # an error of the block keeps this frame for a while
-            for name, value in before.items():
-                os.environ.pop(name)
-                if value is not None:
-                    os.environ[name] = value
 
     def say(self, attempt: int, told: Told) -> None:
         """Say how this rank's last try has ended; a rank that is alone says nothing."""

@@ -71,6 +71,7 @@ from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.store import GroupMembers, meet, meeting_store
 from torchft_like.process_group.work import FOREVER, ExplainedOperation, OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.environment import environment
 from torchft_like.runtime.spin_wait import growing_pauses
 
 POLL_S = 0.002
@@ -511,13 +512,9 @@ def _prepare_environment(timeout: timedelta) -> None:
 @contextlib.contextmanager
 def _constructor_environment() -> Iterator[None]:
     """Make torch create groups without a watchdog, for the time of a block."""
-    with _environment_lock:
-        before = {name: os.environ[name] for name in _CONSTRUCTOR_ENVIRONMENT}
-        os.environ.update({name: wanted for name, (_, wanted) in _CONSTRUCTOR_ENVIRONMENT.items()})
-        try:
-            yield
-        finally:
-            os.environ.update(before)
+    wanted = {name: value for name, (_, value) in _CONSTRUCTOR_ENVIRONMENT.items()}
+    with _environment_lock, environment(wanted):
+        yield
 
 
 @contextlib.contextmanager
