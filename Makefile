@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow dropin launchers matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate docs
+.PHONY: demo test slow dropin launchers kernels matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -58,6 +58,12 @@ dropin: $(READY)  ## other projects' scripts, unchanged, with this package as to
 
 launchers: $(READY)  ## the recipes of docs/launchers.md under Slurm, where that is installed, and Ray; about 3 minutes
 	$(BIN)/python -m pytest -m slow -rs tests/interop/test_launchers.py
+
+build/triton: $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.9.0
+
+kernels: $(READY) build/triton  ## the kernels of quantized collectives in Triton's interpreter, against the CPU's bits
+	PYTHONPATH=build/triton $(BIN)/python -m pytest tests/unit/test_quantization.py
 
 # Names of rows and of suites of docs/versions.md; all of them where none is given.
 ROWS ?=
