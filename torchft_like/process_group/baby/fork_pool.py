@@ -408,9 +408,10 @@ class _ForkServer:
         self._control = control
         self._trainer = trainer
         self._forks: dict[int, int] = {}  # process ids, by pidfd
-        self._events = select.poll()
+        # poll() fails where the process may open fewer descriptors than are watched; epoll does not.
+        self._events = select.epoll()
         for descriptor in (control.fileno(), trainer):
-            self._events.register(descriptor, select.POLLIN)
+            self._events.register(descriptor, select.EPOLLIN)
 
     def run(self) -> tuple[Channel, socket.socket] | None:
         """Serve until the trainer is gone; in each fork, return its channel and its heartbeat's socket."""
@@ -459,7 +460,7 @@ class _ForkServer:
                 ours.close()
             watch = _watched_fork(pid)
             self._forks[watch] = pid
-            self._events.register(watch, select.POLLIN)
+            self._events.register(watch, select.EPOLLIN)
             theirs = [end.fileno() for end, _ in pairs]
             self._control.send((FromServer.FORKED.value, pid), [*theirs, watch])
         return None
@@ -467,6 +468,7 @@ class _ForkServer:
     def _forget_server(self) -> None:
         """Close everything that belongs to the server or to another fork; runs in a fork."""
         self._control.close()
+        self._events.close()
         for watch in self._forks:
             os.close(watch)
         Path("/proc/self/comm").write_text("torchft-baby")

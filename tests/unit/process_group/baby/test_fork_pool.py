@@ -111,6 +111,7 @@ def test_a_server_that_has_loaded_torch_and_hangs_is_given_up_after_the_timeout(
 @pytest.mark.parametrize("whose", ["trainer", "server"])
 def test_a_server_without_descriptors_gives_the_next_fork(loaded: ForkPool, whose: str) -> None:
     server = loaded.pids()["server"]
+    others = [loaded.take(AbortSignal(), LIMIT_S) for _ in range(2)]  # watched: more than it may open
     with no_descriptors_for(os.getpid() if whose == "trainer" else server):
         for _ in range(2):
             with pytest.raises(SubprocessLostError, match="Too many open files"):
@@ -124,6 +125,9 @@ def test_a_server_without_descriptors_gives_the_next_fork(loaded: ForkPool, whos
     assert "SIGKILL" in child.how_ended()
     child.close()
     assert loaded.pids()["server"] == server
+    for other in others:
+        other.kill()
+        other.close()
 
 
 # The fork server, in a thread: the trainer and the fork are processes that do nothing.
