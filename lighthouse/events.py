@@ -42,7 +42,7 @@ LEVELS: Mapping[str, int] = {
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
     "error": logging.WARNING,  # the step will not be committed: reason
-    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, addresses, refused
+    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, kept, addresses, refused
     "heal_sent": logging.INFO,  # state is offered to healing members: members
     "kept": logging.INFO,  # a step passed while a state is on its way, to be taken again: steps, so far
     "commit": logging.DEBUG,  # the vote on a step: committed, participants
@@ -173,6 +173,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "heal": lambda f: (
         f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s, "
         f"{f['gb_per_s']:.2f} GB/s{_each(f['addresses'])}"
+        f"{', ' + str(f['kept']) + ' B had been kept' if f['kept'] else ''}"
         f"{_each(f['refused'], '; not from ')}"
     ),
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",

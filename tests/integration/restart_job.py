@@ -51,7 +51,7 @@ def say(**what: object) -> None:
     os.write(1, f"{line}\n".encode())  # in one piece: the ranks share a file
 
 
-@restartable(restart_on=[InjectedError], max_restarts=2)
+@restartable(restart_on=[InjectedError], max_restarts=2, keep_state=True)
 def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     name = os.environ.get("REPLICA_GROUP_ID", args.name)
@@ -59,7 +59,11 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     say(attempt=restart.attempt, error=error, spare=restart.is_replacement, time=time.time())
     torch.manual_seed(7)
     manager = Manager(
-        pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1, replica_id=name
+        pg=ProcessGroupGloo(),
+        load_state_dict=None,
+        state_dict=None,
+        min_replica_size=args.min_replicas,
+        replica_id=name,
     )
     with manager:
         if args.inner:
@@ -103,6 +107,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--name", default="")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer groups")
     parser.add_argument("--fault", choices=FAULTS, default="known")
     parser.add_argument(
         "--fault-at", type=int, default=-1, help="the first step in which all groups are there"

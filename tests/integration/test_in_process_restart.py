@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import LOOPBACK
+from lighthouse.events import read_events
 from torchft_like.testing.cluster import Cluster, Group
 from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -122,6 +123,37 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
         assert finished == {
             line["rank"]: line["digest"] for rank in b.ranks for line in said(rank.output, "digest")
         }
+
+
+@pytest.mark.parametrize("min_replicas", [2, 1], ids=str)
+def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_on(
+    tmp_path: Path, min_replicas: int
+) -> None:
+    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+        job = JOB, "--steps=30", "--pause=0.05", f"--min-replicas={min_replicas}"
+        spare = cluster.launch("spare", job, variables={"TORCHFT_SPARE": "rank"}).ranks[0]
+        cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
+        # It dies in the middle of a step, which the other group then cannot commit either.
+        dies = "--fault=deadly", "--fault-at=5"
+        a = cluster.launch("a", [*job, *dies], size=3, variables={"REPLICA_GROUP_ID": "a"})
+        b = cluster.launch("b", job, size=3, variables={"REPLICA_GROUP_ID": "b"})
+        lives = [rank for rank in a.ranks if rank.number != 1]
+        for rank in (*a.ranks, *b.ranks, spare):
+            rank.may_end = True
+        ended = [*lives, *b.ranks, spare]
+        cluster.wait_until(lambda: all(rank.exit_code == 0 for rank in ended), "all ranks end")
+        for rank in (*lives, spare):
+            heals: list[Any] = [e for e in read_events(rank.event_file) if e["kind"] == "heal"]
+            heal = heals[-1]
+            has_kept = rank is not spare and min_replicas == 2
+            assert heal["kept"] >= heal["bytes"] if has_kept else heal["kept"] == 0, heal
+            assert bool(heal["addresses"]) is not has_kept, "no byte of it came from the other group"
+        digests = [
+            {line["rank"]: line["digest"] for rank in group for line in said(rank.output, "digest")}
+            for group in ([*lives, spare], b.ranks)
+        ]
+        assert digests[0] == digests[1]
+        assert len(digests[0]) == 3
 
 
 @pytest.mark.parametrize("stopped", [1, 0], ids=str)

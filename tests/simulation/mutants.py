@@ -959,6 +959,17 @@ class _HealsWithoutTheLocalParameters(Fragments):
         self.local = local
 
 
+class _KeepsHalfAStep(StepProtocol):
+    def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
+        super().decide(committed, averages, has_fetched)
+        self.settle()
+
+
+class _TakesAnyKeptState(StepProtocol):
+    def takes(self, kept: Version, result: QuorumResult) -> bool:
+        return True
+
+
 # -- meetings between two tries, and spares
 
 
@@ -1208,6 +1219,8 @@ MUTANTS = (
         _HealsWithoutTheLocalParameters,
         "the model heals with its global parameters",
     ),
+    _step("keeps half a step", _KeepsHalfAStep, "a state is kept once the script is done with its last step"),
+    _step("takes any kept state", _TakesAnyKeptState, "a kept state is of the step and quorum of the newest"),
     _vacancies("tells two of a place", _TellsTwoOfAPlace, "a place is told to one spare"),
     _vacancies("forgets lost spares", _ForgetsLostSpares, "the place of a lost spare is told to another one"),
     _vacancies("keeps declining spares", _KeepsDecliningSpares, "a spare that has declined is free again"),
@@ -1345,6 +1358,8 @@ CAUGHT_BY = {
     "begins before the fetch": Caught(5781, "heal_is_clean"),
     "leads to any such step": Caught(47892, "heal_is_clean"),
     "keeps what one rank keeps": Caught(13237, "progress"),
+    "keeps half a step": Caught(522, "heal_is_clean"),
+    "takes any kept state": Caught(23, "heal_is_clean"),
     "tells two of a place": Caught(759, "one_process_per_place"),
     "forgets lost spares": Caught(1271, "progress"),
     "keeps declining spares": Caught(682, "progress"),

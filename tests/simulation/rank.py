@@ -62,6 +62,7 @@ class Rank(Process):
         "_hurt",
         "_is_agreed",
         "_is_leaving",
+        "_is_stepping",
         "_is_waiting",
         "_lost",
         "_named",
@@ -127,6 +128,7 @@ class Rank(Process):
         self._operation = 0
         self.phase = PREPARE
         self._is_agreed = self._is_leaving = False
+        self._is_stepping = False  # the optimizer may have done any part of its step
         self._configured = self._has_computed = False
         self._configuring: Mesh | None = None
         self._result: QuorumResult | None = None
@@ -190,7 +192,7 @@ class Rank(Process):
             self._restore()
         scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
         self._refuse_state()
-        self._own = self.protocol.begin()
+        self._own, self._is_stepping = self.protocol.begin(), False
         self._attempt += 1
         self._has_computed = self._is_waiting = False
         self._plan, self._source = None, None
@@ -442,6 +444,7 @@ class Rank(Process):
             result = self._result
             self.parameters = mix(before, mix(total, protocol.num_participants))
             self._receive_fragment(mix(total, protocol.num_participants), committed)
+            self._is_stepping = True
             assert result is not None
             world.checker.committed(self, result.replica_ids, base, before, count)
             if not self._collectives:
@@ -690,6 +693,8 @@ class Rank(Process):
     def _exchange(self) -> None:
         """Serve the state to others, heal, or do neither."""
         plan, self._plan = self._plan, None
+        if self.trainer is not None and self.protocol.has_committed:
+            self.trainer.kept = None
         if plan is not None and plan.serve:
             self._serve()
         elif plan is not None and not plan.hold:
@@ -886,7 +891,7 @@ class Rank(Process):
             else:
                 self.give_up()
             return
-        self.parameters, held = state[1], state[3]
+        self.parameters, held = self._parameters_of(state), state[3]
         counters = state[2]
         if self.fragments is not None and held is not None:
             self.fragments.load(held)
@@ -898,6 +903,20 @@ class Rank(Process):
         world.tell(self.name, "heals to step", self.protocol.step)
         world.checker.healed(self)
         self._exchanged()
+
+    def _parameters_of(self, state: Snapshot) -> int:
+        """Return the parameters of a peer's state, or those that the process has kept of it."""
+        trainer, result = self.trainer, self._result
+        kept = None if trainer is None else trainer.kept
+        if kept is None or result is None or not self.protocol.takes(kept[0], result):
+            return state[1]
+        self.replica.world.felt["kept_state"] += 1
+        return kept[1]
+
+    def _keep_state(self, trainer: Trainer) -> None:
+        """Keep the state for the next try, if it is certain which version that is."""
+        if (held := self.protocol.held) is not None:
+            trainer.kept = held, mix(self.parameters, 1) if self._is_stepping else self.parameters
 
     def _retake_steps(self, counters: dict[str, int]) -> None:
         world, protocol = self.replica.world, self.protocol
@@ -930,4 +949,5 @@ class Rank(Process):
             world.after(world.latency(), rank, rank._heal_failed, attempt)
         self.replica.rank_died(self.number)
         if self.trainer is not None:
+            self._keep_state(self.trainer)
             self.trainer.rank_ended(why)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from lighthouse.core.vacancies import Decision, Filled, Vacancy
 from lighthouse.core.vacancies import Told as SpareTold
 from tests.simulation.world import DEAD, LIGHTHOUSE, Process
+from torchft_like.core.catch_up import Version
 from torchft_like.core.meeting import (
     Ask,
     Check,
@@ -256,6 +257,7 @@ class Trainer(Process):
         launch: the start of a replica group of which it is a rank, or to which it is on its way.
         rank: its try.
         talk: what it does between tries.
+        kept: the state of its last try that was certain: version and parameters.
     """
 
     __slots__ = (
@@ -264,6 +266,7 @@ class Trainer(Process):
         "_try",
         "_up_at",
         "attempt",
+        "kept",
         "launch",
         "name",
         "number",
@@ -286,6 +289,7 @@ class Trainer(Process):
         self.attempt = 0
         self.rank: Rank | None = None
         self.talk: Talk | None = None
+        self.kept: tuple[Version, int] | None = None
         self._try: Try | None = None
         self._budget = RestartBudget(world.scenario.restarts_max, None)
         self._desk: Desk | None = None

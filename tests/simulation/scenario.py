@@ -60,8 +60,17 @@ ORDER_KINDS = (
     "load_error",
 )
 
-# What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken.
-STEP_KINDS = ("bare_step", "long_step", "kept_step", "retaken_step", "started_again", "place_taken")
+# What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken,
+# heals to a state that the process has kept since its last try.
+STEP_KINDS = (
+    "bare_step",
+    "long_step",
+    "kept_step",
+    "retaken_step",
+    "started_again",
+    "place_taken",
+    "kept_state",
+)
 
 # A message that a partition holds up: counted, not switched on.
 HELD_UP = "held_up"

@@ -62,6 +62,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
         "bytes": 872,
         "seconds": 0.0081,
         "gb_per_s": 0.1,
+        "kept": 640,
         "addresses": ["http://10.0.0.1:4711 (872 B)"],
         "refused": ["http://10.0.0.2:4711: the stream is truncated"],
     },

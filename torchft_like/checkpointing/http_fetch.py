@@ -7,6 +7,8 @@ whose checksum is not the first one's is fetched again from the first, so what i
 state, bit for bit. At the end, when all stripes are under way, a connection that takes much longer for its
 last one loses it to one that has nothing to do.
 
+What the receiver has kept of the state is compared with the sums first, and only the rest is fetched.
+
 INVARIANT: a stripe is open, or one thread fetches it, or it has been read; so no two threads write to the
 same memory, and none writes after `run`.
 """
@@ -168,11 +170,13 @@ class Fetch:
                 self._destination.is_written = True
             self._left_nbytes = incoming.nbytes
             self._open.extend(_cut(incoming.nbytes, self._lines * len(self._sources)))
+            self._take_kept(incoming, line)
             lines = min(self._lines, len(self._open))
             with ThreadPoolExecutor(lines * len(self._sources) or 1, "torchft-checkpoint-fetch") as pool:
                 try:
                     self._start(pool, incoming, lines)
-                    self._read_sums(incoming, line)
+                    if self._sums is None:
+                        self._read_sums(incoming, line)
                     self._wait()
                 except BaseException as error:
                     kind, cause = self._cause_of(error)
@@ -191,6 +195,16 @@ class Fetch:
         self._progress = "it had not sent everything"
         return incoming
 
+    def _take_kept(self, incoming: IncomingState, line: _Line) -> None:
+        """Take what the receiver has kept, as far as the first source has the same; the rest stays open."""
+        kept = self._destination.kept
+        if kept is None or not incoming.take(kept):
+            return
+        sums = self._read_sums(incoming, line)
+        self._open = deque(stripe for stripe in self._open if not incoming.matches(sums, *stripe))
+        self._left_nbytes = sum(stripe.stop - stripe.start for stripe in self._open)
+        self._destination.kept_nbytes = incoming.nbytes - self._left_nbytes
+
     def _start(self, pool: ThreadPoolExecutor, incoming: IncomingState, lines: int) -> None:
         """Start a thread for each connection that fetches stripes, as many as the system has."""
         try:
@@ -202,12 +216,13 @@ class Fetch:
                 raise CheckpointError(f"there is no thread to fetch it: {error}") from error
             _logger.warning("a state is fetched over fewer connections: %s", error)
 
-    def _read_sums(self, incoming: IncomingState, line: _Line) -> None:
+    def _read_sums(self, incoming: IncomingState, line: _Line) -> bytes:
         length = line.ask("sums", sums_nbytes(incoming.nbytes))
         sums = read_exactly(line, length)
         with self._changed:
             self._sums = sums
             self._check(incoming)
+        return sums
 
     def _wait(self) -> None:
         with self._changed:

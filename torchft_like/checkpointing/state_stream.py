@@ -25,7 +25,7 @@ import mmap
 import struct
 import threading
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from operator import itemgetter
@@ -378,6 +378,15 @@ class IncomingState:
                 crc = crc32(window, crc)
             self._sums[begin // CHUNK_BYTES] = crc
 
+    def take(self, kept: Sequence[Leaf]) -> bool:
+        """Copy leaves that should be those of the state into place, as if they had been read; `matches` tells
+        which are. Return False, without a copy, if they are laid out in another way.
+        """
+        if [nbytes_of(leaf) for leaf in kept] != [spec.nbytes for spec in self.specs]:
+            return False
+        self.read(_Payload(kept), 0, self.nbytes)
+        return True
+
     def matches(self, sums: bytes, start: int, stop: int) -> bool:
         """Return whether all chunks in bytes [start, stop), which have been read, have those checksums."""
         chunks = slice(start // CHUNK_BYTES, _chunk_count(stop))
@@ -527,6 +536,25 @@ def _chunk_count(nbytes: int) -> int:
 def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
     for at in range(start, stop, CHUNK_BYTES):
         yield at, min(at + CHUNK_BYTES, stop)
+
+
+class _Payload:
+    """The payload of leaves that lie on the CPU, as a source."""
+
+    def __init__(self, leaves: Iterable[Leaf]) -> None:
+        self._parts = (
+            memoryview(part)
+            for leaf in leaves
+            for part in (bytes_of(leaf), bytes(aligned(nbytes_of(leaf)) - nbytes_of(leaf)))
+        )
+        self._rest = memoryview(b"")
+
+    def readinto(self, buffer: memoryview, /) -> int:
+        while not self._rest and (part := next(self._parts, None)) is not None:
+            self._rest = part
+        count = min(len(buffer), len(self._rest))
+        buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        return count
 
 
 def read_exactly(source: Source, length: int) -> bytes:

@@ -11,6 +11,7 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from torchft_like.checkpointing.copy_ahead import CopyAhead
+from torchft_like.plain_data import Leaf
 
 T = TypeVar("T")
 
@@ -35,14 +36,19 @@ class Destination(Generic[T]):
         own: the state in whose tensors the peer's may arrive; None if all arrive in new memory.
         check: raises an error for a state that is not to be loaded; tensors of the state that it gets may be
           without memory, on the device "meta".
+        kept: the leaves of a state that should be the same; what of it has the source's checksums is taken,
+          and need not come, if the transport can do that.
         is_written: whether the tensors of `own` may have been changed.
+        kept_nbytes: the bytes that were taken of what was kept.
         received: the bytes that came from each source, if the transport tells.
         refused: why the rest did not come from a source that had been asked for it.
     """
 
     own: T | None = None
     check: Callable[[T], object] = lambda _: None
+    kept: Sequence[Leaf] | None = None
     is_written: bool = False
+    kept_nbytes: int = 0
     received: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
 

@@ -157,6 +157,7 @@ class StepProtocol:
         self._has_gone_on = False  # this attempt is made in a quorum of an earlier one
         self._is_bound = False  # this attempt has a collective that needs all members
         self._was_bound = False  # so had the last one, and it was committed
+        self._is_settled = False  # the script has carried out all that was committed, and nothing more
 
     def begin(self) -> Join:
         """Start a new attempt; return what to send with the join.
@@ -171,6 +172,7 @@ class StepProtocol:
         self._failures.pop(self.quorum_id, None)  # of an earlier attempt; what it broke stays broken
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
+        self.settle()
         self.healing = self._lacks_state = False
         self._agreed = self._is_entered = self._has_gone_on = self._is_bound = False
         self._failure_before_quorum, self._own_failure_before_quorum = None, ""
@@ -288,6 +290,7 @@ class StepProtocol:
     def restore(self, counters: Mapping[str, object]) -> None:
         """Take over counters of a periodic checkpoint, which `counters` returned."""
         self._stands, self.catch_up = False, None
+        self._is_settled = False
         self.step = _count(counters, "step")
         self.batches_committed = _count(counters, "batches_committed")
         self.commit_quorum_id = _count(counters, "commit_quorum_id")
@@ -300,6 +303,7 @@ class StepProtocol:
         other.
         """
         self.restore(counters)
+        self.settle()
         self._lacks_state = False
         self.healing = self._rules.use_async_quorum
 
@@ -346,6 +350,24 @@ class StepProtocol:
         self.commit_quorum_id = NO_STATE
         self._stands = self._was_bound = False
         self.catch_up = None
+
+    def settle(self) -> None:
+        """Note that the script is done with what was committed, as it says by beginning the next step."""
+        self._is_settled = True
+
+    @property
+    def held(self) -> Version | None:
+        """The version of the state that the script has; None where that is not certain.
+
+        So it is from a commit on until the script begins the next step: the optimizer may have done any part
+        of its step. With a synchronous quorum scripts may change their state between two commits, too.
+        """
+        is_certain = self._is_settled and self._rules.use_async_quorum and self.commit_quorum_id > 0
+        return Version(self.step, self.commit_quorum_id) if is_certain else None
+
+    def takes(self, kept: Version, result: QuorumResult) -> bool:
+        """Return whether a state of this version, which the process has kept, is that to which it heals."""
+        return kept == Version(result.max_step, result.max_commit_quorum_id)
 
     def counters(self) -> dict[str, int]:
         """Return the state's version, origin and number of batches, for peers and periodic checkpoints."""
@@ -478,6 +500,7 @@ class StepProtocol:
         self._was_bound = committed and self._is_bound
         if committed:
             self.has_committed = True
+            self._is_settled = False
             self.step += 1
             self.commit_quorum_id = self.quorum_id
             self.first_quorum_id = self.first_quorum_id or self._jobs_first_quorum_id

@@ -8,6 +8,7 @@ or a process that was killed, ends as it does without: with the error, for the l
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import logging
@@ -38,6 +39,7 @@ from torchft_like.in_process.group import RestartGroup
 from torchft_like.in_process.health import HealthCheck, device, wait_until_healthy
 from torchft_like.in_process.meeting import Place
 from torchft_like.in_process.spare import Spare, SpareDesk, is_spare, lighthouse_of, warm_up
+from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime.durations import seconds_of
 
@@ -45,14 +47,22 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError, dist.DistBackendError)
-HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 CONNECT_S = 60.0  # for which a spare looks for its lighthouse, once
 NOTICE_S = 600.0  # far above the time in which a rank notices that another one has ended its try
 
 logger = logging.getLogger(__name__)
 
 
-class RestartOptions(TypedDict, total=False):
+class SpareOptions(TypedDict, total=False):
+    """What a script may say of spares for its ranks."""
+
+    # How long the others wait for a spare, where a rank has died and none is there; by default not at all.
+    spare_wait: timedelta | float
+    # The names of environment variables that a spare takes over from the group whose place it takes.
+    handed_over: Sequence[str]  # REPLICA_GROUP_ID and NUM_REPLICA_GROUPS by default
+
+
+class RestartOptions(SpareOptions, total=False):
     """What a script may say of its restarts; all of it may be left out."""
 
     # Errors after which to start again, beside MaxRetriesError, DivergenceError, GroupLostError,
@@ -64,10 +74,9 @@ class RestartOptions(TypedDict, total=False):
     # After a failure they are called again, after longer and longer pauses.
     health_check: HealthCheck | Sequence[HealthCheck]
     health_timeout: timedelta | float  # how long they may fail; 300 s by default
-    # How long the others wait for a spare, where a rank has died and none is there; by default not at all.
-    spare_wait: timedelta | float
-    # The names of environment variables that a spare takes over from the group whose place it takes.
-    handed_over: Sequence[str]  # REPLICA_GROUP_ID and NUM_REPLICA_GROUPS by default
+    # Whether a try that ends leaves its state to the next one, which need not fetch it where no other replica
+    # group has gone on; it is in memory twice until then. Not by default.
+    keep_state: bool
 
 
 @overload
@@ -127,8 +136,8 @@ class _Tries:
         window: timedelta | float | None = None,
         health_check: HealthCheck | Sequence[HealthCheck] = device,
         health_timeout: timedelta | float = 300.0,
-        spare_wait: timedelta | float | None = None,
-        handed_over: Sequence[str] = HANDED_OVER,
+        keep_state: bool = False,
+        **of_spares: Unpack[SpareOptions],
     ) -> None:
         for each in restart_on:
             if not (isinstance(each, type) and issubclass(each, Exception)):
@@ -139,11 +148,8 @@ class _Tries:
         self._budget = RestartBudget(max_restarts, None if window is None else seconds_of(window, "window"))
         self._checks = (health_check,) if callable(health_check) else tuple(health_check)
         self._health_s = seconds_of(health_timeout, "health_timeout")
-        if isinstance(handed_over, str) or not all(isinstance(name, str) for name in handed_over):
-            raise ConfigError(f"handed_over is {handed_over!r:.100}: it takes names of environment variables")
-        self._handed_over = tuple(handed_over)
-        wait_s = None if spare_wait is None else seconds_of(spare_wait, "spare_wait")
-        self._desk = SpareDesk(wait_s, self._handed_over)
+        self._keeping = kept_state.keeping if keep_state else contextlib.nullcontext
+        self._desk = SpareDesk(**of_spares)
 
     def run(self, main: Callable[[Restart], Any]) -> Any:
         """Return what the function returns in the first try that no error ends."""
@@ -155,7 +161,7 @@ class _Tries:
             group, restart = self._wait_for_place(limit_s)
         else:
             group = RestartGroup.meet(place_in_group(os.environ), limit_s, self._desk)
-        with group, frozen():
+        with group, frozen(), self._keeping():
             while True:
                 this_try = Try()
                 try:
@@ -182,7 +188,7 @@ class _Tries:
         del os.environ[SPARE_ENV]
         for name in OF_TORCHRUN:
             os.environ.pop(name, None)
-        names = {*OF_TORCHRUN, *self._handed_over}
+        names = {*OF_TORCHRUN, *self._desk.handed_over}
         os.environ.update({n: value for n, value in place.environment.items() if n in names})
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
         reason = f"this process has taken the place of rank {place.rank}"

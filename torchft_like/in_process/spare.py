@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from datetime import timedelta
 from typing import TypeVar
 
 import grpc
@@ -28,10 +29,12 @@ from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLo
 from torchft_like.in_process.meeting import AskForSpare, Place
 from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN, GroupPlace
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
 T = TypeVar("T")
 
+HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 RETRY_S = 0.25
 AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for the lighthouse
 
@@ -42,19 +45,26 @@ class SpareDesk:
     """Where the ranks of this process's groups ask for spares.
 
     Args:
-        wait_s: how long they wait for a spare to come, where none is there; None not at all.
+        spare_wait: how long they wait for a spare to come, where none is there; None not at all.
         handed_over: the names of environment variables that a spare takes over.
+
+    Raises:
+        ConfigError: one of them is wrong.
     """
 
-    def __init__(self, wait_s: float | None, handed_over: Sequence[str]) -> None:
-        self._wait_s = wait_s
-        self._handed_over = handed_over
+    def __init__(
+        self, spare_wait: timedelta | float | None = None, handed_over: Sequence[str] = HANDED_OVER
+    ) -> None:
+        if isinstance(handed_over, str) or not all(isinstance(name, str) for name in handed_over):
+            raise ConfigError(f"handed_over is {handed_over!r:.100}: it takes names of environment variables")
+        self._wait_s = None if spare_wait is None else seconds_of(spare_wait, "spare_wait")
+        self.handed_over = tuple(handed_over)
 
     def asks_for(self, group_id: str, place: GroupPlace) -> AskForSpare:
         """Return the function with which the ranks of a group ask for spares."""
 
         def ask(lost: RankProcess, meets_in: RankProcess, attempt: int) -> Future[str]:
-            names = {*OF_TORCHRUN, *self._handed_over}
+            names = {*OF_TORCHRUN, *self.handed_over}
             environment = {name: os.environ[name] for name in names if name in os.environ}
             vacancy = pb.Vacancy(
                 group_id=group_id,

@@ -278,6 +278,7 @@ class Manager:
             CheckpointFormatError: the registered state cannot be sent; the text names the path and the type.
             ForeignMemberError: this replica group is not of the job that it has come to.
         """
+        self._protocol.settle()
         self._driver.raise_if_over()
         last = self._driver.attempt
         if last is not None and last.error is None and not (last.is_overdue or last.is_standing):
@@ -602,6 +603,7 @@ class Manager:
             self._exchange.close()
         self._group.pg.shutdown()
         self._transport.shutdown(wait=wait)
+        self._exchange.keep_state()
         # A gradient may refer to a mesh, that to this Manager, and this to the gradient by the script's
         # functions, or the replay. Python's collector does not see that cycle.
         self._state.forget()

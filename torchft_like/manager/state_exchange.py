@@ -39,6 +39,7 @@ from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
+from torchft_like.manager import kept_state
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.catching_up import FetchBeside, Replay
 from torchft_like.manager.client import ManagerClient
@@ -124,6 +125,7 @@ class StateExchange:
         self._transport = transport
         self._emit = emit
         self.replay: Replay | None = None
+        self._keeper = kept_state.present()
         self._beside: FetchBeside[Fetched] | None = None
         self._is_serving = self._has_rehearsed = False
         self._fetching: _Fetching | None = None  # the fetch that runs
@@ -144,6 +146,8 @@ class StateExchange:
             Exception: an error of the script's load functions; the state is then neither this replica's nor
               the peer's.
         """
+        if self._keeper is not None and self._protocol.has_committed:
+            self._keeper.kept = None
         plan, result = attempt.take_plan(), attempt.result
         if plan is None or result is None:
             self._rehearse()
@@ -294,7 +298,12 @@ class StateExchange:
             ForeignStateError: the peer's state is none for this replica.
             CheckpointError: the peer is gone or slow, or did not send the state of `max_step`.
         """
-        destination = Destination[State](None if own is None else {"user": own}, partial(self._check, result))
+        kept = None if self._keeper is None else self._keeper.kept
+        destination = Destination[State](
+            None if own is None else {"user": own},
+            partial(self._check, result),
+            kept.leaves if kept is not None and self._protocol.takes(kept.version, result) else None,
+        )
         try:
             state = PeerState.of(
                 self._transport.recv_checkpoint_from(
@@ -319,6 +328,7 @@ class StateExchange:
             bytes=nbytes,
             seconds=seconds,
             gb_per_s=nbytes / 1e9 / max(seconds, 1e-9),
+            kept=destination.kept_nbytes,
             addresses=[f"{address} ({part} B)" for address, part in destination.received.items()],
             refused=[f"{address}: {reason}" for address, reason in destination.refused.items()],
         )
@@ -449,6 +459,19 @@ class StateExchange:
     def close(self) -> None:
         """Wait for the end of a fetch beside the steps, which was ended."""
         self._drop_beside("this replica stops")
+
+    def keep_state(self) -> None:
+        """Keep the state for the Manager of the next try, where there may be one, if its version is certain;
+        runs on the training thread, at the end of this Manager. A second call does nothing.
+        """
+        keeper, self._keeper = self._keeper, None
+        if keeper is None or (version := self._protocol.held) is None:
+            return
+        try:
+            with self._registry.reading() as user_state:
+                keeper.keep(version, {"user": user_state, "torchft": self._protocol.counters()})
+        except Exception:  # the script's functions may raise anything, and a device may have failed
+            logger.exception("the state of step %d is not kept for the next try", version.step)
 
     def linger(self) -> None:
         """Wait, before this replica leaves, for one that has begun to fetch its state in the last step."""

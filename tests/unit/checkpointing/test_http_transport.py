@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import queue
 import socket
@@ -11,7 +12,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from tests.unit.checkpointing.clients import drain, request
 from torchft_like.checkpointing import HTTPTransport, http_server
 from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import Expectation, Snapshot
+from torchft_like.checkpointing.state_stream import CHUNK_BYTES, Expectation, Snapshot, flatten_state
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
@@ -115,6 +116,39 @@ class TestTransfer:
         before = state["model"]["w"].clone()
         state["model"]["w"].zero_()
         assert torch.equal(fetch(receiver, source)["model"]["w"], before)
+
+    @pytest.mark.heal_is_clean
+    @pytest.mark.parametrize("lands", [False, True])
+    @pytest.mark.parametrize("what", ["the same", "a number differs", "laid out in another way"])
+    def test_what_was_kept_of_a_state_does_not_come_again(
+        self, transports: Make, pool: ThreadPoolExecutor, what: str, lands: bool
+    ) -> None:
+        source, receiver = transports(), transports()
+        state = {**make_state(5_000_000), "blob": b"\1" * 5000}
+        nbytes = 4 * 5_000_000 + 7 * 8 + 5000
+        source.send_checkpoint([1], 5, state, LIMIT)
+        fetched = pool.submit(source.wait_fetched, LIMIT)
+        _, leaves = flatten_state(copy.deepcopy(state))
+        if what == "a number differs":
+            cast("torch.Tensor", leaves[0])[4_000_000] += 1
+        elif what == "laid out in another way":
+            leaves.reverse()
+        own = {"model": {"w": torch.zeros(5_000_000)}} if lands else None
+        destination = Destination[State](own, kept=leaves)
+        arrived = receiver.recv_checkpoint_from([Source(0, source.metadata())], 5, LIMIT, destination)
+        assert_same(arrived, state)
+        assert arrived["blob"] == state["blob"]
+        assert destination.is_written is lands
+        kept, came = destination.kept_nbytes, sum(destination.received.values())
+        if what == "the same":
+            assert kept >= nbytes
+            assert came == 0
+        elif what == "a number differs":
+            assert 0 < came <= 4 * CHUNK_BYTES
+            assert kept + came >= nbytes
+        else:
+            assert kept == 0
+        fetched.result(LIMIT.total_seconds())
 
     @pytest.mark.parametrize("threads", [0, 1])
     def test_with_too_few_threads_it_takes_fewer_connections_or_fails_at_once(

@@ -26,7 +26,7 @@ from torchft_like.errors import (
     GroupLostError,
     ShutdownError,
 )
-from torchft_like.manager import state_exchange
+from torchft_like.manager import kept_state, state_exchange
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.quorum_driver import QuorumDriver
@@ -469,3 +469,46 @@ def test_the_snapshot_of_a_state_is_complete_when_the_step_goes_on(replica: Repl
     state = transport.recv_checkpoint(0, transport.metadata(), 3, timedelta(seconds=LIMIT_S))
     assert torch.equal(state["user"]["model"]["w"], torch.ones(1000))
     transport.shutdown()
+
+
+@pytest.mark.heal_is_clean
+def test_a_manager_that_ends_leaves_its_state_to_the_next_one_if_its_version_is_certain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight = torch.full((3,), 7.0)
+    asked: list[Any] = []
+
+    def receive(sources: object, step: int, timeout: object, destination: Destination[Any]) -> Any:
+        asked.append(destination.kept)
+        return {"user": {"model": weight}, "torchft": {"step": 3, "commit_quorum_id": 1}}
+
+    def try_once(last: Callable[[Replica], object]) -> None:
+        replica = Replica(monkeypatch)
+        replica.registry.register("model", ignore, weight.detach)
+        monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
+        attempt = replica.begin(5, **HEALS)
+        replica.exchange.exchange(attempt)
+        last(replica)
+        replica.driver.stop(ShutdownError("over"), LIMIT_S)
+        replica.exchange.keep_state()
+        replica.registry.forget()
+        replica.exchange.keep_state()  # a Manager may be shut down twice
+
+    with kept_state.keeping():
+        try_once(lambda replica: replica.protocol.decide(committed=True))  # and no step begins
+        try_once(lambda replica: None)
+        try_once(lambda replica: replica.registry.disallow_read())
+        assert (asked[:2], len(asked)) == ([None, None], 3)
+        ((kept,),) = asked[2:]
+        assert kept.data_ptr() == weight.data_ptr(), "it was not copied"
+        keeper = kept_state.present()
+        assert keeper is not None
+        assert keeper.kept is not None, "the state of the last try but one"
+
+        replica = Replica(monkeypatch)
+        replica.registry.register("model", ignore, weight.detach)
+        assert replica.end(replica.begin(6, a=3, b=3))
+        replica.exchange.exchange(replica.begin(6, a=3, b=3))
+        assert keeper.kept is None, "it is of no use any more"
+        replica.driver.stop(ShutdownError("over"), LIMIT_S)
+    assert kept_state.present() is None

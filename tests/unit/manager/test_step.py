@@ -8,6 +8,7 @@ import pytest
 
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import DISOWNED, QuorumResult, assign
+from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules, WorldSizeMode
 
 
@@ -51,6 +52,47 @@ def test_a_step_without_trouble_commits() -> None:
     assert p.vote()
     p.decide(committed=True)
     assert (p.step, p.commit_quorum_id, p.batches_committed, p.commit_failures) == (1, 1, 3, 0)
+
+
+@pytest.mark.heal_is_clean
+def test_the_version_of_a_state_is_certain_from_the_beginning_of_a_step_to_its_commit() -> None:
+    """In between the optimizer may have done any part of its step."""
+    p = protocol()
+    ready(p)
+    assert p.held is None, "of no version yet"
+    p.decide(committed=True)
+    assert p.held is None, "the optimizer is to step"
+    ready(p, quorum_id=2, max_step=1)
+    assert p.held == (1, 1)
+    p.decide(committed=False)
+    assert p.held == (1, 1), "nobody has changed it"
+    ready(p, quorum_id=3, max_step=1)
+    p.decide(committed=True)
+    assert p.held is None
+    p.settle()
+    assert p.held == (2, 3), "as the script begins another step, whose quorum never comes"
+
+
+@pytest.mark.heal_is_clean
+def test_a_state_that_was_disowned_lost_or_loaded_by_the_script_is_of_no_certain_version() -> None:
+    counters = {"step": 7, "commit_quorum_id": 2}
+    for change in (StepProtocol.disown_state, StepProtocol.lose_state, lambda p: p.restore(counters)):
+        p = protocol()
+        ready(p)
+        p.heal(counters)
+        assert p.held == (7, 2)
+        change(p)
+        assert p.held is None
+    p = protocol(use_async_quorum=False)
+    ready(p)
+    p.heal(counters)
+    assert p.held is None, "such scripts may change it between two commits"
+
+
+@pytest.mark.parametrize(("step", "quorum_id", "takes"), [(7, 2, True), (6, 2, False), (7, 1, False)])
+def test_a_kept_state_is_of_use_for_its_own_version_only(step: int, quorum_id: int, takes: bool) -> None:
+    newest = quorum(max_step=7, max_commit_quorum_id=2)
+    assert protocol().takes(Version(step, quorum_id), newest) is takes
 
 
 def test_a_rank_that_spoils_quorums_by_itself_says_so_in_its_joins_and_once_less_after_each_commit() -> None:
