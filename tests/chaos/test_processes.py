@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 
+from tests.waiting import wait_for
 from torchft_like.testing.processes import Processes, is_alive, wait_ended
 
 pytestmark = pytest.mark.integration
@@ -34,10 +34,7 @@ print(subprocess.Popen(["sleep", "infinity"]).pid, flush=True)
 def test_a_process_lives_as_long_as_one_of_its_threads() -> None:
     with subprocess.Popen([sys.executable, "-c", OUTLIVED_BY_A_THREAD], stdin=subprocess.PIPE) as child:
         process = psutil.Process(child.pid)
-        deadline = time.monotonic() + LIMIT_S
-        while process.status() != psutil.STATUS_ZOMBIE:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(lambda: process.status() == psutil.STATUS_ZOMBIE)
         assert is_alive(process)
         assert not wait_ended([process], 0.0)
         assert child.stdin is not None

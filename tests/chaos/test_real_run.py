@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 
 
-def chaos(folder: Path, kinds: list[str], *, interval_s: float, settings: JobSettings, network: bool) -> Run:
+def assert_survives(
+    folder: Path, kinds: list[str], *, interval_s: float, settings: JobSettings, network: bool
+) -> Run:
     """One fault of each kind into a job; fails with the report unless everything holds."""
     offered = features(settings, network=network)
     kinds, skipped = usable(kinds, offered)
@@ -34,12 +36,14 @@ def chaos(folder: Path, kinds: list[str], *, interval_s: float, settings: JobSet
 
 def test_a_job_survives_a_fault_of_each_of_several_kinds(tmp_path: Path) -> None:
     kinds = ["stop", "lighthouse-kill", "truncate", "disk-full"]
-    chaos(tmp_path, kinds, interval_s=1.5, settings=JobSettings(replicas=3), network=False)
+    assert_survives(tmp_path, kinds, interval_s=1.5, settings=JobSettings(replicas=3), network=False)
 
 
 def test_a_job_with_diloco_survives_faults_of_several_kinds(tmp_path: Path) -> None:
     settings = JobSettings(replicas=3, training=Training(algorithm="diloco", pause_s=0.02))
-    run = chaos(tmp_path, ["kill", "stop", "truncate"], interval_s=1.5, settings=settings, network=False)
+    run = assert_survives(
+        tmp_path, ["kill", "stop", "truncate"], interval_s=1.5, settings=settings, network=False
+    )
     assert len({commit.digest for commit in run.log.commits}) == len(
         {commit.step for commit in run.log.commits}
     )
@@ -50,7 +54,7 @@ def test_a_job_with_diloco_survives_faults_of_several_kinds(tmp_path: Path) -> N
 def test_spares_take_the_places_of_ranks_that_are_killed_and_no_other_process_ends(tmp_path: Path) -> None:
     settings = JobSettings(replicas=2, ranks=3, spares=2, training=Training(restarts=True))
     kinds = ["kill-rank"] * 5 + ["lighthouse-kill"]
-    run = chaos(tmp_path, kinds, interval_s=4, settings=settings, network=False)
+    run = assert_survives(tmp_path, kinds, interval_s=4, settings=settings, network=False)
     assert [note["code"] for note in run.log.notes if note["kind"] == "ended"] == [-signal.SIGKILL] * 5
     tries = [note for note in run.log.notes if note["kind"] == "try"]
     assert sum("has taken the place" in note["reason"] for note in tries) == 5
@@ -60,12 +64,12 @@ def test_spares_take_the_places_of_ranks_that_are_killed_and_no_other_process_en
 @pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable()))
 def test_a_job_survives_every_fault_of_the_network(tmp_path: Path) -> None:
     kinds = ["blackhole", "one-way", "partition", "link", "loss", "delay"]
-    chaos(tmp_path, kinds, interval_s=6, settings=JobSettings(replicas=4), network=True)
+    assert_survives(tmp_path, kinds, interval_s=6, settings=JobSettings(replicas=4), network=True)
 
 
 @pytest.mark.slow
 def test_the_users_own_command_is_checked_by_its_events(tmp_path: Path) -> None:
     command = (sys.executable, str(EXAMPLE), "--steps", "100000", "--replica-id", "{index}")
     settings = JobSettings(replicas=3, command=command, naming="replica-{index}")
-    run = chaos(tmp_path, ["kill", "stop"], interval_s=15, settings=settings, network=False)
+    run = assert_survives(tmp_path, ["kill", "stop"], interval_s=15, settings=settings, network=False)
     assert {commit.digest for commit in run.log.commits} == {""}

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -41,7 +40,7 @@ class Fleet:
             worker.tell(command, *own)
         return [worker.answer() for worker in workers]
 
-    def check(
+    def assert_like_torch(
         self,
         subject: str,
         world: int,
@@ -51,7 +50,7 @@ class Fleet:
     ) -> bool:
         """Run a case on all members, and fail the test with what differs from torch's own group.
 
-        It returns whether the group is of no use afterwards; the next check then configures it anew.
+        It returns whether the group is of no use afterwards; the next case then configures it anew.
         """
         forms, found, is_spoilt = list(itertools.product(kinds, modes)), set[str](), False
         with self._whole():
@@ -133,11 +132,3 @@ class Fleet:
                 LighthouseServer(join_timeout_ms=10_000, keepalive_timeout_ms=PATIENT_MS)
             )
         return self._lighthouses[0].address()
-
-
-def wait_until(is_true: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Poll until `is_true()`; fail the test after `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.002)

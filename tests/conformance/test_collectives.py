@@ -26,18 +26,18 @@ LIKE_OTHERS = ("transposed", "offset", "inference")
 
 @pytest.mark.parametrize("case", CALLS)
 def test_kinds_of_tensors_give_torchs_results(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, min(PAIR, world), case, subject.kinds(KINDS))
+    fleet.assert_like_torch(subject.name, min(PAIR, world), case, subject.kinds(KINDS))
 
 
 @pytest.mark.parametrize("case", CALLS)
 def test_works_and_futures_give_torchs_results(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, world, case, modes=MODES)
+    fleet.assert_like_torch(subject.name, world, case, modes=MODES)
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 def test_reductions_are_torchs(fleet: Fleet, subject: Subject, world: int, reduction: str) -> None:
     for name in REDUCING:
-        fleet.check(subject.name, world, f"{name} {reduction}")
+        fleet.assert_like_torch(subject.name, world, f"{name} {reduction}")
 
 
 def test_every_call_has_every_form_that_its_arguments_can_have() -> None:
@@ -54,7 +54,7 @@ def test_every_call_has_every_form_that_its_arguments_can_have() -> None:
 
 @pytest.mark.parametrize("case", FORMS)
 def test_forms_of_arguments_mean_torchs_calls(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, world, case, modes=["wait"])
+    fleet.assert_like_torch(subject.name, world, case, modes=["wait"])
 
 
 @pytest.mark.parametrize("case", FORMS)
@@ -64,6 +64,6 @@ def test_layouts_change_no_form(fleet: Fleet, subject: Subject, world: int, case
     if "coalescing" not in case:  # in which torch's functions stumble over them
         kinds.append(CONJUGATED)
     world = min(PAIR, world)
-    is_refused = fleet.check(subject.name, world, case, modes=["wait"])
+    is_refused = fleet.assert_like_torch(subject.name, world, case, modes=["wait"])
     if not is_refused:  # what spoils the group does so in every layout
-        fleet.check(subject.name, world, case, kinds, ["wait"])
+        fleet.assert_like_torch(subject.name, world, case, kinds, ["wait"])

@@ -9,10 +9,11 @@ from operator import attrgetter
 import pytest
 
 from tests.versions import NEEDS_ALLTOALL_OF_LISTS
+from tests.waiting import wait_for
 from torchft_like.testing.ranks import Rank
 
 from .calls import CALLS
-from .fleet import Fleet, wait_until
+from .fleet import Fleet
 from .member import Member
 from .subjects import MEETING, Subject
 
@@ -98,7 +99,7 @@ def test_an_abort_ends_the_wait_for_a_stopped_peer(scene: Fleet, subject: Subjec
 def await_victim(scene: Fleet) -> list[Rank]:
     """The survivors that are blocked: nothing that is only slow takes so long."""
     deadline = time.monotonic() + FELT_S
-    wait_until(lambda: time.monotonic() > deadline)
+    wait_for(lambda: time.monotonic() > deadline)
     return [worker for worker in scene.workers[:VICTIM] if not worker.ask(Member.is_over)]
 
 

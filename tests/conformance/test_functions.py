@@ -42,7 +42,7 @@ OF_COALESCING = [name for name in CASES if name.startswith("_coalescing_manager"
 
 @pytest.mark.parametrize("case", CASES)
 def test_functions_do_what_torchs_group_does(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, world, case)
+    fleet.assert_like_torch(subject.name, world, case)
 
 
 @pytest.mark.parametrize("case", OF_POINT_TO_POINT)
@@ -50,17 +50,17 @@ def test_messages_take_every_kind_of_tensor(fleet: Fleet, subject: Subject, worl
     kinds = subject.kinds(KINDS)
     if case == "recv from anybody":
         kinds = [kind for kind in kinds if 0 not in kind.shape]  # Gloo waits for ever for the second of them
-    fleet.check(subject.name, world, case, kinds)
+    fleet.assert_like_torch(subject.name, world, case, kinds)
 
 
 @pytest.mark.parametrize("case", OF_COALESCING)
 def test_coalesced_operations_have_one_wait(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, world, case, modes=MODES)
+    fleet.assert_like_torch(subject.name, world, case, modes=MODES)
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)
 def test_functional_collectives_match_torchs(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
-    fleet.check(subject.name, world, f"functional {name}")
+    fleet.assert_like_torch(subject.name, world, f"functional {name}")
 
 
 # Compiled code finds each class by its name alike: a function of one tensor and one of several stand for all.
@@ -80,7 +80,7 @@ def test_functional_collectives_match_torchs(fleet: Fleet, subject: Subject, wor
     ],
 )
 def test_compiled_code_gets_torchs_results(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
-    fleet.check(subject.name, world, f"compiled {name}")
+    fleet.assert_like_torch(subject.name, world, f"compiled {name}")
 
 
 def test_no_function_that_takes_a_group_is_forgotten() -> None:

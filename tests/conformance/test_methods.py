@@ -36,19 +36,19 @@ def test_every_row_of_the_table_is_called() -> None:
 def test_methods_give_what_torchs_methods_give(fleet: Fleet, subject: Subject, world: int, name: str) -> None:
     """Functions of `torch.distributed` call the same methods with every other dtype and layout."""
     kinds = subject.kinds([PLAIN, Kind(dtype=torch.bfloat16), Kind(layout="strided"), CONJUGATED])
-    fleet.check(subject.name, world, f"method {name}", kinds)
+    fleet.assert_like_torch(subject.name, world, f"method {name}", kinds)
 
 
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_call_raises_what_torch_raises(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    spoilt = fleet.check(subject.name, world, case)
+    spoilt = fleet.assert_like_torch(subject.name, world, case)
     assert not spoilt or subject.swallows
-    fleet.check(subject.name, world, "all_reduce")
+    fleet.assert_like_torch(subject.name, world, "all_reduce")
 
 
 @pytest.mark.parametrize("case", THREADED)
 def test_threads_can_share_a_group(fleet: Fleet, subject: Subject, world: int, case: str) -> None:
-    fleet.check(subject.name, world, case)
+    fleet.assert_like_torch(subject.name, world, case)
 
 
 def test_members_can_become_fewer_more_and_others(fleet: Fleet, subject: Subject, world: int) -> None:
@@ -57,4 +57,4 @@ def test_members_can_become_fewer_more_and_others(fleet: Fleet, subject: Subject
     for members in (world, world - 1, WORLD_MAX, WORLD_MAX, 1, world):
         fleet.renew(subject.name, members)
         for case in SAMPLE:
-            fleet.check(subject.name, members, case)
+            fleet.assert_like_torch(subject.name, members, case)

@@ -102,15 +102,16 @@ def summed(here: Here, rank: int, group: str = "group", count: int = 1000) -> fl
     return float(tensor[0])
 
 
-def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> None:
-    """Run every collective, and check its results."""
-    group, size = here.group, here.world_size
+def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> list[str]:
+    """Run every collective; return the results that are wrong."""
+    group, size, wrong = here.group, here.world_size, list[str]()
 
     def full(*values: float) -> torch.Tensor:
         return torch.cat([torch.full((count,), value, dtype=dtype, device=here.device) for value in values])
 
     def expect(found: torch.Tensor, *values: float) -> None:
-        assert torch.equal(found, full(*values)), (found, values)
+        if not torch.equal(found, full(*values)):
+            wrong.append(f"{found} is not {values}")
 
     own, everybody = full(rank + 1), [other + 1.0 for other in range(size)]
     for operation, expected in ((dist.ReduceOp.SUM, sum(everybody)), (dist.ReduceOp.MAX, float(size))):
@@ -138,6 +139,7 @@ def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> None:
         work.wait()
     expect(received, (rank - 1) % size + 1)
     group.barrier().wait()
+    return wrong
 
 
 def reduce_until_lost(here: Here, rank: int, count: int, rounds: Path, told: Path) -> tuple[str, float]:
@@ -239,17 +241,18 @@ def captured(here: Here, act: Callable[[], object]) -> Callable[[], object]:
     return graph.replay
 
 
-def talk(here: Here, rank: int) -> None:
-    """Communicate over a gang and a coordinator whose device group is this rank's."""
+def talk(here: Here, rank: int) -> list[Any]:
+    """Communicate over a gang and a coordinator whose device group is this rank's; return the sum of all
+    rank + 1 by either, and each of these by the coordinator.
+    """
     gang = ProcessGroupGang(here.group, here.device)
-    assert all_sum(gang, rank + 1).item() == sum(range(here.world_size + 1))
+    total = all_sum(gang, rank + 1).item()
     gang.barrier()
     coordinator = GroupCoordinator.from_groups(here.other, here.group, device=gang.device)
     ones = torch.full((2, 3), rank + 1.0, device=here.device)
-    assert float(coordinator.all_reduce(ones)[0, 0]) == sum(range(here.world_size + 1))
-    gathered = coordinator.all_gather(ones, 0)
-    assert [float(row[0]) for row in gathered[::2]] == [other + 1.0 for other in range(here.world_size)]
+    reduced, gathered = coordinator.all_reduce(ones), coordinator.all_gather(ones, 0)
     coordinator.barrier()
+    return [total, float(reduced[0, 0]), [float(row[0]) for row in gathered[::2]]]
 
 
 def footprint(here: Here, rank: int) -> dict[str, float]:

@@ -11,8 +11,9 @@ import psutil
 import pytest
 import torch
 
-from tests.gpu.device import busy, wait_for
+from tests.gpu.device import busy
 from tests.unit.process_group.conftest import LIMIT_S, Party
+from tests.waiting import soon, wait_for
 from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.group import RemoteBackend
@@ -145,4 +146,4 @@ def test_the_contexts_of_ended_subprocesses_are_given_back(party: Party, group: 
         group.allreduce([torch.ones(4, device="cuda")]).wait()
         torch.cuda.synchronize()
     # The ones before are gone, with their contexts; a spare is there or on its way.
-    wait_for(lambda: torch.cuda.mem_get_info()[0] > free - 3 * 1024**3)
+    assert soon(lambda: torch.cuda.mem_get_info()[0] > free - 3 * 1024**3)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu.ipc_child import Child
+from tests.waiting import LIMIT_S
 from torchft_like.process_group.baby.cuda_sharing import TorchCuda
 from torchft_like.testing.processes import Processes
 
@@ -37,6 +39,7 @@ def allocated() -> int:
 
 def test_torch_ignores_a_counter_that_does_not_exist() -> None:
     TorchCuda().decrement(b"/torchft-nobody-counts-here", 0)
+    assert not Path("/dev/shm/torchft-nobody-counts-here").exists()
 
 
 def test_subprocess_writes_to_the_trainers_memory(child: Child) -> None:
@@ -135,5 +138,5 @@ def test_trainers_stream_goes_on_when_the_subprocess_is_killed(processes: Proces
     with the device in that process.
     """
     trainer = processes.start(sys.executable, "-m", "tests.gpu.killed_in_an_operation")
-    trainer.wait_for_output("the stream waits")
-    trainer.wait_for_output("the stream has gone on")
+    assert trainer.wait(LIMIT_S) == 0
+    assert trainer.output.splitlines()[-2:] == ["the stream waits", "the stream has gone on"]

@@ -48,7 +48,7 @@ def ones(*shape: int, times: float = 1.0) -> Tensor:
     return torch.full(shape, times, device="cuda:0")
 
 
-def same(found: Any, expected: Tensor) -> None:
+def assert_same(found: Any, expected: Tensor) -> None:
     assert found.device == torch.device("cuda:0")
     assert torch.equal(found, expected)
 
@@ -56,15 +56,15 @@ def same(found: Any, expected: Tensor) -> None:
 def test_tensors_of_a_device_without_a_group_come_back_to_it(party: Party, pair: list[Any]) -> None:
     def talk(rank: int, c: GroupCoordinator) -> None:
         mine = ones(2, 3, times=rank + 1)
-        same(c.all_reduce(mine), ones(2, 3, times=3))
-        same(c.all_gather(mine, 0), torch.cat([ones(2, 3), ones(2, 3, times=2)]))
-        same(c.all_gatherv(ones(rank, 3)), ones(1, 3))
-        same(c.reduce_scatter(mine, 0), ones(1, 3, times=3))
-        same(c.reduce_scatterv(mine, 1, [3, 0]), ones(2, 0 if rank else 3, times=3))
-        same(c.broadcast(mine, 1), ones(2, 3, times=2))
+        assert_same(c.all_reduce(mine), ones(2, 3, times=3))
+        assert_same(c.all_gather(mine, 0), torch.cat([ones(2, 3), ones(2, 3, times=2)]))
+        assert_same(c.all_gatherv(ones(rank, 3)), ones(1, 3))
+        assert_same(c.reduce_scatter(mine, 0), ones(1, 3, times=3))
+        assert_same(c.reduce_scatterv(mine, 1, [3, 0]), ones(2, 0 if rank else 3, times=3))
+        assert_same(c.broadcast(mine, 1), ones(2, 3, times=2))
         gathered = c.gather(mine, 1, 0)
         if rank == 1:
-            same(gathered, ones(4, 3, times=2))
+            assert_same(gathered, ones(4, 3, times=2))
 
     party.together(pair, talk)
 
@@ -73,8 +73,8 @@ def test_messages_keep_the_kind_of_device(party: Party, pair: list[Any]) -> None
     value = {"there": ones(4), "here": torch.ones(4), "many": ones(1 << 18)}
 
     def check(found: Any) -> None:
-        same(found["there"], ones(4))
-        same(found["many"], ones(1 << 18))
+        assert_same(found["there"], ones(4))
+        assert_same(found["many"], ones(1 << 18))
         assert found["here"].device.type == "cpu"
 
     def talk(rank: int, c: GroupCoordinator) -> None:
@@ -87,10 +87,10 @@ def test_messages_keep_the_kind_of_device(party: Party, pair: list[Any]) -> None
         if rank == 0:
             c.send(ones(3))
         else:
-            same(c.recv((3,), torch.float32), ones(3))
+            assert_same(c.recv((3,), torch.float32), ones(3))
         hidden, logits = c.dispatch(ones(rank, 4), ones(rank, 2))
-        same(logits, ones(1, 2))
-        same(c.combine(hidden), ones(rank, 4, times=2))
+        assert_same(logits, ones(1, 2))
+        assert_same(c.combine(hidden), ones(rank, 4, times=2))
 
     party.together(pair, talk)
 
@@ -114,8 +114,8 @@ def test_a_group_of_one_with_nccl(alone: GroupCoordinator) -> None:
         alone.gather(mine),
         alone.broadcast(mine),
     ):
-        same(found, mine)
-    same(alone.recv((2, 3), torch.float32), ones(2, 3, times=0))
+        assert_same(found, mine)
+    assert_same(alone.recv((2, 3), torch.float32), ones(2, 3, times=0))
     alone.barrier()
 
 
@@ -151,7 +151,7 @@ def test_a_graph_is_captured_on_a_stream_of_its_own(alone: GroupCoordinator) -> 
     assert torch.cuda.current_stream() == outer
     value.fill_(3.0)
     graph.replay()
-    same(doubled, ones(4, times=6))
+    assert_same(doubled, ones(4, times=6))
 
 
 def test_the_outer_stream_waits_for_what_was_done_on_the_other(alone: GroupCoordinator) -> None:
@@ -159,4 +159,4 @@ def test_the_outer_stream_waits_for_what_was_done_on_the_other(alone: GroupCoord
     with alone.graph_capture():
         torch.cuda._sleep(100_000_000)  # type: ignore[no-untyped-call]
         target.fill_(1.0)
-    same(target + 0, ones(1 << 20))
+    assert_same(target + 0, ones(1 << 20))

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
-from tests.gpu.device import busy, wait_for
+from tests.gpu.device import busy
 from tests.unit.process_group.conftest import LIMIT_S, Party
+from tests.waiting import wait_for
 from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.futures import future_timeout
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL

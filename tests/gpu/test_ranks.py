@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.gpu import group_job
-from tests.gpu.group_job import LIMIT_S, POLL_S, each_backend, job
+from tests.gpu.group_job import POLL_S, each_backend, job
+from tests.waiting import wait_for
 from tools.gpu.figures import figure
 from torchft_like.testing.ranks import Rank, Ranks
 
@@ -32,20 +33,13 @@ def assert_sums(ranks: Ranks, group: str = "group") -> None:
     assert ranks.ask(group_job.summed, group) == [expected] * len(ranks)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(POLL_S)
-
-
 @each_backend
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_collective_gives_what_it_must(backend: str, count: int) -> None:
     with job(backend, count) as ranks:
         ranks.meet()
         for dtype, elements in ((torch.float32, 1), (torch.bfloat16, 1000), (torch.float32, COUNT)):
-            ranks.ask(group_job.exchange, dtype, elements)
+            assert ranks.ask(group_job.exchange, dtype, elements) == [[]] * count
 
 
 @each_backend
@@ -68,7 +62,7 @@ def test_survivors_end_their_all_reduce_and_go_on_without_the_lost_rank(
         rounds = [tmp_path / f"rounds-{rank}" for rank in range(count)]
         for number_of, rank in enumerate(members):
             rank.tell(group_job.reduce_until_lost, number_of, COUNT, rounds[number_of], told)
-        wait_until(lambda: all(path.exists() and path.stat().st_size > 3 for path in rounds))
+        wait_for(lambda: all(path.exists() and path.stat().st_size > 3 for path in rounds))
         begin = time.monotonic()
         victim.signal(number)
         noticed = notice(survivors)
@@ -178,7 +172,7 @@ def test_a_gang_and_a_coordinator_work_over_the_group(backend: str) -> None:
         ranks.meet()
         ranks.ask(group_job.make_cpu_group)
         ranks.meet(group="other")
-        ranks.ask(group_job.talk)
+        assert ranks.ask(group_job.talk) == [[6, 6.0, [1.0, 2.0, 3.0]]] * 3
 
 
 @pytest.mark.parametrize("backend", ["baby-gloo", pytest.param("baby-nccl", marks=pytest.mark.gpu)])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 
 import torch
 
 from lighthouse.address import LOOPBACK
+from tests.waiting import soon
 from torchft_like.errors import FaultToleranceError
 from torchft_like.message_queue import MessageQueue
 
@@ -52,9 +52,7 @@ class End:
 
     def lost(self, rank: int) -> list[int]:
         """Return the readers that are lost, once `rank` is one of them."""
-        deadline = time.monotonic() + LIMIT_S
-        while rank not in self.queue.lost_readers and time.monotonic() < deadline:
-            time.sleep(0.002)
+        soon(lambda: rank in self.queue.lost_readers)
         return self.queue.lost_readers
 
     def stream(self, sizes: list[int], count: int) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from lighthouse.events import read_events
+from tests.waiting import soon
 from torchft_like.testing.processes import Processes, RunningProcess, wait_ended
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(900)]
@@ -106,10 +106,8 @@ def test_no_replica_outlives_the_demo(processes: Processes, tmp_path: Path, numb
     script = tmp_path / "waiting.py"
     script.write_text("import time; time.sleep(600)" if is_killed else WAITING_SCRIPT)
     demo = start(processes, tmp_path, "--replicas", "2", "--script", str(script))
-    deadline = time.monotonic() + LIMIT_S
-    while len(replicas := demo.descendants()) < (2 if is_killed else 4):
-        assert time.monotonic() < deadline, demo.output
-        time.sleep(0.05)
+    assert soon(lambda: len(demo.descendants()) >= (2 if is_killed else 4)), demo.output
+    replicas = demo.descendants()
     demo.signal(number)
     assert demo.wait(LIMIT_S) == (-number if is_killed else 130)
     assert wait_ended(replicas, LIMIT_S)

@@ -17,6 +17,7 @@ from torchft_like.testing.ranks import Rank, Ranks, running
 
 pytestmark = pytest.mark.integration
 _prefixes = itertools.count()
+HOLDS = [None] * 4  # what failed in a case, by rank
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +41,7 @@ def ranks(store: TCPStore) -> Iterator[Ranks]:
 @pytest.mark.parametrize("case", CASES)
 def test_in_groups_of_every_size(ranks: Ranks, case: str) -> None:
     for size in job.SHARES:
-        ranks.ask(job.run, case, str(size))
+        assert ranks.ask(job.run, case, str(size)) == HOLDS
 
 
 OVER_ANY_GROUP = (
@@ -57,7 +58,7 @@ OVER_ANY_GROUP = (
 
 @pytest.mark.parametrize("case", OVER_ANY_GROUP)
 def test_over_a_group_of_torchs_own(ranks: Ranks, case: str) -> None:
-    ranks.ask(job.run, case, "torch's own")
+    assert ranks.ask(job.run, case, "torch's own") == HOLDS
 
 
 def test_tensors_that_are_replicated_are_sent_in_slices(ranks: Ranks) -> None:
@@ -91,7 +92,7 @@ def test_tensors_that_are_not_declared_are_sent_whole(ranks: Ranks) -> None:
 
 
 def test_rank_0_broadcasts_objects_through_a_queue_until_the_coordinator_is_destroyed(ranks: Ranks) -> None:
-    ranks.ask(job.run, "objects_are_broadcast", "queue")
+    assert ranks.ask(job.run, "objects_are_broadcast", "queue") == HOLDS
     for outcome in ranks.ask(job.destroy):
         assert outcome[0] == "1 groups"
         assert all("GroupCoordinatorError" in text and "was destroyed" in text for text in outcome[1:])

@@ -21,7 +21,7 @@ def assert_undisturbed(groups: list[Group], since: float) -> None:
         assert group.failures(since) == []
 
 
-def interrupt(cluster: Cluster, daemon: Daemon) -> None:
+def assert_interrupt_ends(cluster: Cluster, daemon: Daemon) -> None:
     """SIGINT, as Ctrl-C sends it, ends the process and everything that it has started."""
     daemon.signal(signal.SIGINT)
     cluster.wait_until(lambda: daemon.is_gone, "the interrupted process ends")
@@ -73,11 +73,11 @@ def test_replicas_that_come_and_go_cost_the_others_no_step(tmp_path: Path, use_a
 def test_an_interrupt_ends_a_replica_that_trains_with_its_lighthouse_and_without(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
-        interrupt(cluster, b.ranks[0])
+        assert_interrupt_ends(cluster, b.ranks[0])
         cluster.wait_for_quorum_of(a)
         cluster.lighthouse.kill()
         cluster.wait_for_event(a, "disconnected")
-        interrupt(cluster, a.ranks[0])
+        assert_interrupt_ends(cluster, a.ranks[0])
 
 
 def test_an_interrupt_ends_every_rank_of_a_group(tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_an_interrupt_ends_every_rank_of_a_group(tmp_path: Path) -> None:
         (a,) = cluster.start_all("a", size=2)
         a.signal(signal.SIGINT)
         for rank in a.ranks:
-            interrupt(cluster, rank)
+            assert_interrupt_ends(cluster, rank)
 
 
 def test_an_interrupt_ends_a_replica_that_waits_for_a_peer_in_a_collective(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_an_interrupt_ends_a_replica_that_waits_for_a_peer_in_a_collective(tmp_p
         cluster.pull_trigger()
         hanging, _ = cluster.wait_for_fault(a, b)
         waiting = b if hanging is a else a
-        interrupt(cluster, waiting.ranks[0])
+        assert_interrupt_ends(cluster, waiting.ranks[0])
 
 
 def test_an_interrupt_ends_a_replica_that_has_just_registered_or_waits_for_a_quorum(tmp_path: Path) -> None:
@@ -103,8 +103,8 @@ def test_an_interrupt_ends_a_replica_that_has_just_registered_or_waits_for_a_quo
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a = cluster.start("a")
         cluster.wait_until(lambda: cluster.lighthouse_events.records("register"), "a is registered")
-        interrupt(cluster, a.ranks[0])
+        assert_interrupt_ends(cluster, a.ranks[0])
         a = cluster.start("a")
         cluster.wait_until(lambda: a.ranks[0].records("attempt"), "a begins a step")
-        interrupt(cluster, a.ranks[0])
+        assert_interrupt_ends(cluster, a.ranks[0])
         assert not a.ranks[0].commits()

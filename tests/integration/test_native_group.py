@@ -69,6 +69,7 @@ def test_a_stopped_member_holds_the_others_up_until_the_timeout(tmp_path: Path, 
         struck, _ = cluster.wait_for_fault(*groups)
         survivors = [group for group in groups if group is not struck]
         cluster.wait_for_quorum_of(*survivors)
+        assert all(group.failures() for group in survivors)
         struck.signal(signal.SIGCONT)
         cluster.wait_for_quorum_of(*groups)
 

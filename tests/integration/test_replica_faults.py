@@ -58,6 +58,7 @@ def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_
         a, b, c = cluster.start_all("abc")
         c.kill()
         cluster.wait_for_quorum_of(a, b)
+        assert_lost(c, by=[a, b])
 
 
 def test_the_others_commit_beside_one_that_cannot_be_configured_until_it_can(tmp_path: Path) -> None:
@@ -86,6 +87,7 @@ def test_one_goes_on_alone_while_the_training_threads_of_the_two_others_hang(tmp
         cluster.pull_trigger()
         cluster.wait_until(lambda: b.faults() and c.faults(), "both hang")
         cluster.wait_for_quorum_of(a)
+        assert a.last_commit.members == {a.replica_id}
         for group in (b, c):
             group.signal(signal.SIGUSR1)
         cluster.wait_for_quorum_of(*groups)

@@ -144,6 +144,7 @@ def test_a_replica_that_dies_while_the_lighthouse_is_away_is_left_behind(tmp_pat
         c.kill()
         cluster.start_lighthouse()
         cluster.wait_for_quorum_of(a, b)
+        assert a.last_commit.members == {a.replica_id, b.replica_id}
 
 
 def test_a_trainer_gives_up_with_a_clear_error_when_the_lighthouse_stays_away(tmp_path: Path) -> None:

@@ -295,12 +295,13 @@ def test_a_client_that_stays_shows_the_certificate_that_replaced_its_own(
     server = LighthouseServer(min_replicas=1)
     client = LighthouseClient(server.address(), LIMIT)
     try:
-        client.heartbeat("x")
+        client.heartbeat("one that stays")
         shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
         port = parse_address(server.address()).port
         server.shutdown()  # and with it the connection
         server = LighthouseServer(bind=f"127.0.0.1:{port}", min_replicas=1)
-        client.heartbeat("x", LIMIT)
+        client.heartbeat("one that stays", LIMIT)
+        assert "one that stays" in server.describe()
     finally:
         client.close()
         server.shutdown()

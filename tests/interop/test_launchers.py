@@ -13,7 +13,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from lighthouse.address import LOOPBACK
 from tests.conftest import ROOT
 from tests.dropin.environments import python_for
 from tests.dropin.scripts import SCRIPTS
+from tests.waiting import soon
 from tools.environments import UnavailableError
 from torchft_like.testing.processes import Processes
 
@@ -95,9 +95,7 @@ def slurm(tmp_path: Path, processes: Processes) -> Iterator[dict[str, str]]:
     yield env
     run = functools.partial(subprocess.run, env={**os.environ, **env}, check=True, capture_output=True)
     run(["scancel", f"--user={getpass.getuser()}"])
-    deadline = time.monotonic() + LIMIT_S
-    while run(["squeue", "--noheader"]).stdout and time.monotonic() < deadline:
-        time.sleep(0.2)
+    soon(lambda: not run(["squeue", "--noheader"]).stdout, LIMIT_S)
 
 
 def test_slurm_keeps_the_neighbours_of_a_rank_that_dies(
@@ -140,10 +138,7 @@ def test_ray_keeps_the_neighbours_of_a_rank_that_dies(tmp_path: Path, processes:
 
 def kill_one_rank(run: Path, output: Callable[[], str]) -> None:
     """Kill rank 1 of group 1 once both groups train together."""
-    deadline = time.monotonic() + LIMIT_S
-    while re.search(r"step [23]\d .* participants 2", output()) is None:
-        assert time.monotonic() < deadline, output()
-        time.sleep(0.1)
+    assert soon(lambda: re.search(r"step [23]\d .* participants 2", output()), LIMIT_S), output()
     wanted = {("RANK", "1"), ("REPLICA_GROUP_ID", "1"), (RUN, str(run))}
     (rank,) = (
         process

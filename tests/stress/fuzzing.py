@@ -35,7 +35,7 @@ fuzz = settings(
 )
 
 
-def parse_or_refuse(
+def assert_parsed_or_refused(
     parse: Callable[..., Any], *given: Any, refusals: type[Exception] | tuple[type[Exception], ...]
 ) -> Any:
     """Return what the parser makes of it; None if it refuses. Any other exception fails the test."""

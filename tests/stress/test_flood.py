@@ -40,7 +40,7 @@ def test_connections_that_come_and_go_leave_nothing(scene: Scene, server: str) -
         began = time.monotonic()
         accepted = asyncio.run(hostile.flood([address], CONNECTIONS))
         rate = accepted / (time.monotonic() - began)
-        after, busy = aftermath(scene, server, healthy, before)
+        after, busy = assert_nothing_is_left(scene, server, healthy, before)
         print(
             f"\n{server}: {accepted} connections that come and go, {rate:.0f} per second; {before} -> {after}"
         )
@@ -56,7 +56,7 @@ def test_connections_that_stay_and_say_nothing_leave_nothing(scene: Scene, serve
         stay(address)  # what so many at once take is kept by the allocator, and used by the next
         before, quiet = calm(scene, server, healthy)
         peak = stay(address, lambda: seen(scene, server, healthy))
-        after, busy = aftermath(scene, server, healthy, before)
+        after, busy = assert_nothing_is_left(scene, server, healthy, before)
         print(f"\n{server}: {CONNECTIONS // 2} connections that stay; {before} -> {peak} -> {after}")
         print(f"  healthy before: {quiet}\n  healthy during: {busy}")
 
@@ -84,7 +84,7 @@ def calm(scene: Scene, server: str, healthy: Beside) -> tuple[Held, str]:
     return before, healthy.take_times()
 
 
-def aftermath(scene: Scene, server: str, healthy: Beside, before: Held) -> tuple[Held, str]:
+def assert_nothing_is_left(scene: Scene, server: str, healthy: Beside, before: Held) -> tuple[Held, str]:
     """What it holds when all are gone, which is what it held before; and how the healthy fared."""
     healthy.goes_on()
     busy = healthy.take_times()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from lighthouse.address import Address
 from tests.descriptors import left_open_since, open_descriptors
-from tests.stress.fuzzing import damaged, fuzz, json_values, parse_or_refuse
+from tests.stress.fuzzing import assert_parsed_or_refused, damaged, fuzz, json_values
 from tests.unit.checkpointing.states import dump_state, forged, load_state
 from torchft_like.checkpointing.state_stream import Expectation, IncomingState, read_header
 from torchft_like.core.agreement import statements
@@ -70,7 +70,7 @@ def of_leaves(count: int) -> bytes:
 @example(forged(of_leaves(20_000)))
 @example(b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00")  # announces 64 MB and sends none
 def test_bytes_are_a_state_or_refused(data: bytes) -> None:
-    parse_or_refuse(load_state, data, refusals=CheckpointFormatError)
+    assert_parsed_or_refused(load_state, data, refusals=CheckpointFormatError)
 
 
 EXPECTED = Expectation()
@@ -91,7 +91,7 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
         incoming.outline()
         return incoming.read_all(source)
 
-    parse_or_refuse(heal, refusals=CheckpointFormatError)
+    assert_parsed_or_refused(heal, refusals=CheckpointFormatError)
 
 
 # -- the store
@@ -102,7 +102,7 @@ def test_a_small_state_is_healed_with_little(structure: bytes) -> None:
 @example(struct.pack("=I", 1) + b"\xff" + struct.pack("=I", 0))  # a key that is not UTF-8
 @example(struct.pack("=I", 2**32 - 1))
 def test_bytes_are_what_a_member_said_or_refused(data: bytes) -> None:
-    said = parse_or_refuse(group_store._values_in, data, refusals=ProcessGroupError)
+    said = assert_parsed_or_refused(group_store._values_in, data, refusals=ProcessGroupError)
     assert said is None or all(isinstance(key, str) for key in said)
 
 
@@ -116,7 +116,7 @@ def test_bytes_are_what_a_member_said_or_refused(data: bytes) -> None:
 @example(DEEP)
 @example(b"\xff")
 def test_bytes_say_where_the_referee_is_or_are_refused(data: bytes) -> None:
-    parse_or_refuse(_read_referee, data, refusals=ProcessGroupError)
+    assert_parsed_or_refused(_read_referee, data, refusals=ProcessGroupError)
 
 
 ASKED = ("get", "multi_get", "add", "check", "wait", "delete_key", "compare_set")
@@ -138,7 +138,7 @@ def test_the_answers_of_a_store_are_values_or_refused(question: str, answer: byt
         theirs.shutdown(socket.SHUT_WR)
         ask = getattr(store, question)
         given_arguments = arguments.get(question, ("a", "b", "c") if question == "compare_set" else ("a",))
-        parse_or_refuse(ask, *given_arguments, refusals=(ProcessGroupError, TimeoutError))
+        assert_parsed_or_refused(ask, *given_arguments, refusals=(ProcessGroupError, TimeoutError))
     store.close()
 
 
@@ -155,7 +155,7 @@ def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> Non
     buffer = bytearray(b"".join(parts))
     size = len(buffer)
     while size:
-        request = parse_or_refuse(link.take_request, buffer, refusals=ValueError)
+        request = assert_parsed_or_refused(link.take_request, buffer, refusals=ValueError)
         if request is None:
             return
         assert len(buffer) < size
@@ -172,7 +172,7 @@ def test_bytes_are_requests_to_the_referee_or_refused(parts: list[bytes]) -> Non
 @example(json.dumps(["a", "b", [["s", 10**9]], [], None, None, None, None]).encode())
 @example(json.dumps(["a", "b", [["s", True]], [], None, None, None, None]).encode())
 def test_bytes_describe_a_call_or_are_refused(body: bytes) -> None:
-    call = parse_or_refuse(statements.decode, body, refusals=ValueError)
+    call = assert_parsed_or_refused(statements.decode, body, refusals=ValueError)
     assert call is None or isinstance(call, Statement)
 
 
@@ -187,7 +187,7 @@ PROBLEM = link.encode_problem(Disagreement("shape", {0: "a", 1: "b"}))
 @example(b'["missing", [0], {"0": 5}, true, 1.0]')
 @example(b'["disagreement", "x", {"y": 1}]')
 def test_bytes_say_what_the_referee_found_or_are_refused(body: bytes) -> None:
-    found = parse_or_refuse(link.decode_problem, body, refusals=ValueError)
+    found = assert_parsed_or_refused(link.decode_problem, body, refusals=ValueError)
     assert found is None or isinstance(found, Disagreement | Missing)
 
 
@@ -221,7 +221,7 @@ def test_bytes_are_a_message_on_a_channel_or_refused(data: bytes) -> None:
     with theirs:
         theirs.send(data)
         channel = Channel(ours)
-        found = parse_or_refuse(channel.receive, refusals=(ForeignMessageError, ChannelClosedError))
+        found = assert_parsed_or_refused(channel.receive, refusals=(ForeignMessageError, ChannelClosedError))
         assert found is None or type(found[0]) is tuple
         channel.close()
 
@@ -246,7 +246,7 @@ def test_an_answer_settles_a_request_or_ends_the_child(message: Message) -> None
     assert request.number == 1
     child.send(message)
     child.send((1, 0))
-    assert parse_or_refuse(lambda: requests.wait(request, float("inf")), refusals=())
+    assert assert_parsed_or_refused(lambda: requests.wait(request, float("inf")), refusals=())
     assert (request.outcome is None) == bool(ended)
     requests.end()
     child.close()

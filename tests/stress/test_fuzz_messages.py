@@ -15,7 +15,7 @@ from lighthouse.core.config import MESSAGE_BYTES_MAX, LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed, QuorumOver
 from lighthouse.wire import torchft_pb2 as pb
-from tests.stress.fuzzing import damaged, fuzz, names, numbers, parse_or_refuse
+from tests.stress.fuzzing import assert_parsed_or_refused, damaged, fuzz, names, numbers
 from torchft_like.core.replica_group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.rank_link import quorum_result_from_wire, quorum_result_to_wire
@@ -80,7 +80,7 @@ NESTED = b"\xa3\x06" * 100_000  # the start of a group, in a group, in a group, 
 @example(pb.KillRequest, b"\x0a\x02\xff\xfe")  # a string that is not UTF-8
 @example(pb.RankSessionRequest, b"\x0a\xff\xff\xff\xff\x7f")  # a length of 32 GB
 def test_bytes_are_a_message_or_nothing(kind: type, data: bytes) -> None:
-    message = parse_or_refuse(codec.reader(kind), data, refusals=())
+    message = assert_parsed_or_refused(codec.reader(kind), data, refusals=())
     assert message is None or isinstance(message, kind)
 
 
@@ -198,7 +198,7 @@ responses = st.builds(
 @example(pb.ManagerQuorumResponse(replica_rank=7, replica_ids=["a"]))  # an IndexError while configuring
 @example(pb.ManagerQuorumResponse(replica_ids=["a"], recover_src_replica_rank=-1))
 def test_a_rank_takes_only_a_quorum_whose_ranks_are_members(response: pb.ManagerQuorumResponse) -> None:
-    result = parse_or_refuse(quorum_result_from_wire, response, refusals=MalformedMessageError)
+    result = assert_parsed_or_refused(quorum_result_from_wire, response, refusals=MalformedMessageError)
     if result is not None:
         assert result.replica_ids[result.replica_rank] is not None
         assert all(result.replica_ids[rank] is not None for rank in result.recover_dst_replica_ranks)

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tests.stress.fuzzing import damaged, fuzz, parse_or_refuse
+from tests.stress.fuzzing import assert_parsed_or_refused, damaged, fuzz
 from torchft_like.errors import PlainDataError, QueueCorruptError
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, Source, assembled, reading_ring
@@ -36,8 +36,8 @@ GEOMETRY = Geometry(4, 256)
 @example(HEAD + struct.pack("<BI", LIST, 4_000_000) + b"\x00" * 4_000_000)
 @example(struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00")
 def test_plain_data_is_read_or_refused(structure: bytes) -> None:
-    parse_or_refuse(lambda data: Structure(data, MESSAGES), structure, refusals=PlainDataError)
-    parse_or_refuse(assemble, structure, MESSAGE.tensors, refusals=PlainDataError)
+    assert_parsed_or_refused(lambda data: Structure(data, MESSAGES), structure, refusals=PlainDataError)
+    assert_parsed_or_refused(assemble, structure, MESSAGE.tensors, refusals=PlainDataError)
 
 
 plain = st.recursive(
@@ -54,7 +54,7 @@ HANDLE = QueueHandle("name", bytes(32), *GEOMETRY, (0, 1), 0).to_plain()
 @fuzz
 @given(st.one_of(plain, st.dictionaries(KEYS, plain).map(lambda changes: {**HANDLE, **changes})))
 def test_a_handle_is_read_or_refused(value: object) -> None:
-    parse_or_refuse(QueueHandle.from_plain, value, refusals=ValueError)
+    assert_parsed_or_refused(QueueHandle.from_plain, value, refusals=ValueError)
 
 
 def _ring() -> bytes:
@@ -77,7 +77,7 @@ def test_a_ring_is_read_or_refused(words: bytes, slots: bytes) -> None:
     memory[:24] = words.ljust(24, b"\x00")[:24]
     memory[PAGE_BYTES:] = slots.ljust(len(RING) - PAGE_BYTES, b"\x00")[: len(RING) - PAGE_BYTES]
     reader = RingReader(memoryview(memory), GEOMETRY)
-    parse_or_refuse(_read, reader, refusals=(QueueCorruptError, PlainDataError))
+    assert_parsed_or_refused(_read, reader, refusals=(QueueCorruptError, PlainDataError))
 
 
 def _read(reader: RingReader) -> object:

@@ -16,7 +16,7 @@ from lighthouse.cli import _parse
 from lighthouse.core.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import Event, read_events
-from tests.stress.fuzzing import fuzz, json_values, names, parse_or_refuse
+from tests.stress.fuzzing import assert_parsed_or_refused, fuzz, json_values, names
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.process_group.store import parse_store_address
 
@@ -53,12 +53,12 @@ addresses = st.one_of(
 @example("host:\u0663")
 @example("x" * 5000 + ":1")
 def test_an_address_is_one_that_the_resolver_takes_or_is_refused(text: str) -> None:
-    address = parse_or_refuse(parse_address, text, refusals=AddressError)
+    address = assert_parsed_or_refused(parse_address, text, refusals=AddressError)
     if address is not None:
         assert parse_address(str(address)) == address == parse_address(address.url)
         assert 0 <= address.port <= 65535
         the_resolver_takes(address.host)
-    store = parse_or_refuse(parse_store_address, f"{text}/prefix", refusals=AddressError)
+    store = assert_parsed_or_refused(parse_store_address, f"{text}/prefix", refusals=AddressError)
     assert store is None or str(store).endswith("prefix")
 
 
@@ -67,7 +67,7 @@ def test_an_address_is_one_that_the_resolver_takes_or_is_refused(text: str) -> N
 @example("a..b")
 @example("::1")
 def test_a_host_is_one_that_the_resolver_takes_or_is_refused(text: str) -> None:
-    if parse_or_refuse(parse_host, text, refusals=AddressError) is not None:
+    if assert_parsed_or_refused(parse_host, text, refusals=AddressError) is not None:
         the_resolver_takes(text)
 
 
@@ -90,7 +90,7 @@ def the_resolver_takes(host: str) -> None:
 @example({"RANK": "1" * 5000}, True)
 def test_the_environment_is_a_configuration_or_is_refused(variables: dict[str, str], usual: bool) -> None:
     usually = {"TORCHFT_LIGHTHOUSE": "127.0.0.1:29510"} if usual else {}
-    config = parse_or_refuse(
+    config = assert_parsed_or_refused(
         resolve, ManagerArguments(), {**usually, **variables}, refusals=(AddressError, ConfigError)
     )
     if config is not None:
@@ -110,7 +110,7 @@ def test_the_environment_is_a_configuration_or_is_refused(variables: dict[str, s
 @example([("--min_replicas", "9" * 5000)])
 def test_the_flags_are_a_configuration_or_are_refused(flags: list[tuple[str, str]]) -> None:
     given_flags = [f"{flag}={value}" for flag, value in flags]
-    found = parse_or_refuse(_parse, given_flags, refusals=(AddressError, ConfigError))
+    found = assert_parsed_or_refused(_parse, given_flags, refusals=(AddressError, ConfigError))
     if found is not None:
         config = found.config
         assert config.replicas_max * config.member_bytes_max <= MESSAGE_BYTES_MAX
@@ -139,6 +139,6 @@ def test_a_damaged_line_hides_no_other(tmp_path_factory: pytest.TempPathFactory,
     path = tmp_path_factory.getbasetemp() / "events.jsonl"
     good = Event("shutdown", "lighthouse", 0.0, fields={"reason": "the good one"}).to_json().encode()
     path.write_bytes(b"\n".join([*lines, good, b'{"kind":"half']))
-    records = parse_or_refuse(lambda p: list(read_events(p)), Path(path), refusals=())
+    records = assert_parsed_or_refused(lambda p: list(read_events(p)), Path(path), refusals=())
     assert records[-1]["reason"] == "the good one"
     assert all(isinstance(record["kind"], str) for record in records)

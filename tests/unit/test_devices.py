@@ -167,5 +167,6 @@ def test_the_timer_asks_its_event_beside_captures(gpu: Gpu) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 def test_without_an_accelerator_there_is_nothing_to_wait_for() -> None:
-    with get_stream_context(None):
+    with get_stream_context(None) as stream:
         synchronize()
+    assert stream is None

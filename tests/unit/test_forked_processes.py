@@ -60,6 +60,7 @@ def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, t
     found = psutil.Process(start(tmp_path, "sleep").pid)
     psutil.Process(found.ppid()).kill()
     found.wait(WAIT_LIMIT_S)
+    assert not found.is_running()
     forks._servers[0].stop()
 
 

@@ -256,9 +256,11 @@ def test_a_gradient_that_no_hook_would_average_is_a_value_error(make: Callable[[
 
 
 def test_a_frozen_parameter_need_not_be_sharded() -> None:
-    net = sharded_but_for_a_layer()
+    net, manager = sharded_but_for_a_layer(), Sevens()
     net.inner.requires_grad_(False)
-    average_over_replicas(Sevens(), net)
+    average_over_replicas(manager, net)
+    net(torch.ones(5, 4)).sum().backward()
+    assert len(manager.numels) == 1  # of the outer layer
 
 
 def test_the_hook_can_be_set_after_an_evaluation() -> None:

@@ -170,7 +170,7 @@ def parameter_count(function: Function) -> int:
 
 
 def test_functions_fit_a_screen() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)}:{function.lineno} {name} has {length} lines, {FUNCTION_LINES_MAX} at most"
         for path in FILES
         for name, function in functions(parse(path))
@@ -179,7 +179,7 @@ def test_functions_fit_a_screen() -> None:
 
 
 def test_no_function_wants_an_object_instead_of_its_arguments() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)}:{function.lineno} {name} has {count} parameters, {PARAMETERS_MAX} at most"
         for path in LIBRARY
         for name, function in functions(parse(path))
@@ -189,7 +189,7 @@ def test_no_function_wants_an_object_instead_of_its_arguments() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)} has no docstring"
         for path in FILES
         if not ast.get_docstring(parse(path)) and path.read_text().strip()
@@ -198,7 +198,7 @@ def test_every_module_says_what_it_is() -> None:
 
 def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
     """A docstring says something itself: no "See X", no single word, and a function's begins a sentence."""
-    forbid(
+    assert_none(
         f"{name_of(path)}:{node.body[0].lineno} the docstring is no sentence: {text.splitlines()[0]}"
         for path in LIBRARY
         for node in ast.walk(parse(path))
@@ -214,7 +214,7 @@ def is_fragment(node: ast.AST, text: str) -> bool:
 
 
 def test_libraries_import_only_what_their_place_allows() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)} imports {module}, which nothing in {folder or 'the library'} may"
         for path in LIBRARY
         for folder, forbidden in FORBIDDEN_IMPORTS.items()
@@ -233,12 +233,12 @@ def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() ->
         if isinstance(node, ast.Call)
     ]
     found = {(name, name_of(path)) for path, _, name in calls if name in MAKERS}
-    forbid(
+    assert_none(
         f"{name_of(path)}:{node.lineno} calls {name}: lighthouse/net.py, listening.py or connecting.py should"
         for path, node, name in calls
         if name in MAKERS and name_of(path) not in MAKERS[name]
     )
-    forbid(
+    assert_none(
         f"{file} calls {name} no more"
         for name, files in MAKERS.items()
         for file in files
@@ -259,7 +259,7 @@ def test_connections_are_plain_only_where_the_documentation_says_so() -> None:
 
 
 def test_the_library_knows_nothing_of_its_testing_kit() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)} imports {module}"
         for path in LIBRARY
         if not any(path.is_relative_to(part) for part in KIT)
@@ -272,7 +272,7 @@ def test_modules_in_a_core_folder_are_pure() -> None:
     cores = [path for path in LIBRARY if "core" in path.parent.relative_to(ROOT).parts]
     assert cores
     known = ("torchft_like.core", "lighthouse.core", "torchft_like.errors", "lighthouse.errors")
-    forbid(
+    assert_none(
         f"{name_of(path)}, which is pure, imports {module}"
         for path in (*cores, ROOT / "lighthouse/errors.py")
         for module in imports(path)
@@ -282,7 +282,7 @@ def test_modules_in_a_core_folder_are_pure() -> None:
 
 
 def test_libraries_hold_no_mocks() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)} imports {module}"
         for path in LIBRARY
         for module in imports(path)
@@ -291,7 +291,7 @@ def test_libraries_hold_no_mocks() -> None:
 
 
 def test_libraries_never_print() -> None:
-    forbid(
+    assert_none(
         f"{name_of(path)}:{node.lineno} prints"
         for path in LIBRARY
         if path.stem not in ("cli", "__main__")
@@ -300,9 +300,27 @@ def test_libraries_never_print() -> None:
     )
 
 
+def test_every_test_shows_what_it_asserts() -> None:
+    """A reader sees in its body what it guards: an `assert`, `raises`, or a function named for it."""
+    assert_none(
+        f"{name_of(path)}:{function.lineno} {name} asserts nothing in its own body"
+        for path in FILES
+        if path.name.startswith("test_")
+        for name, function in functions(parse(path))
+        if function.name.startswith("test_") and not any(map(asserts, ast.walk(function)))
+    )
+
+
+def asserts(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return isinstance(node, ast.Assert)
+    name = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
+    return name.startswith("assert_") or name in ("raises", "warns", "fail")
+
+
 def test_no_exception_is_swallowed_without_a_word() -> None:
     """Neither by `except Exception: pass` nor by a bare `except`."""
-    forbid(
+    assert_none(
         f"{name_of(path)}:{node.lineno} swallows every exception"
         for path in FILES
         for node in ast.walk(parse(path))
@@ -312,7 +330,7 @@ def test_no_exception_is_swallowed_without_a_word() -> None:
     )
 
 
-def forbid(offences: Iterable[str]) -> None:
+def assert_none(offences: Iterable[str]) -> None:
     """Fail the test with all offences in one message, if there are any."""
     if found := list(offences):
         pytest.fail("\n".join(found), pytrace=False)

@@ -14,7 +14,7 @@ import torch
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import drain, request
-from tests.unit.message_queue.queues import wait_for
+from tests.waiting import wait_for
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Snapshot
@@ -163,14 +163,15 @@ class TestWaitForReceivers:
 
     def test_it_ends_when_none_comes(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
         server.offer(5, Snapshot(None).fill(), receivers=1)
-        threads.submit(server.wait_fetched, 0.01).result(60)
+        assert threads.submit(server.wait_fetched, 0.01).exception(60) is None
 
     def test_it_ends_when_the_offer_does(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
         server.offer(5, Snapshot(None).fill(), receivers=1)
         waiting = threads.submit(server.wait_fetched, 300.0)
         wait_for(lambda: bool(server.changed._waiters))  # type: ignore[attr-defined]
+        assert not waiting.done()
         server.withdraw()
-        waiting.result(60)
+        assert waiting.exception(60) is None
 
     def test_a_transfer_that_takes_longer_is_waited_for(self, threads: ThreadPoolExecutor) -> None:
         server = CheckpointServer(Address(LOOPBACK, 0), ServerLimits(chunk_s=60))

@@ -70,15 +70,17 @@ class Interrupted:
         return getattr(self._store, name)
 
 
-def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> None:
+def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> int:
+    """Return the rank once it may go on."""
     Agreement(store, rank, of, timeout).reach(Statement("making", terms=(("name", "é" * 5000),)))
+    return rank
 
 
 def test_ranks_that_ask_for_the_same_go_on() -> None:
     store = HashStore()
     with ThreadPoolExecutor() as threads:
-        for future in [threads.submit(reach, store, rank, of=3) for rank in range(3)]:
-            future.result(60)
+        reaching = [threads.submit(reach, store, rank, of=3) for rank in range(3)]
+        assert [future.result(60) for future in reaching] == [0, 1, 2]
 
 
 def test_who_comes_after_the_first_has_given_up_does_not_go_on_either() -> None:
@@ -92,7 +94,9 @@ def test_who_comes_after_the_first_has_given_up_does_not_go_on_either() -> None:
 def test_whose_time_is_up_when_the_last_has_come_goes_on_with_it() -> None:
     store = HashStore()
     last = Interrupted(store, lambda: None)  # whose own time is up at once
-    reach(Interrupted(store, lambda: reach(last, 1)), 0)
+    gone_on: list[int] = []
+    gone_on.append(reach(Interrupted(store, lambda: gone_on.append(reach(last, 1))), 0))
+    assert gone_on == [1, 0]
 
 
 def test_a_rank_that_refuses_has_come() -> None:

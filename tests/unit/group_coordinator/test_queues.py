@@ -13,8 +13,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
-from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party
+from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,

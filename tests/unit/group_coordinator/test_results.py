@@ -13,8 +13,8 @@ import torch
 from torch.futures import Future
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
-from tests.unit.message_queue.queues import wait_for
 from tests.unit.process_group.conftest import Party
+from tests.waiting import wait_for
 from torchft_like.communicator.tensors import device_terms
 from torchft_like.errors import CollectiveMismatchError
 from torchft_like.futures import future_timeout

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import Address, parse_address
+from tests.waiting import soon
 from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told, all_start_again
 from torchft_like.errors import GroupLostError
@@ -170,10 +171,7 @@ def test_ranks_that_begin_a_try_know_the_same_processes_whoever_has_died(seed: i
     job = Job(seed)
     for rank, process in enumerate(list(job.processes)):
         job.start(process, rank, 0)
-    deadline = time.monotonic() + LIMIT.total_seconds()
-    while any(p.thread is not None and p.thread.is_alive() for p in list(job.processes)):
-        assert time.monotonic() < deadline, "somebody waits for ever"
-        time.sleep(0.005)
+    assert soon(lambda: not any(p.thread is not None and p.thread.is_alive() for p in list(job.processes)))
     for attempt in range(job.tries + 1):
         began = [p for p in job.processes if attempt in p.began and str(p.address) not in job.dead]
         assert len({p.began[attempt] for p in began}) <= 1, f"try {attempt}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from lighthouse.wire import torchft_pb2 as pb
+from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import Verdict
@@ -182,10 +182,7 @@ def test_a_rank_that_has_voted_waits_for_others_until_the_verdict(driver: Quorum
     attempt.open_configured()
     with ThreadPoolExecutor(1) as pool:
         verdict = pool.submit(attempt.wait_decided, LIMIT_S)
-        deadline = time.monotonic() + LIMIT_S
-        while driver.waits_for() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for(lambda: driver.waits_for() is not None)
         attempt.decide(Verdict(3, True, False))
         assert verdict.result(LIMIT_S) == Verdict(3, True, False)
     assert driver.waits_for() is None

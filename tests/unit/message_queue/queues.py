@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -49,12 +48,3 @@ class Queues:
         for queue in reversed(self._made):  # a writer waits for remote readers that have not read all
             queue.shutdown()
         self._threads.shutdown()
-
-
-def wait_for(fact: Callable[[], bool], limit_s: float = LIMIT_S) -> None:
-    """Wait until something is true that the test only sees when it looks; fail after `limit_s` seconds."""
-    moment, waited_s = threading.Event(), 0.0
-    while not fact():
-        assert waited_s < limit_s
-        moment.wait(0.005)
-        waited_s += 0.005

@@ -15,7 +15,8 @@ import torch
 from lighthouse.address import LOOPBACK
 from tests.descriptors import left_open_since, open_descriptors
 from tests.equality import same
-from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues
+from tests.waiting import wait_for
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -475,12 +476,12 @@ def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> 
 NEAR_AND_FAR = pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
 
 
-def is_answered(call: Callable[..., object]) -> Callable[[], bool]:
-    """Whether it has no need to wait."""
+def is_answered(call: Callable[..., object], answers: list[object]) -> Callable[[], bool]:
+    """Whether it has no need to wait; its answer is kept."""
 
     def look() -> bool:
         try:
-            call(timeout=0)
+            answers.append(call(timeout=0))
         except QueueTimeoutError:
             return False
         return True
@@ -493,10 +494,12 @@ def test_a_reader_that_only_looks_joins_and_reads(queues: Queues, remote: Sequen
     writer = queues.keep(MessageQueue(1, 1 - len(remote), connect_ip=LOOPBACK))
     reader = queues.join(writer, 0)
     joining = queues.run(writer.wait_until_ready, LIMIT_S)
-    wait_for(is_answered(reader.wait_until_ready))
+    answers: list[object] = []
+    wait_for(is_answered(reader.wait_until_ready, answers))
     joining.result(LIMIT_S)
     writer.enqueue("a", LIMIT_S)
-    wait_for(is_answered(reader.dequeue))
+    wait_for(is_answered(reader.dequeue, answers))
+    assert answers == [None, "a"]
 
 
 @NEAR_AND_FAR
@@ -507,9 +510,9 @@ def test_a_reader_that_only_looks_hears_of_a_lost_writer(queues: Queues, remote:
     if writer._end._remote is not None:  # type: ignore[attr-defined]
         writer._end._remote._readers.clear()  # type: ignore[attr-defined]
     writer.shutdown()  # without a word, as one that is killed
-    wait_for(is_answered(reader.dequeue))
+    wait_for(is_answered(reader.dequeue, []))
     with pytest.raises(QueueWriterLostError):
-        wait_for(is_answered(reader.dequeue))
+        wait_for(is_answered(reader.dequeue, []))
 
 
 # Numbers that make no sense.

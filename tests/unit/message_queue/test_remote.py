@@ -13,7 +13,8 @@ import zmq
 
 from lighthouse.address import LOOPBACK
 from tests.descriptors import left_open_since, open_descriptors
-from tests.unit.message_queue.queues import LIMIT_S, Queues, wait_for
+from tests.unit.message_queue.queues import LIMIT_S, Queues
+from tests.waiting import wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
 from torchft_like.message_queue.remote import (

@@ -28,7 +28,7 @@ from torchft_like.process_group.checking.backend import CHECK_ENV, Check, Checke
 from torchft_like.testing.processes import Processes
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of, summed
-from .conftest import LIMIT_S, Party, wait_until
+from .conftest import LIMIT_S, Party, allreduced, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
@@ -67,13 +67,15 @@ def test_groups_used_in_opposite_orders_do_not_wait_for_each_other(party: Party)
     """Right with asynchronous calls: a check that blocked its callers would hang here."""
     one, other = party.meet(2, checking), party.meet(2, checking)
 
-    def act(rank: int, _: Any) -> None:
+    def act(rank: int, _: Any) -> list[float]:
         first, second = (one, other) if rank == 0 else (other, one)
-        started = first[rank].allreduce([torch.ones(1)])
-        second[rank].allreduce([torch.ones(1)]).wait()
+        tensor = torch.ones(1)
+        started = first[rank].allreduce([tensor])
+        between = allreduced(second[rank], 1.0)
         started.wait()
+        return [between, tensor.item()]
 
-    party.together(one, act)
+    assert party.together(one, act) == [[2.0, 2.0]] * 2
 
 
 def test_a_refused_call_does_not_shift_what_follows(party: Party, pair: list[ProcessGroup]) -> None:

@@ -147,15 +147,16 @@ def test_ranks_that_run_ahead_and_ranks_that_wait_agree(party: Party) -> None:
 def test_groups_in_different_orders_do_not_wait_for_each_other(party: Party) -> None:
     one, other = party.meet(2, usual), party.meet(2, usual)
 
-    def act(rank: int, _: ProcessGroup) -> None:
+    def act(rank: int, _: ProcessGroup) -> list[float]:
         mine = [one[rank], other[rank]]
         tensors = [torch.ones(3), torch.ones(3)]
         pairs = list(zip(mine, tensors, strict=True))
         for work in [group.allreduce([tensor]) for group, tensor in (pairs if rank else reversed(pairs))]:
             work.wait()
+        return [tensor.sum().item() for tensor in tensors]
 
     for _ in range(STEPS):
-        party.together(one, act)
+        assert party.together(one, act) == [[6.0, 6.0]] * 2
 
 
 def test_an_operation_of_its_own_on_one_rank_is_found_whatever_came_before(party: Party) -> None:

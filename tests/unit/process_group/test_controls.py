@@ -219,6 +219,7 @@ def test_a_group_that_met_nowhere_has_no_store() -> None:
 def test_the_monitored_barrier_of_torch_takes_every_group(group: Any, function: Callable[..., None]) -> None:
     function(group)
     function(group, SEVEN, wait_all_ranks=True)
+    assert all_reduce(group) == 1.0  # no error is left in it
 
 
 def test_the_monitored_barrier_says_who_did_not_come(party: Party) -> None:
@@ -291,7 +292,9 @@ def test_a_nan_in_what_is_only_received_is_no_matter(checking: list[Any], party:
 
 def test_nobody_looks_for_nans_unasked(party: Party) -> None:
     (group,) = party.meet(1)
-    group.allreduce([NAN.clone()]).wait()
+    tensor = NAN.clone()
+    group.allreduce([tensor]).wait()
+    assert tensor.isnan().any()
 
 
 def test_the_flight_recorder_has_the_calls_of_each_configuration_under_a_name_that_all_ranks_share(

@@ -39,7 +39,7 @@ def groups(party: Party, request: pytest.FixtureRequest) -> Groups:
     return flattened(party, request.param)
 
 
-def same_as_plain(party: Party, groups: Groups, act: Callable[[int, ProcessGroup], Any]) -> None:
+def assert_same_as_plain(party: Party, groups: Groups, act: Callable[[int, ProcessGroup], Any]) -> None:
     assert party.together(groups, act) == party.together(party.meet(SIZE), act)
 
 
@@ -51,7 +51,7 @@ def test_it_reduces_as_one_group_does(party: Party, groups: Groups, name: str) -
         values: list[float] = tensor.tolist()
         return values
 
-    same_as_plain(party, groups, reduce)
+    assert_same_as_plain(party, groups, reduce)
 
 
 def test_it_reduces_coalesced_tensors_one_by_one(party: Party, groups: Groups) -> None:
@@ -60,7 +60,7 @@ def test_it_reduces_coalesced_tensors_one_by_one(party: Party, groups: Groups) -
         group.allreduce_coalesced(tensors).wait()
         return [tensor.tolist() for tensor in tensors]
 
-    same_as_plain(party, groups, reduce)
+    assert_same_as_plain(party, groups, reduce)
 
 
 @pytest.mark.parametrize("root", range(SIZE))
@@ -82,7 +82,7 @@ def test_it_gathers_in_the_order_of_ranks(party: Party, groups: Groups) -> None:
         group._allgather_base(whole, mine).wait()
         return [torch.cat(parts).tolist(), whole.tolist()]
 
-    same_as_plain(party, groups, gather)
+    assert_same_as_plain(party, groups, gather)
 
 
 def test_a_reduction_is_asynchronous_and_has_a_future(party: Party, groups: Groups) -> None:

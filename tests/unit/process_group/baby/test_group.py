@@ -189,7 +189,8 @@ def test_a_stopped_spare_is_not_used(party: Party) -> None:
 
 def test_a_backend_that_is_stopped_now_and_then_goes_on(party: Party) -> None:
     groups = party.meet(2, baby)
-    waiter = party.aside(groups[0].allreduce([torch.ones(3)]).wait)
+    waited = torch.ones(3)
+    waiter = party.aside(groups[0].allreduce([waited]).wait)
     for _ in range(4):
         process_of(groups[0]).suspend()
         time.sleep(0.3)
@@ -197,6 +198,7 @@ def test_a_backend_that_is_stopped_now_and_then_goes_on(party: Party) -> None:
         time.sleep(0.3)
     groups[1].allreduce([torch.ones(3)]).wait()
     waiter.result(LIMIT_S)
+    assert waited.tolist() == [2.0] * 3
 
 
 def test_a_backend_that_is_silent_for_longer_is_ended(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,12 +331,15 @@ def test_a_slow_member_is_waited_for_as_elsewhere(party: Party, monkeypatch: pyt
     monkeypatch.setattr(backend, "SILENCE_S", 0.3)
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.1)
     first, second = party.meet(2, lambda: ProcessGroupBabyGloo(4, check_collectives=False))
-    works = [first.allreduce([torch.ones(1)]) for _ in range(2 * GLOO_THREADS_COUNT)]
+    tensors = [torch.ones(1) for _ in range(2 * GLOO_THREADS_COUNT)]
+    works = [first.allreduce([tensor]) for tensor in tensors]
     pause = threading.Event()
     for _ in works:
         pause.wait(0.3)  # all together take longer than the timeout, each one does not
         second.allreduce([torch.ones(1)]).wait()
-    works[-1].wait()
+    for work in works:
+        work.wait()
+    assert [tensor.item() for tensor in tensors] == [2.0] * len(tensors)
 
 
 def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
