@@ -12,8 +12,7 @@ from tests.chaos.histories import Story, diverged, killed_and_back, run_of
 from torchft_like.testing.chaos.engine import Run
 from torchft_like.testing.chaos.evidence import Injection
 from torchft_like.testing.chaos.job import JobSettings
-from torchft_like.testing.chaos.plot import plot
-from torchft_like.testing.chaos.report import Report, make_report, measure, percentiles
+from torchft_like.testing.chaos.report import Report, make_report, measure, percentiles, plot
 from torchft_like.testing.chaos.resources import growth
 
 

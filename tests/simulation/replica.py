@@ -326,7 +326,7 @@ class Replica:
                 self._identify(effect)
 
     def _probe(self, probe: Probe) -> None:
-        """Connect to each peer, as `manager/probing.py` does; a refusal is an answer."""
+        """Connect to each peer, as `manager_server/suspicion.py` does; a refusal is an answer."""
         world = self.world
         wait = 2 * world.scenario.probe_s if probe.is_repeated else 0.0
         world.after(wait + 2 * world.latency(), self.server, self._hear_answers, probe)

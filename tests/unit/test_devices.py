@@ -20,7 +20,7 @@ from tests.unit.process_group.conftest import LIMIT_S, wait_until
 from torchft_like import devices, futures, utils
 from torchft_like.devices import THREAD_LOCAL, beside_captures
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.preparation import QuorumWorker
+from torchft_like.manager.quorum_driver import QuorumWorker
 from torchft_like.utils import get_stream_context, synchronize
 
 GLOBAL = 0

@@ -19,14 +19,20 @@ Rules:
   lowest replica rank (`tied`: which set is right cannot be known).
 * Descriptions of different things (other tensors, another number of slices) are never compared. That is
   reported, but no replica heals: the state of a peer would not mend it.
+
+A rank describes one slice of its state after the other. The parts of the state, each padded to a multiple of
+16 bytes, make one long row, which is cut into slices of equal length. So every byte is in exactly one slice,
+and a part is cut only where an element of any dtype ends.
 """
 
 from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Hashable, Sequence
+from bisect import bisect_right
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Protocol
 
 LAYOUT_BYTES = 8
@@ -169,3 +175,45 @@ def _equal(keys: Sequence[Hashable]) -> list[list[int]]:
     for position, key in enumerate(keys):
         positions.setdefault(key, []).append(position)
     return list(positions.values())
+
+
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes `start` to `stop` of one part of the state."""
+
+    part: int
+    start: int
+    stop: int
+
+
+class Slices:
+    """The division of a state into `count` slices.
+
+    Args:
+        sizes: the sizes of the parts, in bytes.
+        count: the number of slices, 1 or more.
+    """
+
+    def __init__(self, sizes: Sequence[int], count: int) -> None:
+        self._sizes = sizes
+        self._count = count
+        self._offsets = [0, *accumulate(_filled(size) for size in sizes)]
+        self._length = _filled(-(-self._offsets[-1] // count))
+
+    def pieces(self, number: int) -> Iterator[Piece]:
+        """Yield the pieces of slice `number` modulo `count`, without empty ones."""
+        begin = number % self._count * self._length
+        end = min(begin + self._length, self._offsets[-1])
+        part = bisect_right(self._offsets, begin) - 1
+        while part < len(self._sizes) and (offset := self._offsets[part]) < end:
+            start, stop = max(begin - offset, 0), min(end - offset, self._sizes[part])
+            if start < stop:
+                yield Piece(part, start, stop)
+            part += 1
+
+
+def _filled(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT

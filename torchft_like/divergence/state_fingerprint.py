@@ -15,8 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from torchft_like.core.state_comparison import LAYOUT_BYTES, RankFingerprint
-from torchft_like.core.state_slices import Piece, Slices
+from torchft_like.core.state_comparison import LAYOUT_BYTES, Piece, RankFingerprint, Slices
 from torchft_like.divergence.words import word_sum
 from torchft_like.errors import ConfigError, NotSupportedError
 

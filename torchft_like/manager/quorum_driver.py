@@ -1,13 +1,17 @@
 """The background work from the join to a usable quorum.
 
 The coordination loop calls the driver with the messages to this rank (`LocalListener`), and the quorum worker
-runs its jobs. It opens the gates of the current `Attempt`; the training thread waits at them.
+runs its jobs: the training thread goes on with the forward pass meanwhile, and the coordination loop stays
+free to receive the alarm that a member died, and to abort what the worker waits for. The driver opens the
+gates of the current `Attempt`; the training thread waits at them.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -16,6 +20,7 @@ import torch
 from torch.distributed import Work
 
 from lighthouse.forks import Turn, in_each_fork
+from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
@@ -33,7 +38,6 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.divergence_watch import DivergenceWatch
 from torchft_like.manager.managed_group import Emit, ManagedGroup
-from torchft_like.manager.preparation import QuorumWorker
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.registration import abort_groups_of_torch
@@ -411,3 +415,43 @@ def _leave_to_the_parent() -> None:
 
 
 in_each_fork(Turn.OBJECTS, _leave_to_the_parent)
+
+
+Job = Callable[[], None]
+OnError = Callable[[Exception], None]
+
+
+class QuorumWorker:
+    """A daemon thread that runs one job after the other.
+
+    Attributes:
+        device: the index of the device that is current in jobs; None if the process uses none.
+    """
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[tuple[Job, OnError] | None] = queue.SimpleQueue()
+        self.device: int | None = None
+        self._thread = threading.Thread(target=self._run, name="torchft-quorum", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Job, on_error: OnError = lambda _: None) -> None:
+        """Run `job` after those that were submitted before. An error is logged and passed to `on_error`."""
+        self._jobs.put((job, on_error))
+
+    def stop(self, timeout_s: float | None) -> None:
+        """End after the jobs submitted so far; wait for that `timeout_s` at most (None: not at all)."""
+        self._jobs.put(None)
+        if timeout_s is not None:
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            job, on_error = entry
+            try:
+                with devices.beside_captures(self.device):
+                    job()
+            # It may be an error of a user's transport, and later jobs have to run nevertheless.
+            except Exception as error:
+                logger.exception("a job of the quorum worker failed")
+                on_error(error)
+            del entry, job, on_error  # these hold attempts, and attempts hold tensors

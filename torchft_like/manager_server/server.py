@@ -27,7 +27,6 @@ from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.trust import process_trust
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.peer_links import Probe
-from torchft_like.core.progress import ProgressLog
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
@@ -49,13 +48,12 @@ from torchft_like.core.replica_group import (
     SuspectNotice,
     Verdict,
 )
-from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, StallWatch
+from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, ProgressLog, StallWatch
 from torchft_like.errors import ConnectError, TrustError
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
-from torchft_like.manager_server.probing import silent_peers
 from torchft_like.manager_server.rank_link import LocalListener, RankListener
 from torchft_like.manager_server.service import manager_service
-from torchft_like.manager_server.suspicion import DEAD_S, until_dead
+from torchft_like.manager_server.suspicion import DEAD_S, silent_peers, until_dead
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop

@@ -1,5 +1,6 @@
-"""What follows when a rank's session ends without a goodbye, seen from either end of it.
+"""Whether another process lives, and whether it can be reached.
 
+What follows when a rank's session ends without a goodbye, seen from either end of it.
 The end of a connection does not tell the end of a process from that of a network, nor from a process that is
 stopped or starved. So the other process is asked for, and has time:
 
@@ -8,16 +9,24 @@ stopped or starved. So the other process is asked for, and has time:
 
 Whoever doubts a process cancels that when it opens another session. A suspect's collectives are aborted, and
 its replica group does without quorums; nothing is ended before it is dead.
+
+Of the ManagerServers of other replica groups only the beginning of a connection is asked for, and the kernels
+do that: a process that is stopped or busy answers nevertheless. A refusal is an answer, too; the lighthouse
+finds out whether a process lives.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
-from lighthouse.address import Address
+from lighthouse.address import Address, parse_address
+from lighthouse.errors import AddressError
 from lighthouse.net import until_refused
 from lighthouse.starvation import RECOVERY_S, SilenceClock
+from torchft_like.core.peer_links import Probe
+from torchft_like.runtime.connecting import answers_tcp, resolve
 
 DEAD_S = 30.0
 RESUME_S = 0.2  # a process that lives opens another session sooner
@@ -52,3 +61,73 @@ async def until_dead(
         return f"silent for longer than dead_after, {dead_s:g} s"
     finally:
         refused.cancel()
+
+
+# All attempts together take far less than the timeout of a process group, and are enough where packets are
+# lost. The kernel would try again only after a second.
+ATTEMPTS = 6
+ATTEMPT_EVERY_S = 0.12
+ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
+RESOLVE_S = 0.5
+LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
+REPEAT_S = 1.0
+PEERS_AT_ONCE = 32
+
+
+async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
+    """Return the probed groups that gave no answer within a second, apart from the time for names.
+
+    A repeated probe waits first. A group that could not be asked, for lack of an address, a name server or
+    time, is not among them. None is if this process was starved: it may not have heard the answers.
+    """
+    if probe.is_repeated:
+        await asyncio.sleep(REPEAT_S)
+    silent: set[str] = set()
+    free = asyncio.Semaphore(PEERS_AT_ONCE)
+
+    async def ask(replica_id: str, address: str) -> None:
+        async with free:
+            if not await _answers(address):
+                silent.add(replica_id)
+
+    began = asyncio.get_running_loop().time()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(*[ask(*peer) for peer in probe.peers])
+    return frozenset() if clock.last_starved > began else frozenset(silent)
+
+
+async def _answers(text: str) -> bool:
+    try:
+        address = parse_address(text)
+    except AddressError:
+        return True  # without an address nothing can be said about the link
+    addresses = await resolve(address, RESOLVE_S)
+    if not addresses:
+        return True  # the name server is at fault, not the link
+    attempts: list[asyncio.Task[bool]] = []
+    try:
+        for to_follow in reversed(range(ATTEMPTS)):
+            left_s = to_follow * ATTEMPT_EVERY_S + ANSWER_S
+            attempts.append(asyncio.create_task(answers_tcp(addresses, left_s)))
+            if await _any_answers(attempts, ATTEMPT_EVERY_S if to_follow else ANSWER_S):
+                return True
+        return False
+    finally:
+        for attempt in attempts:
+            attempt.cancel()
+
+
+async def _any_answers(attempts: list[asyncio.Task[bool]], limit_s: float) -> bool:
+    """Return whether any attempt finds an answer; False after the limit, and not before it."""
+    end = asyncio.get_running_loop().time() + limit_s
+    waiting = set(attempts)
+    while waiting:
+        left_s = max(0.0, end - asyncio.get_running_loop().time())
+        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if any(attempt.result() for attempt in done):
+            return True
+        if not done:
+            return False
+    await asyncio.sleep(end - asyncio.get_running_loop().time())
+    return False

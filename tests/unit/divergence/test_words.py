@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchft_like.core.state_slices import ALIGNMENT, Slices
+from torchft_like.core.state_comparison import ALIGNMENT, Slices
 from torchft_like.divergence import words
 from torchft_like.divergence.words import ROW, _factors, word_sum
 

@@ -14,17 +14,17 @@ import pytest
 
 from lighthouse.starvation import SilenceClock
 from torchft_like.core.peer_links import Probe
-from torchft_like.manager_server import probing
+from torchft_like.manager_server import suspicion
 from torchft_like.runtime.event_loop import LATE_S
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probing, "ATTEMPTS", 2)
-    monkeypatch.setattr(probing, "ATTEMPT_EVERY_S", 0.2)
-    monkeypatch.setattr(probing, "ANSWER_S", 0.2)
-    monkeypatch.setattr(probing, "REPEAT_S", 0.05)
-    monkeypatch.setattr(probing, "RESOLVE_S", 2.0)
+    monkeypatch.setattr(suspicion, "ATTEMPTS", 2)
+    monkeypatch.setattr(suspicion, "ATTEMPT_EVERY_S", 0.2)
+    monkeypatch.setattr(suspicion, "ANSWER_S", 0.2)
+    monkeypatch.setattr(suspicion, "REPEAT_S", 0.05)
+    monkeypatch.setattr(suspicion, "RESOLVE_S", 2.0)
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def silent_of(*addresses: str, is_repeated: bool = False) -> set[int]:
 async def probe(what: Probe) -> frozenset[str]:
     clock = SilenceClock(asyncio.get_running_loop(), LATE_S)
     try:
-        return await probing.silent_peers(what, clock)
+        return await suspicion.silent_peers(what, clock)
     finally:
         clock.stop()
 
@@ -121,7 +121,7 @@ def test_nothing_is_said_where_the_name_server_gives_no_answer(
             over.set()
 
     monkeypatch.setattr(socket, "getaddrinfo", wait)
-    monkeypatch.setattr(probing, "RESOLVE_S", 0.2)
+    monkeypatch.setattr(suspicion, "RESOLVE_S", 0.2)
     assert asyncio.run(probe_a_name()) == set()
 
 

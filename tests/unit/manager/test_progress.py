@@ -7,7 +7,7 @@ import math
 import pytest
 
 from lighthouse.core.history import Report
-from torchft_like.core.progress import PER_MEMBER_S, ProgressLog
+from torchft_like.core.stall_watch import REPORT_PER_MEMBER_S, ProgressLog
 
 EVERY_S = 1.0
 
@@ -60,7 +60,7 @@ def test_the_share_of_waiting_is_that_of_the_looks(looks: Looks) -> None:
 
 
 def test_many_members_tell_less_often() -> None:
-    looks = Looks(members=int(3 * EVERY_S / PER_MEMBER_S))
+    looks = Looks(members=int(3 * EVERY_S / REPORT_PER_MEMBER_S))
     assert looks.steps_told(range(100)) == [0, 24, 48, 72, 96]
 
 

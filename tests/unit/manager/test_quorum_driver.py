@@ -20,8 +20,7 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import Reduction
-from torchft_like.manager.preparation import QuorumWorker
-from torchft_like.manager.quorum_driver import QuorumDriver
+from torchft_like.manager.quorum_driver import QuorumDriver, QuorumWorker
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.process_group.stand_ins import ProcessGroupDummy

@@ -15,7 +15,7 @@ from torchft_like.testing.chaos.engine import Engine, Features, Run, features, u
 from torchft_like.testing.chaos.job import JobError, JobSettings
 from torchft_like.testing.chaos.network import NetworkUnavailableError
 from torchft_like.testing.chaos.orders import Training
-from torchft_like.testing.chaos.report import Report, hangs, make_report
+from torchft_like.testing.chaos.report import Report, hangs, make_report, plot
 from torchft_like.testing.chaos.schedule import Planned, draw
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
@@ -117,8 +117,6 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
 
 def _draw(report: Report, path: Path) -> None:
     try:
-        from torchft_like.testing.chaos.plot import plot  # noqa: PLC0415
-
         plot(report, path)
     except ImportError as error:
         _say(f"no picture: {error}; pip install 'torchft-like[chaos]'", sys.stderr)
