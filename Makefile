@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow dropin launchers kernels matrix gpu-test style lint format proto bench leaks stress fuzz soak clean help simulate docs
+.PHONY: demo test slow dropin launchers kernels matrix gpu-test style lint format proto bench leaks stress fuzz mutate soak clean help simulate docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -94,6 +94,9 @@ stress: $(READY)  ## 10,000 connections to each server that come and go, 5,000 t
 
 fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about 2 minutes
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest --timeout 3600 -n 2 tests/stress/test_fuzz_*.py
+
+mutate: $(READY)  ## MESSAGES=1000000 changed messages over all parsers of foreign bytes; about 5 minutes
+	MUTATIONS=$(or $(MESSAGES),1000000) $(BIN)/python -m pytest -rP --timeout 3600 -n 2 tests/stress/test_fuzz_mutations.py
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

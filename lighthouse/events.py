@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from lighthouse.core.json_text import read_json
 from lighthouse.errors import ConfigError
 
 EVENT_FILE_ENV = "TORCHFT_EVENT_FILE"
@@ -297,8 +298,8 @@ def read_events(path: Path) -> Iterator[dict[str, object]]:
         return
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):
+            record = read_json(line)
+        except ValueError:
             record = None
         if isinstance(record, dict) and isinstance(record.get("kind"), str):
             yield record

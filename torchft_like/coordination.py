@@ -16,12 +16,15 @@ import grpc
 from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.json_text import read_json
+from lighthouse.events import printable
 from lighthouse.net import DISTRUST, KeptChannel, unary
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError, TrustError
 from torchft_like.manager.client import ManagerClient
+from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
@@ -209,5 +212,16 @@ def _member(member: pb.QuorumMember) -> QuorumMember:
         step=member.step,
         world_size=member.world_size,
         shrink_only=member.shrink_only,
-        data=json.loads(member.data) if member.data else None,
+        data=_data_of(member) if member.data else None,
     )
+
+
+def _data_of(member: pb.QuorumMember) -> dict[Hashable, Any]:
+    try:
+        data = read_json(member.data)
+    except ValueError as error:
+        data = error
+    if not isinstance(data, dict):
+        name = printable(member.replica_id)
+        raise MalformedMessageError(f"the data of {name} is no JSON object: {data!r:.100}")
+    return data

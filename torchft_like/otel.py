@@ -8,13 +8,13 @@ That needs `pip install 'torchft-like[otel]'`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lighthouse.core.json_text import read_json
 from lighthouse.events import Event, EventLog
 from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ConfigError
@@ -113,7 +113,7 @@ def _attributes(name: str) -> Mapping[str, Any]:
     if not path:
         return {}
     try:
-        attributes = json.loads(Path(path).read_text())[name]
+        attributes = read_json(Path(path).read_text())[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{TORCHFT_OTEL_RESOURCE_ATTRIBUTES_JSON} is {path}: it must be a JSON file with an object of "

@@ -31,6 +31,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from lighthouse.address import Address
+from lighthouse.core.json_text import read_json
 from lighthouse.core.trust import Role
 from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
@@ -270,7 +271,7 @@ def _ask(address: str) -> dict[str, str]:
                 f"the parameter server at {address} takes no session now ({printable(response.reason)}); try "
                 "again later, or give the server more with `sessions_max`"
             )
-        answer = json.loads(response.read(ANSWER_BYTES_MAX))
+        answer = read_json(response.read(ANSWER_BYTES_MAX))
         return {key: str(answer[key]) for key in ("session_id", "store_addr")}
     except TrustError:
         raise

@@ -19,10 +19,11 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote
 
 from lighthouse.address import Address, parse_address
+from lighthouse.core.json_text import read_json
 from lighthouse.errors import AddressError, CoordinationError
 from lighthouse.events import printable, short_name
 from lighthouse.tls import connecting
@@ -32,6 +33,7 @@ LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 KILL_HEADER = "X-Torchft-Kill"  # which the page wants of who kills, and ignores otherwise
 EVERY_S = 1.0
 ANSWER_S = 10.0
+ANSWER_BYTES_MAX = 64 << 20
 _HEAD, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K\n", "\x1b[J"
 _COLUMNS = ("name", "state", "step", "steps/s", "waits", "address", "")
 _HEADLINES = {
@@ -202,10 +204,23 @@ def _fetch(address: Address) -> tuple[dict[str, Any], http.client.HTTPMessage]:
     answer, body = _ask(address, "GET", "/status")
     if answer.status == http.HTTPStatus.UNAUTHORIZED:
         raise ValueError(f"it asks for a token: set {TOKEN_FILE_ENV}")
-    status = json.loads(body)
-    if answer.status != http.HTTPStatus.OK or not isinstance(status, dict) or "job" not in status:
+    if answer.status != http.HTTPStatus.OK:
         raise ValueError(f"answered {answer.status}, and no status")
-    return status, answer.headers
+    return status_in(body), answer.headers
+
+
+def status_in(body: bytes) -> dict[str, Any]:
+    """Return the status document in an answer.
+
+    Raises:
+        ValueError: there is none, or one that lacks what `lines_of` needs.
+    """
+    status = read_json(body)
+    try:
+        lines_of(status)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"answered with what is no status: {type(error).__name__} {error}") from error
+    return cast("dict[str, Any]", status)
 
 
 def _ask(address: Address, method: str, path: str) -> tuple[http.client.HTTPResponse, bytes]:
@@ -216,7 +231,7 @@ def _ask(address: Address, method: str, path: str) -> tuple[http.client.HTTPResp
         connection.sock = connecting(connection.sock)
         connection.request(method, path, headers={**shown, KILL_HEADER: "yes"})
         answer = connection.getresponse()
-        return answer, answer.read()
+        return answer, answer.read(ANSWER_BYTES_MAX)
     finally:
         connection.close()
 

@@ -8,7 +8,6 @@ that was found once stays as an `@example` beside its target.
 from __future__ import annotations
 
 import os
-import random
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -55,30 +54,6 @@ def assert_parsed_or_refused(
     return found
 
 
-def damaged(data: bytes) -> st.SearchStrategy[bytes]:
-    """Return a strategy for a good message with some bytes wrong, cut off, repeated or added."""
-
-    def damage(seed: int) -> bytes:
-        dice = random.Random(seed)
-        found = bytearray(data)
-        for _ in range(dice.randint(1, 4)):
-            at = dice.randrange(len(found) + 1)
-            match dice.randrange(5):
-                case 0:
-                    found[at : at + 1] = bytes([dice.randrange(256)])
-                case 1:
-                    found[at:] = b""
-                case 2:
-                    found[at:at] = dice.randbytes(dice.randint(1, 8))
-                case 3:
-                    found[at : at + dice.randint(1, 8)] = b""
-                case _:
-                    found[at : at + 4] = dice.choice([b"\xff" * 4, b"\x00" * 4, b"\xff\xff\xff\x7f"])
-        return bytes(found)
-
-    return st.integers(0, 2**64).map(damage)
-
-
 numbers = st.one_of(
     st.integers(-(2**63), 2**63 - 1), st.sampled_from([0, 1, -1, 2**62, 2**63 - 1, -(2**63), 10**15])
 )
@@ -89,9 +64,3 @@ names = st.one_of(
     st.sampled_from(["a", "b", "", "\x1b[2J", "a\nb", "x" * 5000, "\u202eabc", "a:" + "f" * 36]),
 ).filter(lambda text: not any("\ud800" <= c <= "\udfff" for c in text))
 """What a string of the wire can be."""
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=12,
-)

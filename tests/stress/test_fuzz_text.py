@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import socket
 from datetime import timedelta
-from pathlib import Path
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -15,8 +13,8 @@ from lighthouse.address import parse_address, parse_host
 from lighthouse.cli import _parse
 from lighthouse.core.config import MESSAGE_BYTES_MAX
 from lighthouse.errors import AddressError, ConfigError
-from lighthouse.events import Event, read_events
-from tests.stress.fuzzing import assert_parsed_or_refused, fuzz, json_values, names
+from lighthouse.events import Event
+from tests.stress.fuzzing import assert_parsed_or_refused, fuzz, names
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.process_group.store import parse_store_address
 
@@ -128,17 +126,3 @@ def test_a_log_line_is_one_line_that_moves_no_cursor(replica_id: str, reason: st
         assert event.to_text().isprintable()
         assert "\n" not in event.to_json()
         assert json.loads(event.to_json())["reason"] == reason
-
-
-@fuzz
-@given(st.lists(st.one_of(st.binary(max_size=60), json_values.map(lambda v: json.dumps(v).encode()))))
-@example([b'{"kind":"commit","comm'])  # a disk that was full
-@example([b"[" * 100_000])
-@example([b"\xff\xfe"])
-def test_a_damaged_line_hides_no_other(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
-    path = tmp_path_factory.getbasetemp() / "events.jsonl"
-    good = Event("shutdown", "lighthouse", 0.0, fields={"reason": "the good one"}).to_json().encode()
-    path.write_bytes(b"\n".join([*lines, good, b'{"kind":"half']))
-    records = assert_parsed_or_refused(lambda p: list(read_events(p)), Path(path), refusals=())
-    assert records[-1]["reason"] == "the good one"
-    assert all(isinstance(record["kind"], str) for record in records)

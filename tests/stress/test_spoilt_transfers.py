@@ -4,13 +4,10 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import random
-from collections import Counter, deque
-from collections.abc import Callable
+from collections import Counter
 from datetime import timedelta
-from typing import cast
 
 import psutil
 import pytest
@@ -18,10 +15,8 @@ import torch
 
 from lighthouse.address import LOOPBACK, parse_address
 from tests.equality import same
-from torchft_like.checkpointing import HTTPTransport, PGTransport
-from torchft_like.checkpointing.transport import Destination, Source
+from torchft_like.checkpointing import HTTPTransport
 from torchft_like.errors import CheckpointError
-from torchft_like.process_group import ProcessGroup
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
 pytestmark = pytest.mark.heal_is_clean
@@ -81,67 +76,3 @@ def test_each_is_refused_with_a_typed_error_in_bounded_memory_and_the_source_goe
     print(dict(ends))
     receiver.shutdown()
     source.shutdown()
-
-
-class Channel:
-    """What `PGTransport` needs of a process group, between two of its ends in one thread."""
-
-    def __init__(self, place: int, spoil: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._messages: deque[torch.Tensor] = deque()
-        self._place = place  # of the message that is spoilt
-        self._spoil = spoil
-
-    def send(self, tensors: list[torch.Tensor], *_: int) -> Channel:
-        self._messages.append(tensors[0].clone())
-        return self
-
-    def recv(self, tensors: list[torch.Tensor], *_: int) -> Channel:
-        if not self._messages:
-            raise RuntimeError("the sender has sent all, and its group has ended")
-        sent = self._messages.popleft().view(torch.uint8)
-        message = self._spoil(sent) if self._place == 0 else sent
-        self._place -= 1
-        if sent.nbytes > tensors[0].nbytes:
-            raise RuntimeError(f"a message of {sent.nbytes} bytes does not fit into {tensors[0].nbytes}")
-        place = tensors[0].view(torch.uint8)
-        place[: sent.nbytes].copy_(~sent)  # what does not come is not there by chance
-        place[: message.nbytes].copy_(message)
-        return self
-
-    def wait(self, _: timedelta) -> bool:
-        return True
-
-
-def over(channel: Channel) -> PGTransport[object]:
-    return PGTransport(cast(ProcessGroup, channel), LIMIT, "cpu")
-
-
-def test_each_over_a_process_group_is_refused_with_a_typed_error_in_bounded_memory() -> None:
-    chance = random.Random(20)
-    messages = 4  # announcement, header, payload and sums
-
-    def spoil(data: torch.Tensor) -> torch.Tensor:
-        spoilt = data.clone()
-        at = chance.randrange(len(spoilt))
-        if chance.random() < 0.3:
-            return spoilt[:at]
-        if chance.random() < 0.5:
-            spoilt[at] ^= 1 << chance.randrange(8)
-        else:
-            spoilt[at : at + 8] ^= 0x55
-        return spoilt
-
-    own = copy.deepcopy(STATE)
-    before = psutil.Process().memory_info().rss
-    ends: Counter[str] = Counter()
-    for number in range(TRANSFERS):
-        transport = over(Channel(number % messages, spoil))
-        transport.send_checkpoint([1], 5, STATE)
-        with pytest.raises(CheckpointError) as caught:
-            transport.recv_checkpoint_from([Source(0, "")], 5, LIMIT, Destination(own))
-        ends[type(caught.value).__name__] += 1
-    assert psutil.Process().memory_info().rss - before < MEMORY_BYTES_MAX
-    print(dict(ends))
-    whole = over(Channel(-1, spoil))
-    whole.send_checkpoint([1], 5, STATE)
-    assert same(whole.recv_checkpoint_from([Source(0, "")], 5, LIMIT, Destination(own)), STATE)

@@ -31,12 +31,14 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from lighthouse.core.json_text import read_json
 from torchft_like.core.restarts import VACANT, Ending, RankProcess, Told, all_start_again, why_not
 from torchft_like.errors import GroupLostError
 
 TELL_MAX = 3  # stores in which a rank that leaves for good says so
 MOVED = "moved"
 HAS_ENDED = "its process has ended"
+_ENDINGS = {MOVED, *(ending.value for ending in Ending)}
 WITHOUT = "the others have gone on without"
 
 T = TypeVar("T")
@@ -117,10 +119,21 @@ class Record:
 
     @classmethod
     def read(cls, data: bytes) -> Record:
-        """Return what stands in a store."""
-        said = json.loads(data)
-        names = "ending", "reason", "address", "host"
-        return cls(**{name: str(said[name]) for name in names}, since=int(said["since"]))
+        """Return what stands in a store; a StoreLostError says that a rank has written something else."""
+        try:
+            said = read_json(data)
+        except ValueError:
+            said = None
+        match said:
+            case {
+                "ending": str(ending),
+                "reason": str(reason),
+                "address": str(address),
+                "host": str(host),
+                "since": int(since),
+            } if ending in _ENDINGS:
+                return cls(ending, reason, address, host, since)
+        raise StoreLostError(f"it holds no word of a rank, but {data!r:.100}: do all run the same version?")
 
     def process(self, rank: int) -> RankProcess:
         """Return the process of which this is said."""
@@ -292,7 +305,7 @@ class MeetingProtocol:
                 if lost and not (yield Check(key)):  # else it has ended after it had come
                     raise GroupLostError(lost)
                 (value,) = yield Read(key)
-                return str(value, "utf-8")
+                return str(value, "utf-8", "backslashreplace")
             except NewsError:
                 continue
             except StoreLostError as error:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d as c10d
 
+from lighthouse.core.json_text import read_json
 from torchft_like.backends import BACKENDS
 from torchft_like.communicator.communicator import CoordinatorOptions, Group, check
 from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
@@ -217,17 +218,23 @@ class Agreement:
             self._store.wait([_MISSING], self._timeout)
         except RuntimeError:
             self._decide([rank for rank, key in enumerate(self._keys) if not self._store.check([key])])
-        missing: list[int] = json.loads(self._store.get(_MISSING))
-        return missing
+        return _ranks_in(self._store.get(_MISSING))
 
     def _decide(self, missing: list[int]) -> None:
         """Decide which ranks are missing, unless it is decided already."""
         self._store.compare_set(_MISSING, "", json.dumps(missing))
 
 
+def _ranks_in(value: bytes) -> list[int]:
+    match read_json(value):
+        case [*ranks] if all(type(rank) is int for rank in ranks):
+            return ranks
+    raise ValueError(f"it holds {value!r:.100}, and not which ranks are missing")
+
+
 @contextlib.contextmanager
 def _asking() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         raise GroupCoordinatorError(f"the default group's store failed: {error}") from error

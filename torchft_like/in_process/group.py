@@ -88,7 +88,7 @@ class RestartGroup:
                     store.wait(keys)
                 except (ProcessGroupError, TimeoutError) as error:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
-                group_id, *said = (value.decode() for value in store.multi_get(keys))
+                group_id, *said = (value.decode(errors="backslashreplace") for value in store.multi_get(keys))
             processes = [_process(other, text) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, place)

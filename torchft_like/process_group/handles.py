@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 from torch._C import _distributed_c10d as c10d
 from torch._C._distributed_c10d import ErrorType, Store, TCPStore, Work
 
+from lighthouse.core.json_text import read_json
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
@@ -65,9 +66,10 @@ class Handle(NamedTuple):
 def parse_handle(text: str) -> Handle:
     """Read a handle, without unknown fields; a ProcessGroupError says that it is none of this package."""
     try:
-        said = json.loads(text)
+        said = read_json(text)
         handle = Handle(said["id"], said["store"], said.get("global_rank"))
-        if not isinstance(handle.id, str) or not isinstance(handle.global_rank, int | None):
+        texts = handle.id, handle.store
+        if not all(isinstance(text, str) for text in texts) or not isinstance(handle.global_rank, int | None):
             raise TypeError("a field is of another type")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ProcessGroupError(

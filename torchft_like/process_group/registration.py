@@ -97,6 +97,6 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
             raise ProcessGroupNotConfiguredError(
                 f"configuring rank {rank} of {world_size} failed: rank 0 did not say where to meet: {error}"
             ) from error
-        place = parse_store_address(store.get(key).decode())
+        place = parse_store_address(store.get(key).decode(errors="backslashreplace"))
         # Each member uses torch's store by a name that is valid on its host.
         yield StoreAddress(server or place.server, place.prefix)

@@ -1,6 +1,6 @@
 """Made-up structures of a state never get further than a format error.
 
-Damage on the way, and random structures: tests/stress/test_spoilt_transfers.py and test_fuzz_bytes.py.
+Damage on the way, and random structures: tests/stress/test_spoilt_transfers.py and test_fuzz_mutations.py.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from lighthouse.core.json_text import read_json
+
 # The rules that the tensors of a call follow; `rules` defines them.
 SAME = "same"  # every argument is the same on every rank
 GATHERED = "gathered"  # output i, of each rank that has outputs, takes the input of rank i
@@ -139,8 +141,8 @@ def _remembered(body: bytes) -> Statement:
 
 def _decoded(body: bytes) -> Statement:
     try:
-        fields = json.loads(body)
-    except (ValueError, RecursionError) as error:
+        fields = read_json(body)
+    except ValueError as error:
         raise RecordError(str(error)) from error
     if not isinstance(fields, list) or len(fields) != 10:
         raise RecordError("a statement has ten fields")

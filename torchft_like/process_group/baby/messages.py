@@ -377,14 +377,23 @@ def encode_call(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], tenso
 
 
 def decode_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
-    """Decode the name of a call, and its arguments in the form that `decode` takes."""
+    """Decode the name of a call, and its arguments in the form that `decode` takes.
+
+    Raises:
+        ForeignMessageError: the bytes are no call.
+    """
     return (_known_call if len(data) <= CALL_KEPT_BYTES_MAX else _known_call.__wrapped__)(data)
 
 
 @functools.lru_cache(CALLS_KEPT_MAX)
 def _known_call(data: bytes) -> tuple[str, list[Plain], dict[str, Plain]]:
-    name, args, named = cast("tuple[str, list[Plain], list[list[Plain]]]", decode_plain(data, count=3))
-    return name, args, dict(named)
+    try:
+        match decode_plain(data, count=3):
+            case [str(name), list(args), list(named)]:
+                return name, args, dict(cast("list[list[Plain]]", named))
+    except (PlainDataError, TypeError, ValueError) as error:
+        raise ForeignMessageError(f"{len(data)} bytes that are no call: {error}") from error
+    raise ForeignMessageError(f"{len(data)} bytes that are no call")
 
 
 @functools.cache

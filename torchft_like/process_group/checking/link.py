@@ -32,6 +32,7 @@ from enum import Enum
 from typing import Protocol
 
 from lighthouse.address import Address, parse_address
+from lighthouse.core.json_text import read_json
 from lighthouse.listening import listen_tcp
 from torchft_like.core.agreement.referee import Answer, Call, Missing, Problem, Question, Referee
 from torchft_like.core.agreement.rules import Disagreement
@@ -407,11 +408,11 @@ def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predi
 def _read_referee(data: bytes) -> tuple[Address, bytes, bool]:
     """Decode the address at which rank 0 listens, the secret, and whether rank 0 predicts calls."""
     try:
-        match json.loads(data):
+        match read_json(data):
             case [str(host), int(port), str(token), bool(predicts)]:
                 if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:
                     return parse_address(str(Address(host, port))), secret, predicts
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}") from error
     raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}")
 
@@ -497,12 +498,12 @@ def decode_problem(body: bytes) -> Problem | None:
     if not body:
         return None
     try:
-        match json.loads(body):
+        match read_json(body):
             case ["disagreement", str(aspect), dict(calls)]:
                 return Disagreement(aspect, {int(rank): str(text) for rank, text in calls.items()})
             case ["missing", list(ranks), dict(waiting), bool(lost), float(seconds) | int(seconds)]:
                 texts = {int(rank): tuple(map(str, of_rank)) for rank, of_rank in waiting.items()}
                 return Missing(tuple(map(int, ranks)), texts, lost, seconds)
-    except (TypeError, OverflowError, RecursionError) as error:
-        raise ValueError("a field of a problem has another type, or it is nested too deeply") from error
+    except (TypeError, OverflowError) as error:
+        raise ValueError("a field of a problem has another type") from error
     raise ValueError("this is no problem")

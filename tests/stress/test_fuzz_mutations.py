@@ -1,0 +1,959 @@
+"""Every parser of bytes that come from outside: good messages, changed.
+
+Each row of PARSERS goes the way that the bytes go in a job, through the handlers of the real servers where
+there are any. Messages that are well formed and make no sense are in the other files of this folder.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import io
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import grpc.aio
+import numpy as np
+import pytest
+import torch
+import uvicorn
+import zmq
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+from lighthouse import codec, keys
+from lighthouse import server as lighthouse_server
+from lighthouse.address import LOOPBACK, Address
+from lighthouse.core.trust import Role, make_texts, parse_trust
+from lighthouse.errors import AddressError, ConfigError
+from lighthouse.events import Event, read_events
+from lighthouse.page.app import Page
+from lighthouse.page.cli import lines_of, status_in
+from lighthouse.tls import FILES
+from lighthouse.tls import _read as read_identity
+from lighthouse.wire import torchft_pb2 as pb
+from tests.stress.mutation import Parser, try_all
+from tests.unit.checkpointing.states import dump_state, forged, load_state
+from torchft_like import coordination
+from torchft_like.checkpointing import PGTransport
+from torchft_like.checkpointing.http_fetch import _Line, _Source
+from torchft_like.checkpointing.http_server import CheckpointServer, Offer, ServerLimits, _Connection
+from torchft_like.checkpointing.state_stream import Expectation, IncomingState, Snapshot, read_header
+from torchft_like.checkpointing.transport import Destination, Source
+from torchft_like.core.agreement import statements
+from torchft_like.core.agreement.referee import Missing
+from torchft_like.core.agreement.rules import Disagreement
+from torchft_like.core.agreement.statements import Statement
+from torchft_like.core.conversation import Conversation
+from torchft_like.core.meeting import Record, StoreLostError
+from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
+from torchft_like.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    PlainDataError,
+    ProcessGroupError,
+    QueueCorruptError,
+    QueueError,
+)
+from torchft_like.group_coordinator.creation import _ranks_in
+from torchft_like.manager_server.duplex import MalformedMessageError
+from torchft_like.manager_server.lighthouse_link import LighthouseLink
+from torchft_like.manager_server.rank_link import (
+    SessionLink,
+    quorum_result_from_wire,
+    quorum_result_to_wire,
+    verdict_from_wire,
+)
+from torchft_like.manager_server.server import ManagerServer
+from torchft_like.manager_server.service import rank_join
+from torchft_like.message_queue import remote
+from torchft_like.message_queue.endpoint import QueueHandle
+from torchft_like.message_queue.leaves import NO_LEAVES, assembled, reading_ring
+from torchft_like.message_queue.leaves import Source as Leaves
+from torchft_like.message_queue.remote import RemoteReader, RemoteReaders
+from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
+from torchft_like.plain_data import (
+    LEAF_TENSOR,
+    LIST,
+    LONG,
+    MAGIC,
+    MESSAGES,
+    ORDERED_DICT,
+    TUPLE,
+    Structure,
+    assemble,
+    decode,
+    disassemble,
+    encode,
+)
+from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group import store as group_store
+from torchft_like.process_group.baby.messages import (
+    Channel,
+    ChannelClosedError,
+    ForeignMessageError,
+    decode_call,
+    encode_call,
+)
+from torchft_like.process_group.checking import link
+from torchft_like.process_group.handles import Handle, parse_handle
+from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
+
+MUTATIONS = int(os.environ.get("MUTATIONS", "80000"))
+LIMIT = timedelta(seconds=20)
+PART = b"\xfe|\xfd"  # between the messages of one input
+DEEP = b"[" * 200_000
+IN_SOCKET_MAX = 100_000  # bytes that a pair of sockets takes before somebody reads them
+
+
+def parts_of(data: bytes, most: int = 8) -> list[bytes]:
+    return data.split(PART)[:most]
+
+
+# -- states, and how they travel
+
+STATE = {"w": torch.arange(6.0), "steps": [1, 2.5, "x", None, (True, b"b")], "d": torch.float16}
+STREAM = dump_state(STATE)
+STRUCTURE = read_header(io.BytesIO(STREAM))
+HEAD = struct.pack("<II", MAGIC, 0)
+EXPECTED = Expectation()
+EXPECTED.learn({"w": torch.zeros(10_000)})
+
+
+def of_leaves(count: int) -> bytes:
+    """A structure of 4 bytes for each of its tensors, which are empty."""
+    spec = struct.pack("<BBBQ", 1, 0, 1, 0)
+    head = struct.pack("<II", MAGIC, count) + count * spec
+    return head + struct.pack("<BI", LIST, count) + count * bytes([LEAF_TENSOR])
+
+
+def heal(structure: bytes) -> object:
+    """A rank with a small state takes a peer's header; of one of 57 MB it once made 1 GB."""
+    source = io.BytesIO(forged(structure, bytes(64)))
+    incoming = IncomingState(read_header(source, EXPECTED.limits), EXPECTED.limits)
+    incoming.outline()
+    return incoming.read_all(source)
+
+
+class OverGroup:
+    """What `PGTransport` needs of a process group, which sends into bytes, or receives from them."""
+
+    def __init__(self, data: bytes = b"") -> None:
+        self.data = data
+
+    def send(self, tensors: list[torch.Tensor], *_: int) -> OverGroup:
+        self.data += tensors[0].view(torch.uint8).numpy().tobytes()
+        return self
+
+    def recv(self, tensors: list[torch.Tensor], *_: int) -> OverGroup:
+        place = tensors[0].view(torch.uint8)
+        if not self.data:
+            raise RuntimeError("the sender has sent all, and its group has ended")
+        came, self.data = bytearray(self.data[: len(place)]), self.data[len(place) :]
+        place[: len(came)].copy_(torch.frombuffer(came, dtype=torch.uint8))
+        return self
+
+    def wait(self, _: timedelta) -> bool:
+        return True
+
+
+def sent_over_group() -> list[bytes]:
+    group = OverGroup()
+    PGTransport[object](cast(ProcessGroup, group), LIMIT, "cpu").send_checkpoint([1], 5, STATE)
+    return [group.data]
+
+
+def received_over_group(data: bytes) -> object:
+    transport = PGTransport[object](cast(ProcessGroup, OverGroup(data)), LIMIT, "cpu")
+    own = {**STATE, "w": torch.zeros(6)}
+    transport.check_state(own)
+    return transport.recv_checkpoint_from([Source(0, "")], 5, LIMIT, Destination(own))
+
+
+class Impatient(CheckpointServer):
+    """A source that lets nobody wait for a later step."""
+
+    def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
+        return super().wait_for_offer(step, 0.0)
+
+
+@functools.cache
+def source() -> Impatient:
+    server = Impatient(Address(LOOPBACK, 0), ServerLimits())
+    server.offer(7, Snapshot(STATE).fill())
+    return server
+
+
+def ask_source(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        theirs.sendall(data[:IN_SOCKET_MAX])
+        theirs.shutdown(socket.SHUT_WR)
+        connection = source()._connections[ours] = _Connection(source(), ours)
+        connection._run()
+
+
+class OneAnswer:
+    """A fetch whose source has answered once, and is gone."""
+
+    step = 7
+
+    def path(self, what: str) -> str:
+        return f"/checkpoint/7/{what}"
+
+    def asks_again(self, *_: object) -> None:
+        raise CheckpointError("it would ask again")
+
+    connect = asks_again
+
+
+def hear_source(data: bytes) -> int:
+    line = _Line(cast(Any, OneAnswer()), _Source(0, Address(LOOPBACK, 1), is_first=True))
+    ours, theirs = socket.socketpair()
+    with theirs, ours:
+        theirs.sendall(data[:IN_SOCKET_MAX])
+        theirs.shutdown(socket.SHUT_WR)
+        line._socket = ours
+        line.ask("header")
+        while line.readinto(memoryview(bytearray(4096))):
+            pass
+    return line._left
+
+
+ANSWERS = [
+    b"HTTP/1.1 200 \r\nContent-Length: 9\r\nCheckpoint-Step: 7\r\nCheckpoint-Id: 0a\r\n\r\n123456789",
+    b"HTTP/1.1 200 x\r\nContent-Length: 0\r\nCheckpoint-Step: 7\r\n\r\n",
+]
+
+# -- plain data, queues
+
+MESSAGE = disassemble(
+    {
+        "plain": [1, 2**70, 2.5, None, True, "text", b"bytes", ("tuple", {1: [], (1, "x"): {}})],
+        "tensor": torch.ones(3, 2),
+        "array": np.ones((2, 2), np.float32),
+        "long": b"x" * 5000,
+    }
+)
+SHORT = disassemble([1, 2**70, 2.5, "text", b"bytes", ("tuple", {1: [], (1, "x"): {}}), torch.ones(2)])
+GEOMETRY = Geometry(4, 256)
+
+
+def read_plain(structure: bytes) -> object:
+    Structure(structure, MESSAGES)
+    return assemble(structure, MESSAGE.tensors)
+
+
+def ring() -> bytes:
+    """The words of a ring, and its slots with two messages."""
+    memory = bytearray(GEOMETRY.memory_bytes)
+    writer = RingWriter(memoryview(memory), GEOMETRY)
+    for value, leaves in ((torch.ones(30), [b"\x00" * 120]), ({"a": [1]}, [])):
+        parts = [disassemble(value).structure, *leaves]
+        nbytes = sum(map(len, parts))
+        writer.write(INLINE, parts, nbytes, GEOMETRY.slots_for(nbytes))
+    return bytes(memory[:24] + memory[PAGE_BYTES:])
+
+
+def read_ring(data: bytes) -> object:
+    memory = bytearray(GEOMETRY.memory_bytes)
+    slots = len(memory) - PAGE_BYTES
+    memory[:24] = data[:24].ljust(24, b"\x00")
+    memory[PAGE_BYTES:] = data[24:].ljust(slots, b"\x00")[:slots]
+    reader = RingReader(memoryview(memory), GEOMETRY)
+    place, nbytes, structure_bytes, *_ = reader.next_record()
+    structure = reader.read(place, structure_bytes)
+    left = nbytes - structure_bytes
+    leaves = reading_ring(reader, place + structure_bytes)
+    return assembled(structure, Leaves(left, leaves) if left else NO_LEAVES)
+
+
+HANDLE = QueueHandle("name", bytes(32), *GEOMETRY, (0, 1), 1, "tcp://127.0.0.1:1", b"k" * 40)
+
+
+def said_by_readers(data: bytes) -> None:
+    """The writer of a queue hears the readers a, and b, which has not joined."""
+    writer = RemoteReaders.__new__(RemoteReaders)
+    vars(writer).update(n_readers=2, lost=[], left=[], _token=bytes(32), _taken={0}, _joined=1, _sent=5)
+    vars(writer).update(_readers={b"a": remote._Reader(1, 2)}, _router=SimpleNamespace(send_multipart=len_of))
+    for number, body in enumerate(parts_of(data)):
+        writer._hear(b"ab"[number % 2 :][:1], body)
+
+
+def len_of(message: Sequence[bytes], *_: object, **__: object) -> int:
+    return len(message)
+
+
+def said_by_writer(data: bytes) -> object:
+    reader = RemoteReader.__new__(RemoteReader)
+    vars(reader).update(_number=5, _rank=1, _has_left=False, _is_closing=False, _tell=len)
+    return reader._read([zmq.Frame(part) for part in parts_of(data)])
+
+
+READERS_SAY = PART.join(
+    [
+        remote.NUMBERED.pack(remote.TAG_READ, 3),
+        remote.HELLO.pack(remote.TAG_HELLO, bytes(32), 4),
+        remote.TAG_LEAVE,
+        remote.NUMBERED.pack(remote.TAG_READ, 5),
+    ]
+)
+WRITER_SAYS = PART.join(
+    [remote.NUMBERED.pack(remote.TAG_DATA, 5), SHORT.structure, torch.ones(2).numpy().tobytes()]
+)
+
+# -- the store, and the check of collectives
+
+ASKED = ("get", "multi_get", "add", "check", "wait", "delete_key", "compare_set")
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "multi_get": (["a", "b"],),
+    "check": (["a"],),
+    "wait": (["a"],),
+    "add": ("a", 1),
+    "compare_set": ("a", "b", "c"),
+}
+
+
+def answer_of_store(data: bytes) -> object:
+    """A store's answer to the question that the first byte says."""
+    ours, theirs = socket.socketpair()
+    store = AbortableStore(StoreAddress(Address(LOOPBACK, 1), "p"), LIMIT)
+    store._socket = ours
+    ours.setblocking(False)
+    with theirs:
+        theirs.sendall(data[1:IN_SOCKET_MAX])
+        theirs.shutdown(socket.SHUT_WR)
+        question = ASKED[data[0] % len(ASKED) if data else 0]
+        try:
+            return getattr(store, question)(*ARGUMENTS.get(question, ("a",)))
+        finally:
+            store.close()
+
+
+def word(text: bytes) -> bytes:
+    return struct.pack("=Q", len(text)) + text
+
+
+CALL = Statement("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
+REQUEST = link.Request(link.CALL, 7, 3, 1.5, statements.encode(CALL)).encode()
+PROBLEMS = (Disagreement("shape", {0: "a", 1: "b"}), Missing((1,), {0: ("a()",)}, True, 1.5))
+RECORD = Record("spent", "an error", "127.0.0.1:1", "host", 3)
+ADDRESSES = [
+    b"http://host-1.example:29510/x",
+    b"127.0.0.1:1/a",
+    b"[::1]:65535/b/c",
+    b"host:29500/torchft/0a1b",
+]
+MEETING_HANDLE = Handle("0a1b", "127.0.0.1:29500/torchft/x", 3)
+
+
+def take_requests(data: bytes) -> None:
+    buffer = bytearray(data)
+    while (size := len(buffer)) and link.take_request(buffer) is not None:
+        assert len(buffer) < size
+
+
+def read_record(data: bytes) -> object:
+    return statements.decode(statements.unpack(data).call)
+
+
+def address_of_store(data: bytes) -> object:
+    return parse_store_address(data.decode(errors="backslashreplace"))
+
+
+# -- the child of a Baby group
+
+WORDS = struct.pack("<qqB", 3, 7, 2) + encode([b"a call" * 20, ["device", 7, None, {"a": 1.5}]])
+BABY_CALL = encode_call("allreduce", [[1.5, None], 3], {"flag": True}, lambda _: b"")
+
+
+def on_channel(data: bytes) -> object:
+    ours, theirs = Channel.pair()
+    channel = Channel(ours)
+    with theirs:
+        theirs.send(data[:IN_SOCKET_MAX] or b"\0")
+        try:
+            return channel.receive()
+        finally:
+            channel.close()
+
+
+# -- the protocol
+
+MEMBER = pb.QuorumMember(
+    replica_id="a:1",
+    address="http://h:1",
+    store_address="h:2",
+    step=3,
+    world_size=2,
+    may_stand=True,
+    data="{}",
+)
+REGISTER = pb.Register(
+    replica_id="a:1", address="http://h:1", store_address="h:2", last_quorum_replica_ids=["a", "b"]
+)
+FORM = pb.StateForm(digest=b"d" * 16, paths=["w"], descriptions=["float32[4]"])
+VACANCY = pb.Vacancy(
+    group_id="g", group_rank=1, world_size=2, store_address="127.0.0.1:1", host="h", attempt=3
+)
+TO_LIGHTHOUSE = [
+    pb.SessionRequest(join=MEMBER),
+    pb.SessionRequest(broken_links=pb.BrokenLinks(unreachable_replica_ids=["b", "c"])),
+    pb.SessionRequest(holds=pb.Holds(quorum_id=7, step=3)),
+    pb.SessionRequest(identity=pb.Identity(job_id="j", first_quorum_id=7, forms=[FORM, pb.StateForm()])),
+    pb.SessionRequest(progress=pb.Progress(step=4, waits_for="allreduce", waiting_permille=3)),
+    pb.SessionRequest(leave=pb.Leave(reason="done", step=4)),
+]
+CALLS: list[tuple[str, list[Any]]] = [
+    ("Session", [pb.SessionRequest(register=REGISTER), *TO_LIGHTHOUSE]),
+    ("Quorum", [pb.LighthouseQuorumRequest(requester=MEMBER)]),
+    ("Heartbeat", [pb.LighthouseHeartbeatRequest(replica_id="a:1")]),
+    (
+        "OfferSpare",
+        [
+            pb.SpareRequest(register=pb.SpareRegister(spare_id="s", host="h")),
+            pb.SpareRequest(declined=pb.Declined(reason="it is taken")),
+        ],
+    ),
+    ("FillVacancy", [pb.FillVacancyRequest(vacancy=VACANCY, waits=True)]),
+]
+CALL_SAMPLES = [
+    bytes([number]) + PART.join(message.SerializeToString() for message in messages)
+    for number, (_, messages) in enumerate(CALLS)
+]
+
+
+@functools.cache
+def lighthouse() -> coordination.LighthouseServer:
+    return coordination.LighthouseServer(replicas_max=64)
+
+
+class RefusedCallError(Exception):
+    """The lighthouse ends a call with a status."""
+
+
+class Call:
+    """The server's end of a call, through which messages come that are there already."""
+
+    def __init__(self, messages: Sequence[object]) -> None:
+        self._messages = list(messages)
+
+    async def read(self) -> object:
+        return self._messages.pop(0) if self._messages else grpc.aio.EOF  # type: ignore[attr-defined]
+
+    async def write(self, message: object) -> None:
+        assert type(message) is bytes
+
+    async def send_initial_metadata(self, _: object) -> None:
+        pass
+
+    async def abort(self, code: grpc.StatusCode, text: str) -> None:
+        raise RefusedCallError(f"{code.name}: {text}")
+
+
+def call_lighthouse(data: bytes) -> None:
+    method, _ = CALLS[data[0] % len(CALLS) if data else 0]
+    server = lighthouse()
+
+    async def serve() -> None:
+        handlers: Any = lighthouse_server._handlers(server._lighthouse)
+        details: Any = SimpleNamespace(method=f"/torchft.LighthouseService/{method}", invocation_metadata=())
+        handler = handlers.service(details)
+        messages = [handler.request_deserializer(part) for part in parts_of(data[1:])]
+        if handler.request_streaming:
+            await handler.stream_stream(None, Call(messages))
+            return
+        answering = asyncio.ensure_future(handler.unary_unary(messages[0], Call([])))
+        for _ in range(3):  # what is to be awaited is of no interest
+            await asyncio.sleep(0)
+        answering.cancel()
+        await asyncio.wait([answering])
+        if not answering.cancelled():
+            answering.result()
+
+    server._loop.run(serve())
+
+
+def said_by_rank(data: bytes) -> None:
+    """Rank 0 of a replica group hears rank 1, while all that the group said to it can still be repeated."""
+    group, conversation = ReplicaGroup("me", 2), Conversation[pb.RankSessionResponse]()
+    group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
+    for part in parts_of(data):
+        request = codec.reader(pb.RankSessionRequest)(part)
+        if request is None or not conversation.arrived(request.received):
+            return
+        match request.WhichOneof("request"):
+            case "join":
+                group.rank_joined(rank_join(request.join, 1))
+            case "vote":
+                group.rank_voted(1, verdict_from_wire(request.vote))
+            case "holds":
+                group.rank_holds(1, request.holds.quorum_id, request.holds.step)
+            case "leave":
+                group.rank_left(1, request.leave.reason)
+
+
+RANK_SAYS = PART.join(
+    message.SerializeToString()
+    for message in (
+        pb.RankSessionRequest(
+            join=pb.ManagerQuorumRequest(group_rank=1, step=1, checkpoint_metadata="x", form=FORM)
+        ),
+        pb.RankSessionRequest(vote=pb.ShouldCommitRequest(group_rank=1, step=1, should_commit=True)),
+        pb.RankSessionRequest(holds=pb.Holds(quorum_id=7, step=2)),
+        pb.RankSessionRequest(leave=pb.Leave(reason="done", step=2)),
+    )
+)
+
+
+def said_by_lighthouse(data: bytes) -> None:
+    """A ManagerServer whose rank 0 has joined hears the lighthouse."""
+    server, to_lighthouse = ManagerServer.__new__(ManagerServer), LighthouseLink.__new__(LighthouseLink)
+    vars(server).update(_group=ReplicaGroup("me", 1), _perform=answer_rank)
+    to_lighthouse._listener = server
+    server._group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
+    for part in parts_of(data):
+        response = codec.reader(pb.SessionResponse)(part)
+        if response is None:
+            return
+        to_lighthouse._dispatch(response)
+
+
+def answer_rank(effects: Sequence[object]) -> None:
+    for effect in effects:
+        if isinstance(effect, RankQuorum):
+            result = quorum_result_to_wire(effect.result)
+            assert quorum_result_from_wire(result) == effect.result
+
+
+LIGHTHOUSE_SAYS = PART.join(
+    message.SerializeToString()
+    for message in (
+        pb.SessionResponse(
+            config_changed=pb.JobConfig(min_replicas=1, join_timeout_ms=5, standing_lease_ms=9)
+        ),
+        pb.SessionResponse(
+            quorum=pb.Quorum(
+                quorum_id=7, stands=True, participants=[pb.QuorumMember(replica_id="me", step=1), MEMBER]
+            )
+        ),
+        pb.SessionResponse(hold=pb.HoldQuorum(quorum_id=7)),
+        pb.SessionResponse(release=pb.ReleaseQuorum(quorum_id=7, ask_at=3)),
+        pb.SessionResponse(member_lost=pb.MemberLost(quorum_id=7, replica_id="a:1", reason="gone")),
+        pb.SessionResponse(left_out=pb.LeftOut(quorum_id=8, replica_id="me", unreachable_replica_ids=["b"])),
+    )
+)
+
+
+class Hears:
+    """A rank that does nothing about what it is told."""
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def said_to_rank(data: bytes) -> None:
+    rank = SessionLink.__new__(SessionLink)
+    vars(rank).update(_listener=Hears(), _closing=False)
+    for part in parts_of(data):
+        if (response := codec.reader(pb.RankSessionResponse)(part)) is None:
+            return
+        rank._dispatch(response)
+
+
+RANK_HEARS = PART.join(
+    message.SerializeToString()
+    for message in (
+        pb.RankSessionResponse(
+            quorum=pb.ManagerQuorumResponse(
+                quorum_id=7,
+                replica_rank=1,
+                replica_ids=["a", "b"],
+                recover_dst_replica_ranks=[0],
+                max_replica_rank=1,
+            )
+        ),
+        pb.RankSessionResponse(vote=pb.ShouldCommitResponse(should_commit=True)),
+        pb.RankSessionResponse(release=pb.ReleaseQuorum(quorum_id=7, ask_at=3)),
+        pb.RankSessionResponse(group_lost=pb.GroupLost(reason="gone")),
+    )
+)
+
+
+def data_of_member(data: bytes) -> object:
+    return coordination._member(pb.QuorumMember(replica_id="a", data=data.decode(errors="replace")))
+
+
+# -- the page, tokens, certificates, files
+
+
+@functools.cache
+def of_page() -> uvicorn.Config:
+    page = Page(lighthouse()._lighthouse)
+    config = uvicorn.Config(page, ws="none", lifespan="off", log_config=None, proxy_headers=False)
+    config.load()
+    return config
+
+
+def ask_page(data: bytes) -> None:
+    """A request through uvicorn's own parser."""
+
+    async def serve() -> bytes:
+        state, transport = ServerState(), Transport()
+        protocol = H11Protocol(of_page(), state, {}, asyncio.get_running_loop())
+        protocol.connection_made(transport)
+        protocol.data_received(data or b"\r")  # as a loop gives no empty bytes
+        while state.tasks:
+            await asyncio.sleep(0)
+        protocol.connection_lost(None)
+        return bytes(transport.written)
+
+    of_page()
+    assert b"HTTP/1.1 500" not in lighthouse()._loop.run(serve())
+
+
+class Transport(asyncio.Transport):
+    """A connection that keeps what is written."""
+
+    def __init__(self) -> None:
+        super().__init__({"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)})
+        self.written = bytearray()
+        self._closes = False
+
+    def write(self, data: Any) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self._closes
+
+    def close(self) -> None:
+        self._closes = True
+
+    abort = close
+
+    def pause_reading(self) -> None:
+        pass
+
+    resume_reading = pause_reading
+
+
+def page_request(line: str, *headers: str) -> bytes:
+    return "\r\n".join([f"{line} HTTP/1.1", "Host: localhost:29511", *headers, "", ""]).encode()
+
+
+REQUESTS = [
+    page_request("GET /status", "Accept-Encoding: gzip", 'If-None-Match: "0a"', "Authorization: Bearer abc"),
+    page_request("POST /replica/nobody%3A1/kill", "X-Torchft-Kill: yes", "Content-Length: 0"),
+    page_request("GET /metrics", "Authorization: Basic YTpi") + page_request("GET /"),
+]
+
+
+@functools.cache
+def statuses() -> list[bytes]:
+    """Two documents, one with a member that heals."""
+    heal = {"source": "b:2", "from_step": 1, "to_step": 9}
+    row: dict[str, object]
+    row = {"id": "a:1", "state": "member", "trouble": "", "address": "http://h:1", "waits_for": "allreduce"}
+    row |= {"step": 3, "steps_per_s": 2.5, "waiting_permille": 30, "heal": None}
+    job = {
+        "state": "stands",
+        "members": 2,
+        "gone": 0,
+        "step": 3,
+        "steps_per_s": 2.5,
+        "why_no_quorum": "",
+        "straggler": "a:1",
+    }
+    recoveries = [{"lost": ["c:3"], "quorum_s": 0.5}]
+    whole = {"schema": 1, "lighthouse": {"address": "h:1"}, "job": job, "recoveries": recoveries}
+    first = {**whole, "replicas": [row, {**row, "id": "b", "step": None, "heal": heal}]}
+    second = {
+        **whole,
+        "recoveries": [],
+        "replicas": [],
+        "job": {**job, "state": "none", "why_no_quorum": "nobody"},
+    }
+    return [json.dumps(document).encode() for document in (first, second)]
+
+
+TOKENS = make_texts()
+TRUST = parse_trust(TOKENS[Role.OPERATE], "a test")
+
+
+def read_tokens(path: Path) -> object:
+    return parse_trust(path.read_bytes().decode(errors="replace"), "a file")
+
+
+def role_of_header(data: bytes) -> object:
+    return TRUST.role_of_header(data.decode("latin-1"))
+
+
+@functools.cache
+def certificates() -> dict[str, str]:
+    return keys.certify([], days=1)
+
+
+def certificate(name: str) -> list[bytes]:
+    return [certificates()[name].encode()]
+
+
+def read_certificates(path: Path) -> object:
+    for name, text in certificates().items():
+        if name != path.name and not (path.parent / name).exists():
+            (path.parent / name).write_text(text)
+    return read_identity(path.parent)
+
+
+EVENTS = b"\n".join(
+    Event(kind, "lighthouse", 0.0, "a:1", fields={"step": 3}).to_json().encode() for kind in ("join", "loss")
+)
+NESTED = b"\xa3\x06" * 100_000  # the start of a group, in a group, in a group, ...
+
+PARSERS = [
+    Parser(
+        "a state",
+        [STREAM],
+        load_state,
+        (CheckpointFormatError,),
+        [
+            forged(HEAD + struct.pack("<BI", LIST, 1) * 200_000),
+            forged(HEAD + struct.pack("<BI", LIST, 200_000) + b"\x00" * 200_000),
+            forged(HEAD + struct.pack("<BI", LIST, 100_000) + struct.pack("<BI", ORDERED_DICT, 0) * 100_000),
+            forged(HEAD + struct.pack("<BI", LONG, 2_000_000) + b"\x7f" * 2_000_000),
+            forged(of_leaves(20_000)),
+            b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00",  # announces 64 MB and sends none
+        ],
+    ),
+    Parser(
+        "the description of a state, with the checksums of a liar",
+        [STRUCTURE],
+        lambda data: load_state(forged(data, bytes(64))),
+        (CheckpointFormatError,),
+    ),
+    Parser(
+        "the same for a rank with a small state",
+        [read_header(io.BytesIO(dump_state({"w": torch.zeros(16)})))],
+        heal,
+        (CheckpointFormatError,),
+        [
+            HEAD + struct.pack("<BI", LIST, 200_000) + struct.pack("<BI", ORDERED_DICT, 0) * 200_000,
+            of_leaves(1_000_000),
+            of_leaves(16_000),
+        ],
+    ),
+    Parser("a state over a process group", sent_over_group, received_over_group, (CheckpointError,)),
+    Parser(
+        "a request for a state",
+        [
+            b"GET /checkpoint/7/header?wait_ms=9 HTTP/1.1\r\nHost: h:1\r\nAuthorization: Bearer x\r\n\r\n",
+            b"GET /checkpoint/7/payload?from=0&to=9 HTTP/1.1\r\nHost: h:1\r\n\r\n",
+        ],
+        ask_source,
+    ),
+    Parser("a source's answer", ANSWERS, hear_source, (CheckpointError, OSError)),
+    Parser(
+        "plain data",
+        [MESSAGE.structure],
+        read_plain,
+        (PlainDataError,),
+        [
+            HEAD + struct.pack("<BI", LIST, 1) * 200_000,  # lists in lists
+            HEAD + struct.pack("<BI", LIST, 4_000_000) + b"\x00" * 4_000_000,
+            struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00",
+        ],
+    ),
+    Parser("a ring of a queue", [ring()], read_ring, (QueueCorruptError, PlainDataError)),
+    Parser(
+        "a queue's handle",
+        [encode([HANDLE.to_plain()])],
+        lambda data: QueueHandle.from_plain(*decode(data)),
+        (ValueError,),
+    ),
+    Parser("what remote readers of a queue say", [READERS_SAY], said_by_readers),
+    Parser("what a queue's writer says", [WRITER_SAYS], said_by_writer, (PlainDataError, QueueError)),
+    Parser(
+        "a store's answer",
+        [
+            b"\0\0" + word(b"abc"),
+            b"\1" + word(b"a") + word(b"bc"),
+            b"\2" + bytes(8),
+            b"\3\0",
+            b"\4\0",
+            b"\5" + struct.pack("=q", 1),
+            b"\6" + word(b"c"),
+        ],
+        answer_of_store,
+        (ProcessGroupError, TimeoutError),
+        [
+            b"\0\0" + struct.pack("=Q", 2**63),
+            b"\1" + struct.pack("=Q", 2**64 - 1),
+            b"\2" + b"\xff" * 7,
+        ],
+    ),
+    Parser(
+        "what a member wrote into the store",
+        [encode([{"a": b"1", "b/c": b"", "0": b"x" * 30}])],
+        group_store._values_in,
+        (ProcessGroupError,),
+        [struct.pack("=I", 1) + b"\xff" + struct.pack("=I", 0), struct.pack("=I", 2**32 - 1)],
+    ),
+    Parser(
+        "the address of a store",
+        ADDRESSES,
+        address_of_store,
+        (AddressError,),
+        [b"a..b:1", b"a" * 64 + b":1", b"a\0b:1", b"\xff"],
+    ),
+    Parser(
+        "the handle of a group",
+        [json.dumps(MEETING_HANDLE._asdict()).encode()],
+        lambda data: parse_handle(data.decode(errors="backslashreplace")),
+        (ProcessGroupError, AddressError),
+        [DEEP, b'{"id": "a", "store": 5}'],
+    ),
+    Parser(
+        "what a rank says where its group meets",
+        [RECORD.text().encode()],
+        Record.read,
+        (StoreLostError,),
+        [DEEP, b"{}", b"\xff", b'{"ending":"x","reason":"","address":"","host":"","since":0}'],
+    ),
+    Parser("which ranks are missing", [b"[]", b"[1, 20]"], _ranks_in, (ValueError,), [DEEP, b"[null]"]),
+    Parser(
+        "where the referee is",
+        [json.dumps(["127.0.0.1", 29500, "0a" * link.TOKEN_BYTES, True]).encode()],
+        link._read_referee,
+        (ProcessGroupError,),
+        [
+            json.dumps(["127.0.0.1", 70000, "00" * 16, True]).encode(),  # an OverflowError of the socket
+            json.dumps(["127.0.0.1", -1, "00" * 16, True]).encode(),
+            json.dumps(["a..b", 1, "00" * 16, True]).encode(),
+            json.dumps(["127.0.0.1", 1, "xyz", True]).encode(),
+            DEEP,
+            b"\xff",
+        ],
+    ),
+    Parser(
+        "requests to the referee",
+        [REQUEST, REQUEST + link.Request(link.PASSED, 8, 4).encode()],
+        take_requests,
+        (ValueError,),
+        [
+            struct.pack("<BQQdI", link.CALL, 1, 1, float("nan"), 0),
+            struct.pack("<BQQdI", link.CALL, 1, 1, 1.0, 2**32 - 1),
+        ],
+    ),
+    Parser(
+        "a statement",
+        [statements.encode(CALL)],
+        statements.decode,
+        (ValueError,),
+        [
+            DEEP,  # a RecursionError, which ended the thread that reads
+            json.dumps(["a", "b", [["s", 10**9]], [], None, None, None, None]).encode(),
+            json.dumps(["a", "b", [["s", True]], [], None, None, None, None]).encode(),
+        ],
+    ),
+    Parser(
+        "a statement in a record",
+        [statements.pack_statement(CALL, 3, b"payload")],
+        read_record,
+        (ValueError,),
+    ),
+    Parser(
+        "a ruling",
+        [link.encode_problem(problem) for problem in PROBLEMS],
+        link.decode_problem,
+        (ValueError,),
+        [
+            DEEP,
+            b'["missing", [null], {}, true, 1.0]',  # a TypeError
+            b'["missing", [1e999], {}, true, 1.0]',  # an OverflowError
+            b'["missing", [0], {"0": 5}, true, 1.0]',
+            b'["disagreement", "x", {"y": 1}]',
+        ],
+    ),
+    Parser(
+        "a message on a Baby group's channel",
+        [WORDS],
+        on_channel,
+        (ForeignMessageError, ChannelClosedError),
+        [
+            b"\x00",  # announces a file, and brings none
+            struct.pack("<qqB", 1, 2, 1)
+            + struct.pack("<BI", TUPLE, 2**31 - 1),  # for which marshal made 16 GB
+            struct.pack("<qqB", 1, 2, 1) + struct.pack("<BI", LIST, 1) * 10_000,
+            struct.pack("<qqB", 1, 2, 254),
+        ],
+    ),
+    Parser("a call of a Baby group", [BABY_CALL], decode_call, (ForeignMessageError,)),
+    Parser("calls of the lighthouse", CALL_SAMPLES, call_lighthouse, (RefusedCallError,), [b"\0" + NESTED]),
+    Parser("what a rank says to its group", [RANK_SAYS], said_by_rank, (), [b"\x0a\xff\xff\xff\xff\x7f"]),
+    Parser("what the lighthouse says", [LIGHTHOUSE_SAYS], said_by_lighthouse, (MalformedMessageError,)),
+    Parser("what a group says to its rank", [RANK_HEARS], said_to_rank, (MalformedMessageError,)),
+    Parser(
+        "the data of a quorum's member",
+        [b'{"a": [1, null]}', b""],
+        data_of_member,
+        (MalformedMessageError,),
+        [DEEP, b"[]"],
+    ),
+    Parser("requests to the page", REQUESTS, ask_page),
+    Parser(
+        "a status document",
+        statuses,
+        lambda data: lines_of(status_in(data)),
+        (ValueError,),
+        [DEEP, b"{}", b"[]"],
+    ),
+    Parser("a header with a token", [f"Bearer {TRUST.shown}".encode(), b"Basic YTpi"], role_of_header),
+    Parser(
+        "a file of tokens",
+        [text.encode() for text in TOKENS.values()],
+        read_tokens,
+        (ConfigError,),
+        file="operate",
+    ),
+    *(
+        Parser(
+            name,
+            functools.partial(certificate, name),
+            read_certificates,
+            (ConfigError,),
+            file=name,
+        )
+        for name in FILES
+    ),
+    Parser(
+        "a file of events",
+        [EVENTS + b"\n"],
+        lambda path: list(read_events(path)),
+        (),
+        [DEEP + b"\n"],
+        "events.jsonl",
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def servers() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+    if source.cache_info().currsize:
+        source().close(wait=True)
+    if lighthouse.cache_info().currsize:
+        lighthouse().shutdown()
+
+
+@pytest.mark.parametrize("parser", PARSERS, ids=[parser.name.replace(" ", "-") for parser in PARSERS])
+def test_changed_messages_are_taken_or_refused(parser: Parser, tmp_path: Path) -> None:
+    print(f"\n{parser.name}: {try_all(parser, MUTATIONS // len(PARSERS), tmp_path)}")
