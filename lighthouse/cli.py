@@ -20,6 +20,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, NoReturn
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 DEFAULT_PORT = 29510
 FEWEST_REPLICAS = 16
 START_GRACE_MS = 500
+CERTIFICATE_EVERY_S = 3600.0
 REPLICAS_MAX = LighthouseConfig().replicas_max
 
 _HELP = {
@@ -119,9 +121,26 @@ async def _serve(given: _Given) -> None:
     try:
         page = await _start_page(lighthouse, given)
         print(f"lighthouse listening on {lighthouse.address.url}", flush=True)  # noqa: T201
+        watch = loop.create_task(_watch_certificate())
         await signalled.wait()
+        watch.cancel()
     finally:
         await asyncio.gather(lighthouse.stop("signal"), *([page.stop()] if page else []))
+
+
+async def _watch_certificate() -> None:
+    """Warn as long as the certificate of this process is about to expire, or is of no use."""
+    from lighthouse.tls import about_expiry, process_identity, why_useless  # noqa: PLC0415 - likewise
+
+    said = ""
+    while True:
+        complaint = ""
+        if (identity := process_identity()) is not None:
+            complaint = why_useless(identity) or about_expiry(identity, time.time())
+        if complaint and complaint != said:
+            logging.getLogger("lighthouse").warning("%s: replace it (docs/security.md)", complaint)
+        said = complaint
+        await asyncio.sleep(CERTIFICATE_EVERY_S)
 
 
 async def _start_page(lighthouse: Lighthouse, given: _Given) -> PageServer | None:

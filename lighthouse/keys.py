@@ -4,13 +4,14 @@
 
 It makes FOLDER/observe, FOLDER/participate and FOLDER/operate, with the tokens of the roles, and FOLDER/tls,
 with the certificate of the job, its key, and the authority that signed it, whose own key is in no file: it
-signs no other. Only their owner may read them, and none is overwritten. No token and no key is printed. Exit
-status 2 says that a file could not be made.
+signs no other. Only their owner may read them, none is overwritten, and where one cannot be made none is
+left. No token and no key is printed. Exit status 2 says that a file could not be made.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import secrets
 import subprocess
 import sys
@@ -57,8 +58,10 @@ def _make(options: argparse.Namespace) -> int:
         made = {} if options.tokens_only else certify(options.host, options.days)
         files = {Path("tls", name): text for name, text in made.items()}
         texts = {Path(role.name.lower()): text for role, text in make_texts().items()}
-        for path, text in {**texts, **files}.items():
-            _write(folder / path, text)
+        with contextlib.ExitStack() as undo:
+            for path, text in {**texts, **files}.items():
+                _write(folder / path, text, undo)
+            undo.pop_all()
         for role, whose in _WHOSE.items():
             path = folder / role.name.lower()
             sys.stdout.write(f"{path}: {whose}{path if whose.endswith('=') else ''}\n")
@@ -73,9 +76,12 @@ def _make(options: argparse.Namespace) -> int:
     return 0
 
 
-def _write(path: Path, text: str) -> None:
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+def _write(path: Path, text: str, undo: contextlib.ExitStack) -> None:
+    if not path.parent.is_dir():
+        path.parent.mkdir(mode=0o700, parents=True)
+        undo.callback(path.parent.rmdir)
     path.touch(mode=0o600, exist_ok=False)
+    undo.callback(path.unlink)
     path.write_text(text)
 
 

@@ -34,7 +34,7 @@ from lighthouse.trust import ROLES, authorization, process_trust, warn_if_open
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
-DESCRIPTORS_KEPT = 128  # descriptors for everything but clients' connections
+DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 AUTHORIZATION = "authorization"
 DISTRUST = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 

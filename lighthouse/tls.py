@@ -16,6 +16,7 @@ from __future__ import annotations
 import os
 import socket
 import ssl
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from lighthouse.rereading import read_again
 
 TLS_ENV = "TORCHFT_TLS"
 NAME = "torchft-like"
+NOTICE_S_MAX = 14 * 24 * 3600
 CERTIFICATE, KEY, AUTHORITIES = FILES = ("tls.crt", "tls.key", "ca.crt")
 
 
@@ -88,6 +90,23 @@ def _context(protocol: int, folder: Path, asks: bool = True) -> ssl.SSLContext:
 
 def why_useless(identity: Identity) -> str:
     """Return why another process with the same files would refuse this one; "" if the two would speak."""
+    return _shaken(identity)[0]
+
+
+def about_expiry(identity: Identity, now: float) -> str:
+    """Return when a certificate expires, if a sixth of its life is left, or two weeks where that is less; ""
+    if more is left, or if it is useless already. `now` is in seconds since the epoch.
+    """
+    if not (shown := _shaken(identity)[1]):
+        return ""
+    begins, ends = (ssl.cert_time_to_seconds(str(shown[name])) for name in ("notBefore", "notAfter"))
+    if ends - now > min(NOTICE_S_MAX, (ends - begins) / 6):
+        return ""
+    return f"the certificate expires at {time.strftime('%Y-%m-%d %H:%M', time.gmtime(ends))} UTC"
+
+
+def _shaken(identity: Identity) -> tuple[str, dict[str, object]]:
+    """Shake hands with itself; return why that fails, or what the server's certificate says."""
     up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
     client = identity.client.wrap_bio(down, up, server_hostname=NAME)
     server = identity.server.wrap_bio(up, down, server_side=True)
@@ -97,10 +116,10 @@ def why_useless(identity: Identity) -> str:
         except ssl.SSLWantReadError:
             continue
         except ssl.SSLCertVerificationError as error:
-            return error.verify_message
+            return error.verify_message, {}
         except ssl.SSLError as error:
-            return error.reason or str(error)
-    return ""
+            return error.reason or str(error), {}
+    return "", dict(client.getpeercert() or {})
 
 
 def accepted(peer: socket.socket) -> socket.socket:
@@ -122,11 +141,21 @@ def connecting(peer: socket.socket) -> socket.socket:
 
 def page_context(asks: bool) -> ssl.SSLContext | None:
     """Return what the page's server needs, if this process has a certificate; `asks` is whether browsers have
-    to show one, too.
+    to show one, too. Each connection is given the certificate that is there when it comes.
     """
-    if (identity := process_identity()) is None:
-        return None
-    return identity.server if asks else identity.page
+
+    def current() -> ssl.SSLContext | None:
+        if (identity := process_identity()) is None:
+            return None
+        return identity.server if asks else identity.page
+
+    def follow(connection: ssl.SSLSocket | ssl.SSLObject, _name: object, _first: object) -> None:
+        if (context := current()) is not None:
+            connection.context = context
+
+    if (first := current()) is not None:
+        first.sni_callback = follow  # OpenSSL calls it for clients that tell no name, too
+    return first
 
 
 def scheme() -> str:

@@ -28,9 +28,10 @@ from typing import Any, NamedTuple
 
 from lighthouse.address import Address, is_loopback, parse_address
 from lighthouse.errors import CoordinationError
+from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
 from lighthouse.page.cli import LIGHTHOUSE_ENV, NoPageError, Pages
-from lighthouse.tls import KEY, TLS_ENV, process_identity, why_useless
+from lighthouse.tls import KEY, TLS_ENV, about_expiry, process_identity, why_useless
 from lighthouse.trust import TOKEN_FILE_ENV, process_trust
 from torchft_like.runtime.hosts import host_named
 
@@ -41,6 +42,7 @@ CLOCK_S_MAX = 1.0
 ANSWER_S_MAX = 10.0
 SLOW_S = 0.2  # a step waits for such answers when a quorum is formed
 PROCESSES_MIN = 4096
+DETAIL_MAX = 400  # characters
 _FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 _PACKAGES = ("torch", "grpcio", "protobuf", "pyzmq", "numpy")
@@ -173,10 +175,14 @@ def about_shared_memory(free_bytes: int) -> Finding:
 
 
 def about_secrets(
-    has_tokens: bool, has_certificate: bool, readable_by_others: list[str], refused: str = ""
+    has_tokens: bool,
+    has_certificate: bool,
+    readable_by_others: list[str],
+    refused: str = "",
+    expiry: str = "",
 ) -> Finding:
     """Return whether this process has what a job's processes know each other by, and no other user of this
-    host; `refused` is why they would not take its certificate.
+    host; `refused` is why they would not take its certificate, and `expiry` that it expires soon.
     """
     if readable_by_others:
         cure = f"chmod 600 {' '.join(readable_by_others)}"
@@ -184,6 +190,8 @@ def about_secrets(
     if refused:
         cure = f"`torchft-like keys` makes another; what {TLS_ENV} has to name is in docs/security.md"
         return Finding("secrets", WRONG, f"its own job refuses the certificate: {refused}", cure)
+    if expiry:
+        return Finding("secrets", DOUBTFUL, expiry, "replace it while the job runs (docs/security.md, TLS)")
     if not has_tokens and not has_certificate:
         cure = "fine in a closed network; else `torchft-like keys` makes what docs/security.md describes"
         return Finding("secrets", DOUBTFUL, "there are no tokens and no certificate", cure)
@@ -210,16 +218,20 @@ def about_clock(ahead_s: float, within_s: float) -> Finding:
     return Finding("clock", OK, found)
 
 
-def about_answer(code: str, took_s: float) -> Finding:
-    """Return what a lighthouse's answer to a message that is none says, by its gRPC status."""
+def about_answer(code: str, took_s: float, detail: str = "") -> Finding:
+    """Return what a lighthouse's answer to a message that is none says, by its gRPC status and the text with
+    it.
+    """
     if code == "INVALID_ARGUMENT":  # so it has looked at what it was sent
         found = f"it answers after {took_s * 1000:.0f} ms"
         cure = "every quorum waits for that: is it far away, or overloaded?" if took_s > SLOW_S else ""
         return Finding("lighthouse", DOUBTFUL if cure else OK, found, cure)
+    detail = f" ({printable(detail[:DETAIL_MAX])})" if detail else ""
     if code in ("UNAUTHENTICATED", "PERMISSION_DENIED"):
-        return Finding("lighthouse", WRONG, "it does not take this process's token", f"set {TOKEN_FILE_ENV}")
+        found = f"it does not take this process's token{detail}"
+        return Finding("lighthouse", WRONG, found, f"set {TOKEN_FILE_ENV}")
     cure = f"does `torchft-like lighthouse` run there, is the port open, and have both {TLS_ENV}, or neither?"
-    return Finding("lighthouse", WRONG, f"no answer: {code}", cure)
+    return Finding("lighthouse", WRONG, f"no answer: {code}{detail}", cure)
 
 
 # -- what is found
@@ -252,8 +264,10 @@ def _secrets() -> Finding:
     paths = [path for path in (folder and os.path.join(folder, KEY), file) if path]
     has_tokens, identity = process_trust() is not None, process_identity()
     readable = [path for path in paths if os.stat(path).st_mode & 0o007]
-    refused = "" if identity is None else why_useless(identity)
-    return about_secrets(has_tokens, identity is not None, readable, refused)
+    refused = expiry = ""
+    if identity is not None:
+        refused, expiry = why_useless(identity), about_expiry(identity, time.time())
+    return about_secrets(has_tokens, identity is not None, readable, refused, expiry)
 
 
 def _settings(address: str) -> Finding:
@@ -277,10 +291,10 @@ def _lighthouse(address: str) -> Finding:
             try:
                 call(b"\xff", timeout=ANSWER_S_MAX)
             except grpc.RpcError as error:
-                code = error.code().name
+                code, detail = error.code().name, error.details() or ""
             else:
-                code = "it takes what is no message"
-        return about_answer(code, time.monotonic() - began)
+                code, detail = "it takes what is no message", ""
+        return about_answer(code, time.monotonic() - began, detail)
 
 
 class _Bytes:

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lighthouse.address import Address
 from lighthouse.errors import ConfigError
 from lighthouse.listening import listen_tcp
+from lighthouse.net import DESCRIPTORS_KEPT
 from lighthouse.page.app import Page
 from lighthouse.tls import page_context, scheme
 from lighthouse.trust import process_trust, warn_if_open
@@ -27,7 +28,10 @@ from lighthouse.trust import process_trust, warn_if_open
 if TYPE_CHECKING:
     from lighthouse.server import Lighthouse
 
-CONNECTIONS_MAX = 128
+# Together they are fewer than the descriptors that are kept from sessions: asyncio takes all that the kernel
+# has for it before it closes one.
+CONNECTIONS_MAX = DESCRIPTORS_KEPT * 3 // 8
+HANDSHAKES_MAX = BACKLOG = DESCRIPTORS_KEPT // 4
 SILENT_S = 10.0  # seconds in which a connection has to bring a whole request, again and again
 _KEEP_ALIVE_S = 10
 _STOP_GRACE_S = 1
@@ -68,6 +72,7 @@ class PageServer:
             proxy_headers=False,
             timeout_keep_alive=_KEEP_ALIVE_S,
             timeout_graceful_shutdown=_STOP_GRACE_S,
+            backlog=BACKLOG,
         )
         config.load()
         config.ssl = page_context(asks=process_trust() is None)
@@ -105,7 +110,7 @@ class _Listener(socket.socket):
         peer, address = super().accept()
         self._new = {number: known for number, known in self._new.items() if known.fileno() == number}
         self._new[peer.fileno()] = peer
-        if len(self._new) > CONNECTIONS_MAX:
+        if len(self._new) > HANDSHAKES_MAX:
             self._end_if_new(next(iter(self._new.values())))
         asyncio.get_running_loop().call_later(SILENT_S, self._end_if_new, peer)
         return peer, address

@@ -289,6 +289,22 @@ def test_a_certificate_is_replaced_while_its_server_runs(folders: dict[str, Path
         server.shutdown()
 
 
+def test_the_page_follows_a_certificate_that_was_replaced(
+    job: Job, folders: dict[str, Path], own_folder: Path
+) -> None:
+    loop = job.lighthouse._loop
+    page = loop.run(PageServer.start(job.lighthouse._lighthouse, Address("127.0.0.1", 0)))
+    try:
+        assert "job" in Pages(page.url).status()
+        shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)  # its client has it, too
+        assert "job" in Pages(page.url).status()
+        request = b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+        with socket.create_connection((page.address.host, page.address.port), LIMIT_S) as connection:
+            assert b"HTTP" not in heard(connection, request, "job", folders)
+    finally:
+        loop.run(page.stop())
+
+
 def test_a_client_that_stays_shows_the_certificate_that_replaced_its_own(
     folders: dict[str, Path], own_folder: Path
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Callable, Iterator
 
 import grpc
@@ -93,6 +94,19 @@ def test_a_connection_above_the_limit_is_closed(serve: Serve) -> None:
         with hostile.connected(server) as late:
             assert late.recv(1000) == b""
         assert early.say(b"y") == b"y"
+
+
+def test_a_client_gets_in_once_those_that_never_speak_are_closed(serve: Serve) -> None:
+    server = serve(ServerLimits(connections=2, handshake_s=0.5))
+    deadline = time.monotonic() + LIMIT_S
+    with hostile.connected(server), hostile.connected(server):
+        while True:
+            with Talk(server) as client:
+                try:
+                    assert client.say(b"x") == b"x"
+                    return
+                except grpc.RpcError:
+                    assert time.monotonic() < deadline
 
 
 def test_a_connection_that_never_speaks_is_closed(serve: Serve) -> None:

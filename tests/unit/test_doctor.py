@@ -65,7 +65,7 @@ AFAR = Address("10.1.2.3", 29510)
         (doctor.about_answer("INVALID_ARGUMENT", 0.001), OK, ""),
         (doctor.about_answer("INVALID_ARGUMENT", 3.0), DOUBTFUL, "far away"),
         (doctor.about_answer("PERMISSION_DENIED", 0.001), WRONG, "TORCHFT_TOKEN_FILE"),
-        (doctor.about_answer("UNAVAILABLE", 0.001), WRONG, "TORCHFT_TLS"),
+        (doctor.about_answer("UNAVAILABLE", 0.001, "connection refused"), WRONG, "TORCHFT_TLS"),
     ],
 )
 def test_what_is_not_as_it_should_be_comes_with_what_to_change(

@@ -7,6 +7,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,17 @@ import pytest
 from lighthouse.address import Address
 from lighthouse.core.trust import Role, digest_of, make_texts, parse_trust
 from lighthouse.errors import ConfigError
-from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, TLS_ENV, process_identity, why_useless
+from lighthouse.tls import (
+    AUTHORITIES,
+    CERTIFICATE,
+    FILES,
+    KEY,
+    TLS_ENV,
+    Identity,
+    about_expiry,
+    process_identity,
+    why_useless,
+)
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV, about_openness, authorization, process_trust
 from tests.certificates import certify
 from torchft_like.testing.chaos.cli import main
@@ -238,6 +249,7 @@ def test_keys_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert main(["keys", str(tmp_path)]) == 2
     assert "nothing was overwritten" in capsys.readouterr().err
     assert (tmp_path / "participate").read_text() == ONE
+    assert [path.name for path in tmp_path.iterdir()] == ["participate"]
 
 
 def test_a_certificate_that_cannot_be_read_is_an_error_beside_tokens(
@@ -253,12 +265,19 @@ def test_a_certificate_that_cannot_be_read_is_an_error_beside_tokens(
 def test_what_a_job_would_refuse_of_its_own_certificate_is_known(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def why(folder: Path) -> str:
+    def of(folder: Path) -> Identity:
         monkeypatch.setenv(TLS_ENV, str(folder))
         identity = process_identity()
         assert identity is not None
-        return why_useless(identity)
+        return identity
 
+    def why(folder: Path) -> str:
+        return why_useless(of(folder))
+
+    now = time.time()
+    begun = certify(tmp_path / "begun")  # for a day
+    assert about_expiry(of(begun), now) == ""
+    assert "expires at 2" in about_expiry(of(begun), now + 23 * 3600)
     job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
     assert why(job) == ""
     assert "torchft-like" in why(certify(tmp_path / "named", name="another"))
