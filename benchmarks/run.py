@@ -19,6 +19,7 @@ from benchmarks import (
     growth,
     heal,
     lighthouse_cost,
+    lighthouse_page,
     lighthouse_scale,
     loaders,
     local_steps,
@@ -59,6 +60,7 @@ BENCHMARKS: dict[str, Callable[[bool], Result]] = {
     "heal": lambda quick: heal.main(1 if quick else 5),
     "growth": lambda quick: growth.main(2 if quick else 5),
     "lighthouse_cost": lambda quick: lighthouse_cost.main(lighthouse_cost.QUICK if quick else None),
+    "lighthouse_page": lambda quick: lighthouse_page.main(lighthouse_page.QUICK if quick else None),
     "lighthouse_scale": lambda quick: lighthouse_scale.main(lighthouse_scale.QUICK if quick else None),
     "check_collectives": lambda quick: check_collectives.main(
         check_collectives.QUICK if quick else check_collectives.Plan()
