@@ -39,7 +39,6 @@ _INTERNAL_FILES = re.compile(r"(.*_test|.*_bench|(.*/)?(_|test_|examples/|multip
 REASONS: Mapping[str, str] = {
     "torchft.quantization.*": "rows have another form here, and are read and written one tensor at a time",
     "torchft.torchcomms*": "there is no group over torchcomms",
-    "torchft.torchx*": "a launcher's component; torchrun and Slurm need none",
     "torchft.http": "its one class is private",
     "torchft.multiprocessing": "its one class is private",
     "torchft.work": "its one class is private",

@@ -23,9 +23,10 @@ import pytest
 from lighthouse.address import LOOPBACK
 from tests.conftest import ROOT
 from tests.dropin.environments import python_for
-from tests.dropin.scripts import SCRIPTS
+from tests.dropin.scripts import SCRIPTS, Script
 from tests.waiting import soon
-from tools.environments import UnavailableError
+from tools.environments import Environment, UnavailableError
+from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 # The first test of a machine installs Ray, which takes longer than a test may.
@@ -114,10 +115,7 @@ def test_slurm_keeps_the_neighbours_of_a_rank_that_dies(
 
 
 def test_ray_keeps_the_neighbours_of_a_rank_that_dies(tmp_path: Path, processes: Processes) -> None:
-    try:
-        python = python_for(next(script for script in SCRIPTS if script.source.startswith("ray==")))
-    except UnavailableError as error:
-        pytest.skip(str(error))
+    python = interpreter(lambda script: script.source.startswith("ray=="))
     job = processes.start(
         str(python),
         str(RECIPES / "ray_ranks.py"),
@@ -134,6 +132,51 @@ def test_ray_keeps_the_neighbours_of_a_rank_that_dies(tmp_path: Path, processes:
     assert job.wait(LIMIT_S) == 0, job.output
     check(job.output)
     assert "exit status by rank of each group: [[0, 0], [0, -9]]" in job.output
+
+
+def test_torchx_runs_the_ranks_of_each_group_apart(tmp_path: Path, processes: Processes) -> None:
+    python = interpreter(lambda script: "torchx" in script.name)
+    with LighthouseProcess("--min_replicas=2") as lighthouse:
+        job = processes.start(
+            *(str(python), "-m", "torchx.cli.main", "run", "--scheduler=local_cwd"),
+            *(f"{ROOT}/torchft_like/torchx.py:hsdp", "--workers_per_replica=2", "--max_restarts=0"),
+            *("--script=examples/train_hsdp.py", "--", "--finish-together", "--steps=20"),
+            env={
+                **VARIABLES,
+                "PATH": f"{python.parent}:{PATH}",
+                RUN: str(tmp_path),
+                "TORCHFT_LIGHTHOUSE": lighthouse.url,
+            },
+        )
+        assert job.wait(LIMIT_S) == 0, job.output
+    ends = [json.loads(line) for line in re.findall(r'\{"finished".*?\}', job.output)]
+    assert sorted(end["finished"] for end in ends) == [0, 1], job.output
+    assert len({end["digest"] for end in ends}) == 1
+
+
+def test_the_manifests_are_what_kubernetes_takes() -> None:
+    try:
+        python = Environment("kubernetes-validate", ("kubernetes-validate==1.37.0",)).interpreter()
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    check = ROOT / "tests" / "interop" / "in_peer" / "check_manifests.py"
+    done = subprocess.run(
+        [str(python), str(check), *map(str, sorted(RECIPES.glob("*.yaml")))],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    kinds = [line.split()[0] for line in done.stdout.splitlines()]
+    assert set(kinds) == {"Deployment", "Service", "NetworkPolicy", "JobSet", "Secret"}
+
+
+def interpreter(is_it: Callable[[Script], bool]) -> Path:
+    """Return the interpreter of the environment of an upstream script; the test is skipped without it."""
+    try:
+        return python_for(next(filter(is_it, SCRIPTS)))
+    except UnavailableError as error:
+        pytest.skip(str(error))
 
 
 def kill_one_rank(run: Path, output: Callable[[], str]) -> None:

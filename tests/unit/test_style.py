@@ -31,6 +31,7 @@ MANY_PARAMETERS = {
     "torchft_like/coordination.py:LighthouseClient.quorum": "torchft's signature",
     "torchft_like/manager/client.py:ManagerClient._quorum": "torchft's signature",
     "torchft_like/local_sgd.py:DiLoCo.__init__": "torchft's signature",
+    "torchft_like/torchx.py:hsdp": "torchft's signature",
     "*.configure": "torchft's signature: every process group has it",
 }
 
