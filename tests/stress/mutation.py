@@ -104,7 +104,7 @@ class Tally:
         return f"{ends}; {self.slowest_s * 1000:.0f} ms and {self.memory_bytes >> 20} MiB at the most"
 
 
-def try_all(parser: Parser, count: int, folder: Path) -> Tally:
+def assert_all_are_taken_or_refused(parser: Parser, count: int, folder: Path) -> Tally:
     """Give a parser its samples, all that was found once, and `count` changed samples.
 
     Raises:

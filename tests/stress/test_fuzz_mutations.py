@@ -40,7 +40,7 @@ from lighthouse.page.cli import lines_of, status_in
 from lighthouse.tls import FILES
 from lighthouse.tls import _read as read_identity
 from lighthouse.wire import torchft_pb2 as pb
-from tests.stress.mutation import Parser, try_all
+from tests.stress.mutation import Parser, assert_all_are_taken_or_refused
 from tests.unit.checkpointing.states import dump_state, forged, load_state
 from torchft_like import coordination
 from torchft_like.checkpointing import PGTransport
@@ -956,4 +956,6 @@ def servers() -> Iterator[None]:
 
 @pytest.mark.parametrize("parser", PARSERS, ids=[parser.name.replace(" ", "-") for parser in PARSERS])
 def test_changed_messages_are_taken_or_refused(parser: Parser, tmp_path: Path) -> None:
-    print(f"\n{parser.name}: {try_all(parser, MUTATIONS // len(PARSERS), tmp_path)}")
+    tally = assert_all_are_taken_or_refused(parser, MUTATIONS // len(PARSERS), tmp_path)
+    print(f"\n{parser.name}: {tally}")
+    assert (tally.ends.total() > tally.ends["taken"]) == bool(parser.refusals), "the changes are felt"
