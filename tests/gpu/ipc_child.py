@@ -16,14 +16,13 @@ import torch
 
 from torchft_like.process_group.baby.cuda_sharing import (
     EventMessage,
-    Export,
     MirroredStreams,
     OwnEvents,
     PeerEvents,
     StreamMessage,
-    TorchCuda,
     stream_message,
 )
+from torchft_like.shared_memory import Export, TorchCuda
 
 LIMIT_S = 60.0
 POLL_S = 0.005

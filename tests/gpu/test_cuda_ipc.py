@@ -12,7 +12,7 @@ import torch
 
 from tests.gpu.ipc_child import Child
 from tests.waiting import LIMIT_S
-from torchft_like.process_group.baby.cuda_sharing import TorchCuda
+from torchft_like.shared_memory import TorchCuda
 from torchft_like.testing.processes import Processes
 
 LONG_CYCLES = 3_000_000_000  # more than a second of a GPU

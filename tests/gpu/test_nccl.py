@@ -25,8 +25,8 @@ from tests.waiting import wait_for
 from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.futures import future_timeout
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupNCCL
-from torchft_like.process_group.baby.cuda_sharing import TorchCuda
 from torchft_like.process_group.store import AbortableStore, GroupMembers, meet, parse_store_address
+from torchft_like.shared_memory import TorchCuda
 
 SHORT = timedelta(seconds=0.3)
 NCCL_THREADS = {"pt_nccl_watchdg", "pt_nccl_heartbt"}

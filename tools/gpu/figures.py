@@ -5,6 +5,7 @@ A line is written at once, so a probe that is killed later has not lost what it 
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -49,7 +50,14 @@ def read_figures(path: Path) -> list[dict[str, Any]]:
 
 
 def run_probe(main: Callable[..., object], *arguments: Any) -> NoReturn:
-    """Run `main` as a command line says, and end the process; 1 if a part of it has failed."""
+    """Run `main` of the process's main module as a command line says, and end the process; 1 if a part of it
+    has failed.
+
+    It runs in a copy of the module that has its own name, by which ranks find the functions they are asked.
+    """
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None:
+        main = getattr(importlib.import_module(spec.name), main.__name__)
     main(*arguments, dry="--dry-run" in sys.argv)
     sys.exit(f"failed: {', '.join(_failed)}" if _failed else 0)
 

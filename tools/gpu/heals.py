@@ -1,6 +1,8 @@
-"""A state on one rank's device comes to another rank's device, over each package's HTTPTransport.
+"""A state on one rank's device comes to another rank's device, over each package's HTTPTransport, and through
+a block of the device, as our PGTransport moves it between processes of one host.
 
-The ceiling is a copy from device memory to device memory.
+The ceiling is a copy from device memory to device memory. Through the block each byte is copied twice and
+read twice more, which is all done by one device here.
 """
 
 from __future__ import annotations
@@ -13,8 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.stores import serve_store
 from tools.gpu.contenders import ANSWER_S, LIMIT, OURS, TORCHFT, Here, synchronize
 from tools.gpu.figures import attempted, figure, run_probe
+from torchft_like.checkpointing import HTTPTransport, PGTransport
+from torchft_like.checkpointing.transport import Destination, Source
+from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.testing.ranks import Ranks, running
 
 TENSOR_BYTES = 64 << 20
@@ -35,11 +41,15 @@ def main(*, dry: bool) -> None:
                 if found is not None:
                     seconds[package], copy = found
                     figure(name, seconds[package], "s")
-                    bar = OVER_COPY_BAR if package == OURS else None
-                    figure(f"{name}, over a copy on the device", seconds[package] / copy, "x", bar=bar)
+                    figure(f"{name}, over a copy on the device", seconds[package] / copy, "x")
             if len(seconds) == 2:
                 ratio = seconds[OURS] / seconds[TORCHFT]
                 figure(f"{gigabytes}, ours over torchft's", ratio, "x", bar=OVER_TORCHFT_BAR)
+            name = f"{gigabytes}, through the device"
+            found = attempted(lambda: _heal_through_device(ours, size, dry=dry), name)  # noqa: B023
+            if found is not None:
+                figure(name, found[0], "s")
+                figure(f"{name}, over a copy there", found[0] / found[1], "x", bar=OVER_COPY_BAR)
 
 
 def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> tuple[float, float]:
@@ -53,6 +63,35 @@ def _heal(ranks: Ranks, package: str, size: int, *, dry: bool) -> tuple[float, f
         return seconds + fetched, ranks[0].ask(copy_seconds, 0)
     finally:
         ranks.ask(drop)
+
+
+def _heal_through_device(ranks: Ranks, size: int, *, dry: bool) -> tuple[float, float]:
+    """Return the same of a heal through a block of the device."""
+    ranks.ask(make, OURS, size, dry)
+    store = serve_store()
+    try:
+        return max(ranks.ask(move, f"127.0.0.1:{store.port}/heal")), ranks[0].ask(copy_seconds, 0)
+    finally:
+        ranks.ask(drop)
+
+
+def move(here: Here, rank: int, address: str) -> float:
+    """Return the seconds of the second of two transfers from rank 0 to rank 1."""
+    group = ProcessGroupGloo(timeout=LIMIT)
+    group.configure(address, rank, 2)
+    transport = PGTransport[Any](group, LIMIT, "cpu", lambda: here.state)
+    for _ in range(2):
+        synchronize(here)
+        begin = perf_counter()
+        if rank == 0:
+            transport.send_checkpoint([1], 1, here.state)
+        else:
+            transport.recv_checkpoint(0, "", 1)
+        synchronize(here)
+        seconds = perf_counter() - begin
+    group.shutdown()
+    _compare(here)
+    return seconds
 
 
 def make(here: Here, rank: int, package: str, size: int, dry: bool) -> None:
@@ -77,17 +116,23 @@ def offer(here: Here, rank: int) -> tuple[str, float]:
 def fetch(here: Here, rank: int, metadata: str) -> float:
     """Return the seconds until the bytes are on this rank's device, where they are compared."""
     begin = perf_counter()
-    state: dict[str, Any] = here.transport.recv_checkpoint(
-        src_rank=0, metadata=metadata, step=1, timeout=LIMIT
-    )
-    for name, tensor in here.state.items():
-        tensor.copy_(state[name])
+    if isinstance(here.transport, HTTPTransport):  # as a Manager has it
+        sources = [Source(0, metadata)]
+        here.transport.recv_checkpoint_from(sources, 1, LIMIT, Destination(here.state))
+    else:
+        state = here.transport.recv_checkpoint(src_rank=0, metadata=metadata, step=1, timeout=LIMIT)
+        for name, tensor in here.state.items():
+            tensor.copy_(state[name])
     synchronize(here)
     seconds = perf_counter() - begin
+    _compare(here)
+    return seconds
+
+
+def _compare(here: Here) -> None:
     for number, tensor in enumerate(here.state.values()):
         if not bool((tensor == number + 1).all()):
             raise ArithmeticError(f"layer {number} did not arrive as it was")
-    return seconds
 
 
 def drop(here: Here, rank: int) -> None:

@@ -153,10 +153,16 @@ def _can_it_work() -> list[Probe]:
             "tests/gpu",
             *(
                 f"--ignore=tests/gpu/test_{done}.py"
-                for done in ("ranks", "training", "cuda_ipc", "nccl", "baby_nccl")
+                for done in ("ranks", "training", "checkpoints", "cuda_ipc", "nccl", "baby_nccl")
             ),
         ),
     ]
+
+
+def _states() -> list[Probe]:
+    question = "A state to and from the host, and from process to process without it, beside captures"
+    stand_ins = "checkpointing/test_device_copy.py process_group/test_device_block.py"
+    return [_device_only("checkpoints", question, 220, "test_checkpoints.py", stand_ins)]
 
 
 def _faults() -> list[Probe]:
@@ -219,7 +225,12 @@ def _prices() -> list[Probe]:
         _costs(
             "aborts and configures", "Of 2 ranks, from the abort to the end of a blocked sum", 90, "aborts"
         ),
-        _costs("heals", "State from GPU to GPU on one node", 120, "heals"),
+        _costs(
+            "heals",
+            "State from GPU to GPU on one node, over HTTP and a block",
+            120,
+            "heals",
+        ),
         _costs("step, FSDP2", "Manager + FSDP2 over plain FSDP2, the same model", 120, "steps", "--fsdp2"),
         _costs("fingerprint", "Bytes of a state on the device that are read in a second", 60, "fingerprints"),
         _costs("quantize", "Bytes that triton's kernels move in a second, beside torch's", 60, "quantized"),
@@ -227,4 +238,4 @@ def _prices() -> list[Probe]:
     ]
 
 
-PROBES = (*_can_it_work(), *_faults(), *_prices())
+PROBES = (*_can_it_work(), *_states(), *_faults(), *_prices())

@@ -2,7 +2,9 @@
 
 The bytes are those of `state_stream`, cut into messages: first one of four numbers (format, step, bytes that
 follow, how many of them are the header), then messages of 4 MiB, of which the last of the header, of the
-payload and of the sums are shorter. Where there is no state to send, the third number is negative, and so
+payload and of the sums are shorter. After the header comes the offer of a block on the sender's device
+(`device_block`), or zeros: if all receivers can map it, the payload comes through the block, and a hash of
+each part of it instead of the sums. Where there is no state to send, the third number is negative, and so
 many bytes of the reason follow. The first number says what the others are, so every other format has to begin
 with a message of that length. The sender sends from its own tensors, to all receivers at the same time, and a
 receiver may have the state arrive in its own: neither makes a copy of the state. A group that is aborted,
@@ -12,32 +14,40 @@ quorum.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from itertools import cycle
 from typing import TypeVar, cast
 
 import torch
 from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
+from torchft_like.checkpointing.device_block import NO_OFFER, OFFER_BYTES, DeviceBlock, hash_of, mapped
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
+    CORRUPT,
     Expectation,
     IncomingState,
     LiveState,
+    read_exactly,
     read_header,
     sums_nbytes,
 )
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
+from torchft_like.devices import beside_captures
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 
 T = TypeVar("T")
 MESSAGE_BYTES = CHUNK_BYTES
 REASON_BYTES_MAX = 400
-FORMAT = int.from_bytes(b"TFT-PG-2")
+FORMAT = int.from_bytes(b"TFT-PG-3")
 _TAG = 0x7F7
+
+_logger = logging.getLogger(__name__)
 
 
 class PGTransport(CheckpointTransport[T]):
@@ -52,7 +62,7 @@ class PGTransport(CheckpointTransport[T]):
         timeout: the limit of all messages of a transfer to which no other one is given.
         device: the device on which messages are staged: the one that `pg` transfers from.
         state_dict: returns the state in whose tensors `recv_checkpoint` lets a peer's arrive, where they are
-          on the CPU and alike. A Manager does not need it: it knows its own state.
+          alike. A Manager does not need it: it knows its own state.
         state_bytes_max: the limit of the bytes of tensors to receive, as in `HTTPTransport`.
     """
 
@@ -72,6 +82,7 @@ class PGTransport(CheckpointTransport[T]):
         self._state_dict = state_dict
         self._device = torch.device(device)
         self._expected = Expectation(state_bytes_max)
+        self._block: DeviceBlock | None = None  # of a transfer that has failed
         self._is_announced = False  # whether a transfer has begun, which may have failed
 
     def metadata(self) -> str:
@@ -89,8 +100,13 @@ class PGTransport(CheckpointTransport[T]):
             CheckpointError: the group could not transfer it, or not in time.
         """
         state = LiveState(state_dict)
+        line = self._line(dst_ranks, timeout)
         self._is_announced = True
-        self._send(dst_ranks, timeout, (step, state.stream_nbytes, len(state.header)), state.sections())
+        line.send_numbers(FORMAT, step, state.stream_nbytes, len(state.header))
+        line.send(bytearray(state.header))
+        if not self._send_through_block(state, line):
+            for section in state.sections():
+                line.send(section)
         self._is_announced = False
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
@@ -98,7 +114,9 @@ class PGTransport(CheckpointTransport[T]):
         is_under_way, self._is_announced = self._is_announced, False
         if not is_under_way:
             told = reason.encode()[:REASON_BYTES_MAX]
-            self._send(dst_ranks, None, (step, -len(told), 0), [memoryview(bytearray(told))])
+            line = self._line(dst_ranks, None)
+            line.send_numbers(FORMAT, step, -len(told), 0)
+            line.send(bytearray(told))
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor, and expect a peer's state to be like it."""
@@ -122,10 +140,8 @@ class PGTransport(CheckpointTransport[T]):
     ) -> T:
         """Receive the state of `step` from the first source, into the receiver's own tensors."""
         src_rank = sources[0].rank
-        line = _Line(self._pg, timeout or self._timeout, f"replica {src_rank}")
-        announcement = torch.zeros(4, dtype=torch.int64, device=self._device)
-        line.move(self._pg.recv, announcement, [src_rank])
-        form, sent, length, header_length = announcement.tolist()
+        line = self._line([src_rank], timeout)
+        form, sent, length, header_length = line.receive_numbers(4)
         if form != FORMAT:
             raise CheckpointFormatError(
                 f"replica {src_rank} sends no state in this version's format: all replicas of a job must run "
@@ -133,11 +149,11 @@ class PGTransport(CheckpointTransport[T]):
             )
         if length < 0:
             told = bytearray(min(-length, REASON_BYTES_MAX))
-            _Arriving(line, src_rank, self._device, len(told)).readinto(memoryview(told))
+            _Arriving(line, len(told)).readinto(memoryview(told))
             raise CheckpointError(f"replica {src_rank} refused: {printable(told.decode(errors='replace'))}")
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
-        source = _Arriving(line, src_rank, self._device, header_length)
+        source = _Arriving(line, header_length)
         limits = self._expected.limits
         incoming = IncomingState(read_header(source, limits), limits)
         if length != incoming.stream_nbytes:
@@ -147,41 +163,133 @@ class PGTransport(CheckpointTransport[T]):
         destination.check(incoming.outline())
         if destination.own is not None and incoming.land_in(destination.own):
             destination.is_written = True
+        source.expect(OFFER_BYTES)
+        if self._receive_through_block(read_exactly(source, OFFER_BYTES), incoming, line):
+            return cast(T, incoming.state())
         source.expect(incoming.nbytes, sums_nbytes(incoming.nbytes))
         return cast(T, incoming.read_all(source))
 
-    def _send(
-        self,
-        ranks: list[int],
-        timeout: timedelta | None,
-        head: tuple[int, int, int],
-        sections: Iterable[memoryview],
-    ) -> None:
-        line = _Line(self._pg, timeout or self._timeout, f"replicas {ranks}")
-        announcement = torch.tensor((FORMAT, *head), dtype=torch.int64, device=self._device)
-        line.move(self._pg.send, announcement, ranks)
-        for section in sections:
-            for at in range(0, len(section), MESSAGE_BYTES):
-                message = torch.frombuffer(section[at : at + MESSAGE_BYTES], dtype=torch.uint8)
-                line.move(self._pg.send, message.to(self._device), ranks)
+    def _line(self, ranks: list[int], timeout: timedelta | None) -> _Line:
+        return _Line(self._pg, self._device, ranks, timeout or self._timeout)
+
+    # -- from device to device
+
+    def _send_through_block(self, state: LiveState, line: _Line) -> bool:
+        """Send the payload through a block of the state's device, if all receivers are on this host and have
+        theirs on a device; return whether it was sent.
+        """
+        block = self._block_for(state)
+        line.send(bytearray(NO_OFFER if block is None else block.offer))
+        if block is None:
+            return False
+        self._block = block  # until all goes well
+        is_taken = all(line.hear())
+        line.send_numbers(is_taken)
+        if is_taken:
+            with beside_captures(block.device):
+                for number, half in enumerate(state.fill(cycle(block.halves))):
+                    expected = hash_of(half)
+                    if number:
+                        line.hear()  # the receivers have the other half, which is filled next
+                    line.send_numbers(expected)
+            line.hear()
+        line.hear()  # they do not map the block any more
+        self._block = None
+        block.release()
+        return is_taken
+
+    def _block_for(self, state: LiveState) -> DeviceBlock | None:
+        device = state.device
+        if device is None or self._device.type != "cpu":  # the group itself moves what is on a device
+            return None
+        try:
+            return self._block or DeviceBlock(device, state.nbytes)
+        except RuntimeError as error:  # memory that cannot be shared, or none left
+            _logger.warning("a state goes through the host's memory: %s", error)
+            return None
+
+    def _receive_through_block(self, offer: bytes, incoming: IncomingState, line: _Line) -> bool:
+        """Take the payload out of the sender's block, if all receivers can; return whether it was taken."""
+        if offer == NO_OFFER:
+            return False
+        device, halves = incoming.device, None
+        if device is not None:
+            try:
+                halves = mapped(offer, device)
+            except RuntimeError as error:
+                _logger.warning("a state comes through the host's memory: %s", error)
+        line.send_numbers(halves is not None)
+        (is_taken,) = line.receive_numbers(1)
+        if is_taken and halves is not None:
+            with beside_captures(device):
+                _take(incoming, halves, line)
+        del halves
+        line.send_numbers(True)
+        return bool(is_taken)
+
+
+def _take(incoming: IncomingState, halves: Sequence[torch.Tensor], line: _Line) -> None:
+    at = 0
+    for half in cycle(halves):
+        if at == incoming.nbytes:
+            return
+        (expected,) = line.receive_numbers(1)
+        part = half[: incoming.nbytes - at]
+        incoming.copy_from(part, at)
+        if hash_of(part) != expected:
+            raise CheckpointFormatError(f"bytes {at} to {at + len(part)} {CORRUPT}")
+        at += len(part)
+        line.send_numbers(True)
 
 
 class _Line:
-    """Messages over the group until a common deadline."""
+    """Messages between this rank and others of the group, until a common deadline.
 
-    def __init__(self, pg: ProcessGroup, timeout: timedelta, peer: str) -> None:
-        self.pg = pg
+    Args:
+        ranks: the others.
+    """
+
+    def __init__(self, pg: ProcessGroup, device: torch.device, ranks: list[int], timeout: timedelta) -> None:
+        self._pg = pg
+        self.device = device
+        self._ranks = ranks
         self._deadline = time.monotonic() + timeout.total_seconds()
-        self._peer = peer
 
-    def move(self, begin: Callable[..., Work], message: torch.Tensor, ranks: Iterable[int]) -> None:
-        """Send a message to the ranks, or receive it from them."""
+    def send(self, data: memoryview | bytearray) -> None:
+        """Send bytes to all others, in as many messages as it takes."""
+        for at in range(0, len(data), MESSAGE_BYTES):
+            message = torch.frombuffer(data[at : at + MESSAGE_BYTES], dtype=torch.uint8)
+            self._move(self._pg.send, message.to(self.device), self._ranks)
+
+    def send_numbers(self, *numbers: int) -> None:
+        """Send a message of numbers to all others."""
+        self._move(self._pg.send, torch.tensor(numbers, dtype=torch.int64, device=self.device), self._ranks)
+
+    def receive(self, message: torch.Tensor) -> None:
+        """Receive a message of the only other rank."""
+        self._move(self._pg.recv, message, self._ranks)
+
+    def receive_numbers(self, count: int) -> list[int]:
+        """Receive a message of so many numbers of the only other rank."""
+        message = torch.zeros(count, dtype=torch.int64, device=self.device)
+        self.receive(message)
+        return [int(number) for number in message.tolist()]
+
+    def hear(self) -> list[int]:
+        """Receive a number of each other rank."""
+        answers = torch.zeros(len(self._ranks), 1, dtype=torch.int64, device=self.device)
+        for answer, rank in zip(answers, self._ranks, strict=True):
+            self._move(self._pg.recv, answer, [rank])
+        return [int(answer) for answer in answers]
+
+    def _move(self, begin: Callable[..., Work], message: torch.Tensor, ranks: Iterable[int]) -> None:
         try:
             for work in [begin([message], rank, _TAG) for rank in ranks]:
                 work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
         except RuntimeError as error:  # errors of torch, and those of this package's groups
             kind = CheckpointTimeoutError if time.monotonic() >= self._deadline else CheckpointError
-            raise kind(f"the group moved no state to or from {self._peer}: {error}") from error
+            peer = f"replica {self._ranks[0]}" if len(self._ranks) == 1 else f"replicas {self._ranks}"
+            raise kind(f"the group moved no state to or from {peer}: {error}") from error
 
 
 class _Arriving:
@@ -191,10 +299,10 @@ class _Arriving:
         length: the bytes of the first section; each section begins with a message of its own.
     """
 
-    def __init__(self, line: _Line, rank: int, device: torch.device, length: int) -> None:
-        self._line, self._rank, self._device = line, rank, device
+    def __init__(self, line: _Line, length: int) -> None:
+        self._line = line
         self._sections = deque([length])
-        self._room = torch.empty(0, dtype=torch.uint8, device=device)
+        self._room = torch.empty(0, dtype=torch.uint8, device=line.device)
         self._message = memoryview(b"")
 
     def expect(self, *lengths: int) -> None:
@@ -214,8 +322,8 @@ class _Arriving:
             self._sections.popleft()
             return
         if len(self._room) < size:
-            self._room = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._room = torch.empty(size, dtype=torch.uint8, device=self._line.device)
         message = self._room[:size]
-        self._line.move(self._line.pg.recv, message, [self._rank])
+        self._line.receive(message)
         self._sections[0] -= size
         self._message = message.cpu().numpy().data

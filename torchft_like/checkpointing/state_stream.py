@@ -27,7 +27,8 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from functools import partial
+from itertools import accumulate, pairwise, repeat
 from operator import itemgetter
 from typing import Any, Protocol
 
@@ -36,6 +37,7 @@ import torch
 from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
 from torchft_like.checkpointing.copy_ahead import ALIGNMENT, CopyAhead, Range, aligned
+from torchft_like.checkpointing.device_copy import ToDevice, ToHost, devices
 from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_memory
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
@@ -47,12 +49,13 @@ from torchft_like.plain_data import (
     Structure,
     TensorLeaves,
     TensorSpec,
+    as_tensors,
     bytes_of,
     nbytes_of,
     settled,
     write,
 )
-from torchft_like.writing import is_dense
+from torchft_like.writing import is_dense, writing_to
 
 CHUNK_BYTES = 4 * 1024 * 1024
 PIECE_BYTES = 1024 * 1024  # of a chunk, moved and summed at a time
@@ -147,29 +150,47 @@ class LiveState(_OutgoingState):
     """
 
     def sections(self) -> Iterator[memoryview]:
-        """Yield the header, each chunk of the payload, and the sums; a chunk is valid until the next one."""
-        yield memoryview(bytearray(self.header))
+        """Yield each chunk of the payload, and the sums; a chunk is valid until the next one."""
         sums = bytearray()
         for chunk in self._chunks():
             sums += _CRC.pack(crc32(chunk))
             yield chunk
         yield memoryview(sums)
 
+    @property
+    def device(self) -> torch.device | None:
+        """A device on which a part of the state is; None if there is none."""
+        tensors = (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
+        return next((tensor.device for tensor in tensors if devices.has(tensor)), None)
+
     def _chunks(self) -> Iterator[memoryview]:
-        chunk, used = memoryview(bytearray(min(CHUNK_BYTES, self.nbytes))), 0
-        for leaf, offset, end in zip(self._leaves, self._offsets, self._offsets[1:], strict=False):
-            settled_leaf = settled(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            for part in (bytes_of(settled_leaf), bytes(end - offset - nbytes_of(leaf))):
-                rest = memoryview(part)
-                while rest:
-                    some = rest[: len(chunk) - used]
-                    chunk[used : used + len(some)] = some
-                    used, rest = used + len(some), rest[len(some) :]
-                    if used == len(chunk):
-                        yield chunk
-                        used = 0
-        if used:
-            yield chunk[:used]
+        nbytes = min(CHUNK_BYTES, self.nbytes)
+        chunk = torch.empty(nbytes, dtype=torch.uint8) if self.device is None else devices.buffer(nbytes)
+        for filled in self.fill(repeat(chunk)):
+            yield filled.numpy().data
+
+    def fill(self, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+        """Copy the payload into one block of bytes after the other, on any device; yield the filled part.
+
+        The current stream copies between devices. A block is taken when its first byte is copied.
+        """
+        turns, used = iter(blocks), 0
+        block = torch.empty(0, dtype=torch.uint8)
+        for leaf, (start, end) in zip(self._leaves, pairwise(self._offsets), strict=True):
+            (tensor,) = as_tensors([leaf])
+            data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
+            for part in (data, data.new_zeros(end - start - len(data))):
+                at = 0
+                while at < len(part):
+                    if used == len(block):
+                        block, used = next(turns), 0
+                    count = min(len(part) - at, len(block) - used)
+                    block[used : used + count].copy_(part[at : at + count])
+                    at, used = at + count, used + count
+                    if used == len(block):
+                        yield block
+        if used < len(block):
+            yield block[:used]
 
 
 class Snapshot(_OutgoingState):
@@ -221,9 +242,10 @@ class Snapshot(_OutgoingState):
         try:
             if self._ahead is not None:
                 self._ahead.finish()
-            for leaf, place, end in left:
-                self._copy(leaf, place)
-                self._note_filled(end)
+            with ToHost(self.nbytes) as copies:
+                for leaf, place, end in left:
+                    self._copy(leaf, place, copies)
+                    copies.then(partial(self._note_filled, end))
             self._note_filled(self.nbytes)
         finally:
             with self._progress:
@@ -236,12 +258,12 @@ class Snapshot(_OutgoingState):
             self._filled = end
             self._progress.notify_all()
 
-    def _copy(self, leaf: Leaf, place: memoryview) -> None:
+    def _copy(self, leaf: Leaf, place: memoryview, copies: ToHost) -> None:
         size = nbytes_of(leaf)
-        if size and isinstance(leaf, torch.Tensor):
-            torch.frombuffer(place[:size], dtype=leaf.dtype).view(leaf.shape).copy_(leaf)
+        if size and isinstance(leaf, torch.Tensor) and devices.has(leaf):
+            copies.copy(leaf, place[:size])
         elif size:
-            place[:size] = bytes_of(leaf)
+            copies.then(partial(_copy_on_host, leaf, place[:size]))
         place[size:] = bytes(len(place) - size)
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
@@ -282,6 +304,13 @@ class Snapshot(_OutgoingState):
         yield self.header
         yield from self.pieces(0, self.nbytes)
         yield from self.sums()
+
+
+def _copy_on_host(leaf: Leaf, place: memoryview) -> None:
+    if isinstance(leaf, torch.Tensor):
+        torch.frombuffer(place, dtype=leaf.dtype).view(leaf.shape).copy_(leaf)
+    else:
+        place[:] = bytes_of(leaf)
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
@@ -352,8 +381,9 @@ class IncomingState:
     def land_in(self, own: object) -> bool:
         """Let the bytes of a tensor land in the tensor at the same place of `own`, where they lie alike.
 
-        That is a contiguous one on the CPU, of the same dtype and shape, that shares its memory with no
-        other one of them. Return whether there is any.
+        That is a contiguous one on the CPU or on a CUDA device, of the same dtype and shape, that shares its
+        memory with no other one of them. Return whether there is any. What the current stream has begun with
+        them is over then.
         """
         outlines = _Outlines()
         found = sorted(_alike(self._value(outlines), own, outlines.places))
@@ -363,20 +393,44 @@ class IncomingState:
             if reach <= at and end <= (found[number + 1][0] if number + 1 < len(found) else end):
                 self._leaves[index] = tensor
             reach = max(reach, end)
-        return any(leaf is not None for leaf in self._leaves)
+        landing = [leaf for leaf in self._leaves if leaf is not None]
+        for device in {leaf.device for leaf in landing if devices.has(leaf)}:
+            devices.synchronize(device)  # the threads that read have streams of their own
+        return bool(landing)
 
     def read(self, source: Source, start: int, stop: int) -> None:
-        """Read bytes [start, stop) of the payload into place; both are ends of chunks.
+        """Read bytes [start, stop) of the payload into place; both are ends of chunks. After the return, also
+        by an error, nothing writes to a tensor any more.
 
         Raises:
             CheckpointFormatError: the bytes end early, or there is no memory for them.
         """
-        for begin, end in _chunks(start, stop):
-            crc = 0
-            for window in self._windows(begin, end):
-                _fill(source, window)
-                crc = crc32(window, crc)
-            self._sums[begin // CHUNK_BYTES] = crc
+        with ToDevice(PIECE_BYTES) as landing:
+            for begin, end in _chunks(start, stop):
+                crc = 0
+                for window in self._windows(begin, end, landing):
+                    _fill(source, window)
+                    crc = crc32(window, crc)
+                self._sums[begin // CHUNK_BYTES] = crc
+
+    def copy_from(self, block: torch.Tensor, start: int) -> None:
+        """Copy the bytes of the payload from `start` on, which are in a block on any device, into place; the
+        current stream does it.
+
+        Raises:
+            CheckpointFormatError: there is no memory for them.
+        """
+        at = 0
+        for part, nbytes in self._parts(start, start + len(block)):
+            if part is not None:
+                with writing_to(part):
+                    part.copy_(block[at : at + nbytes])
+            at += nbytes
+
+    @property
+    def device(self) -> torch.device | None:
+        """A device on which a part of the state lands in the receiver's tensors; None if there is none."""
+        return next((leaf.device for leaf in self._leaves if leaf is not None and devices.has(leaf)), None)
 
     def take(self, kept: Sequence[Leaf]) -> bool:
         """Copy leaves that should be those of the state into place, as if they had been read; `matches` tells
@@ -430,19 +484,35 @@ class IncomingState:
         except PlainDataError as error:
             raise _malformed(error) from error
 
-    def _windows(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield the memory to which bytes [start, stop) of the payload belong, in pieces of at most 1 MiB."""
+    def _windows(self, start: int, stop: int, landing: ToDevice) -> Iterator[memoryview]:
+        """Yield memory for bytes [start, stop) of the payload, at most 1 MiB at a time: that of the leaves,
+        or some from which they go on to a device.
+        """
         padding = memoryview(bytearray(ALIGNMENT))
+        for part, nbytes in self._parts(start, stop):
+            if part is None:
+                yield padding[:nbytes]
+            elif devices.has(part):
+                for at in range(0, nbytes, PIECE_BYTES):
+                    yield from landing.window(part[at : at + PIECE_BYTES])
+            else:
+                window = part.numpy().data
+                for at in range(0, nbytes, PIECE_BYTES):
+                    yield window[at : at + PIECE_BYTES]
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[torch.Tensor | None, int]]:
+        """Yield the places of bytes [start, stop) of the payload, tensors of uint8, and their lengths; None
+        is the place of what lies between two leaves.
+        """
         index = bisect_right(self._offsets, start) - 1
         while start < stop:
             begin, size = self._offsets[index], self.specs[index].nbytes
             if start < (end := min(begin + size, stop)):
-                window = self._leaf(index).reshape(-1).view(torch.uint8).numpy().data
-                for at in range(start, end, PIECE_BYTES):
-                    yield window[at - begin : min(at + PIECE_BYTES, end) - begin]
+                whole = self._leaf(index).reshape(-1).view(torch.uint8)
+                yield whole[start - begin : end - begin], end - start
                 start = end
             if start < (end := min(self._offsets[index + 1], stop)):
-                yield padding[: end - start]
+                yield None, end - start
                 start = end
             index += 1
 
@@ -510,9 +580,10 @@ def _alike(outline: Any, own: Any, places: dict[int, int]) -> Iterator[tuple[int
 
 
 def _fits(outline: torch.Tensor, own: torch.Tensor) -> bool:
-    if own.device.type != "cpu" or not is_dense(own) or own.is_conj() or own.is_neg() or not own.numel():
+    if not is_dense(own) or own.is_conj() or own.is_neg() or not own.numel():
         return False
-    return own.dtype is outline.dtype and own.shape == outline.shape and own.is_contiguous()
+    is_reached = own.device.type == "cpu" or devices.has(own)
+    return is_reached and own.dtype is outline.dtype and own.shape == outline.shape and own.is_contiguous()
 
 
 def _malformed(error: PlainDataError) -> CheckpointFormatError:

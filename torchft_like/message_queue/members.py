@@ -10,11 +10,8 @@ A thread that waits in one hears of a member's death from the rank that breaks o
 from __future__ import annotations
 
 import contextlib
-import functools
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,7 +41,7 @@ from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
 from torchft_like.plain_data import assemble, disassemble, dissect
 from torchft_like.process_group.wrapper import as_timedelta
-from torchft_like.runtime.hosts import local_host_towards
+from torchft_like.runtime.hosts import local_host_towards, own_place
 
 _RETRY_S = 0.01
 
@@ -238,15 +235,8 @@ def _places(group: Communicator, operation: str, choose: Callable[[], Terms]) ->
     """Return the places of the members, the same bytes for members that can share memory, once they agree on
     the terms that `choose` returns.
     """
-    said, _ = group.agree(operation, lambda: (Statement(operation, terms=choose()), 0, _place(), None))
+    said, _ = group.agree(operation, lambda: (Statement(operation, terms=choose()), 0, own_place(), None))
     return [record.payload for record in said]
-
-
-@functools.cache
-def _place() -> bytes:
-    """Return the place of this process: the start of its kernel, its network namespace, its user."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()
 
 
 def _machine(place: bytes) -> bytes:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import functools
+import os
 import socket
 import struct
+from pathlib import Path
 
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.errors import AddressError
@@ -63,3 +66,10 @@ def own_host(towards: Address | None = None) -> str:
         return local_host_towards(socket.gethostname())
     except AddressError:
         return LOOPBACK
+
+
+@functools.cache
+def own_place() -> bytes:
+    """Return the place of this process: the start of its kernel, its network namespace, its user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}/{os.getuid()}".encode()

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
+from torchft_like import shared_memory
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.baby import cuda_sharing
-from torchft_like.process_group.baby.cuda_sharing import Export, IsPast, OwnEvents, PeerEvents, TorchCuda
+from torchft_like.process_group.baby.cuda_sharing import OwnEvents, PeerEvents
+from torchft_like.shared_memory import Export, IsPast, TorchCuda
 
 
 class Stream:
@@ -98,7 +100,8 @@ class Machine(TorchCuda):
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
-    monkeypatch.setattr(cuda_sharing, "cuda", machine)
+    for module in (cuda_sharing, shared_memory):
+        monkeypatch.setattr(module, "cuda", machine)
     return machine
 
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 import threading
 import weakref
@@ -49,6 +48,7 @@ from torchft_like.process_group.baby.messages import (
 )
 from torchft_like.process_group.baby.requests import RemoteOperation, Request
 from torchft_like.process_group.collectives import Call, tensors_of
+from torchft_like.shared_memory import Segment
 from torchft_like.writing import writing_to
 
 SLAB_BYTES_MAX = 1024 * 1024
@@ -59,18 +59,6 @@ TENSORS_KEPT_MAX = 1024  # per storage; a tensor is a view and takes about a kil
 Send = Callable[[Message, tuple[int, ...]], None]
 # Pairs of a tensor and the one that is copied to it.
 Copies = list[tuple[Tensor, Tensor]]
-
-
-_numbers = itertools.count(1)
-
-
-class Segment:
-    """Memory that both processes see: a number of its own, and what the subprocess needs to map it."""
-
-    def __init__(self, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
-        self.number = next(_numbers)
-        self.details = details
-        self.descriptors = descriptors
 
 
 @dataclass(frozen=True, eq=False)

@@ -18,12 +18,12 @@ from torchft_like.process_group.baby.messages import TensorSpec, ToChild, tensor
 from torchft_like.process_group.baby.tensor_sharing import (
     CpuExporter,
     Exports,
-    Segment,
     Staging,
     open_segment,
     require_dense,
 )
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.shared_memory import Segment
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:

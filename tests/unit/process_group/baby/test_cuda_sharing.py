@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from tests.unit.process_group.test_cuda_ipc import Machine, Stream
+from torchft_like import shared_memory
 from torchft_like.errors import NotSupportedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
 from torchft_like.process_group.baby.child import _load, _Server
@@ -120,7 +121,8 @@ class Pair:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
     machine = OneDevice()
-    monkeypatch.setattr(cuda_memory, "cuda", machine)
+    for module in (cuda_memory, shared_memory):
+        monkeypatch.setattr(module, "cuda", machine)
     return machine
 
 

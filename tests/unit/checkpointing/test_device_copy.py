@@ -1,0 +1,175 @@
+"""A state between a device and the host through few buffers: bit for bit, whatever the device's pace.
+
+A `PlayedDevice` takes the part of CUDA. Whether CUDA behaves so is what tests/gpu is for.
+"""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.equality import same
+from tests.unit.checkpointing.devices import PACES, PlayedDevice, played
+from tests.unit.checkpointing.states import load_state
+from torchft_like.checkpointing.device_copy import _Staging
+from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
+from torchft_like.errors import CheckpointFormatError
+
+DTYPES = (torch.float32, torch.bfloat16, torch.int8, torch.bool, torch.complex64, torch.float64)
+VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda tensor: tensor,
+    lambda tensor: tensor.t(),
+    lambda tensor: tensor[:, ::2],
+    lambda tensor: tensor[1:],
+    lambda tensor: tensor.unsqueeze(0).expand(3, -1, -1),
+    lambda tensor: tensor.conj(),
+)
+TENSORS = st.tuples(
+    st.integers(0, 9), st.integers(0, 40), st.sampled_from(DTYPES), st.sampled_from(VIEWS), st.booleans()
+)
+
+
+class Reused(_Staging):
+    """A ring that uses a buffer again at once."""
+
+    def take(self) -> Tensor:
+        buffer = super().take()
+        self._free.append(buffer)
+        return buffer
+
+
+class Unwaited(_Staging):
+    """A ring that waits for nothing."""
+
+    def _settle(self) -> None:
+        self._under_way[0][1].clear()
+        super()._settle()
+
+
+def made(shapes: list[tuple[int, int, torch.dtype, Any, bool]], device: PlayedDevice) -> list[object]:
+    """Return a state, of which some tensors are on the device."""
+    state: list[object] = []
+    generator = torch.Generator().manual_seed(len(shapes))
+    for rows, columns, dtype, view, is_on_device in shapes:
+        tensor = torch.randint(0, 200, (rows, columns), generator=generator).to(dtype)
+        state += [view(device.put(tensor) if is_on_device else tensor), columns]
+    return state
+
+
+def is_copied(shapes: Any, nbytes: int, device: PlayedDevice) -> bool:
+    state = made(shapes, device)
+    with played(device, TO_HOST_BYTES=nbytes):
+        snapshot = Snapshot(state).fill()
+    assert device.is_idle
+    assert device.buffers <= 2
+    plain = [one.resolve_conj() if isinstance(one, Tensor) else one for one in state]
+    return same(load_state(b"".join(snapshot.stream())), plain)
+
+
+@given(
+    st.lists(TENSORS, max_size=12),
+    st.sampled_from((1, 7, 64, 500, 4096)),
+    st.sampled_from(PACES),
+    st.integers(0, 2**32),
+)
+def test_a_snapshot_is_the_state(shapes: Any, nbytes: int, pace: str, seed: int) -> None:
+    assert is_copied(shapes, nbytes, PlayedDevice(pace, seed))
+
+
+def landed(size: int, piece: int, pace: str, seed: int) -> bool:
+    """Let a state land in tensors on the device; return whether it has."""
+    device = PlayedDevice(pace, seed)
+    state = {"w": torch.arange(size, dtype=torch.int32), "b": torch.ones(3), "n": torch.arange(size)}
+    own = {"w": device.put(torch.zeros(size, dtype=torch.int32)), "b": torch.zeros(3)}
+    own["n"] = device.put(torch.zeros(size, dtype=torch.int64))
+    with played(device, PIECE_BYTES=piece, CHUNK_BYTES=1024):
+        stream = io.BytesIO(b"".join(Snapshot(state).fill().stream()))
+        incoming = IncomingState(read_header(stream))
+        assert incoming.land_in(own)
+        received = incoming.read_all(stream)
+    assert device.is_idle
+    assert received["w"].data_ptr() == own["w"].data_ptr()  # type: ignore[index]
+    return same(received, state) and same(own, state)
+
+
+@given(
+    st.integers(1, 3000), st.sampled_from((64, 100, 1000, 5000)), st.sampled_from(PACES), st.integers(0, 99)
+)
+def test_a_state_lands_in_tensors_of_a_device(size: int, piece: int, pace: str, seed: int) -> None:
+    assert landed(size, piece, pace, seed)
+
+
+@pytest.mark.parametrize("defect", [Reused, Unwaited])
+def test_a_buffer_that_is_used_too_early_is_noticed(
+    defect: type[_Staging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above would fail."""
+    monkeypatch.setattr("torchft_like.checkpointing.device_copy._Staging", defect)
+    assert not all(landed(2000, 1000, pace, 0) for pace in PACES)
+    shapes = [(9, 40, torch.float32, VIEWS[0], True)] * 3
+    assert not all(is_copied(shapes, 500, PlayedDevice(pace)) for pace in PACES)
+
+
+def test_readers_hear_of_each_tensor_when_it_has_come() -> None:
+    """Not before: the snapshot is sent while it is made."""
+    device = PlayedDevice("lazy")
+    state = [device.put(torch.arange(100)), torch.arange(50), device.put(torch.arange(70))]
+    with played(device, TO_HOST_BYTES=64):
+        snapshot, seen = Snapshot(state), []
+        noted = snapshot._note_filled
+
+        def note(end: int) -> None:
+            seen.append((end, b"".join(run for _, run in snapshot._runs)[:end]))
+            noted(end)
+
+        snapshot._note_filled = note  # type: ignore[method-assign]
+        snapshot.fill()
+    whole = b"".join(snapshot.pieces(0, snapshot.nbytes))
+    assert [end for end, _ in seen] == [832, 1280, 1856 - 1856 % 64, snapshot.nbytes]
+    assert all(data == whole[:end] for end, data in seen)
+
+
+class Broken(io.BytesIO):
+    """A stream that ends early."""
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("pace", PACES)
+def test_after_a_transfer_that_has_failed_nothing_writes_to_a_tensor(pace: str) -> None:
+    device = PlayedDevice(pace)
+    own = {"w": device.put(torch.zeros(5000))}
+    data = b"".join(Snapshot({"w": torch.ones(5000)}).fill().stream())
+    with played(device, PIECE_BYTES=1000):
+        incoming = IncomingState(read_header(stream := io.BytesIO(data[:-9000])))
+        incoming.land_in(own)
+        with pytest.raises(CheckpointFormatError, match="truncated"):
+            incoming.read_all(stream)
+    assert device.is_idle
+    assert own["w"].any()  # what the transport says with `Destination.is_written`
+
+
+def test_a_state_that_cannot_be_copied_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = PlayedDevice("lazy")
+    snapshot = Snapshot([device.put(torch.ones(100)), torch.ones(3)])
+    with played(device):
+        monkeypatch.setattr(
+            "torchft_like.checkpointing.state_stream._copy_on_host", lambda *_: threading.Lock().release()
+        )
+        with pytest.raises(RuntimeError):
+            snapshot.fill()
+    assert device.is_idle
+
+
+def test_a_state_on_the_host_takes_no_buffer() -> None:
+    device = PlayedDevice()
+    with played(device):
+        Snapshot([torch.ones(100)]).fill()
+    assert device.buffers == 0

@@ -1,0 +1,239 @@
+"""Bytes between a device and the host, through a few pinned buffers that are used in turn.
+
+A device copies at its full speed where the host's memory is pinned. While one buffer is copied by the device,
+on a stream of its own, the processor moves what the one before has brought, or fills the next.
+
+The memory of a whole snapshot is not pinned: the kernel has to make and lock each page of it first, which
+takes longer than to copy the bytes once more within the host, and it could not be marked as free afterwards
+(`kept_memory`). torch keeps the buffers for the next copy.
+
+INVARIANTS
+* A buffer is used again when all that was begun with it is over, and so is the memory of a source.
+* When a block of `ToHost` or `ToDevice` is left, also by an error, nothing of it is under way.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchft_like.devices import beside_captures
+from torchft_like.plain_data import settled
+from torchft_like.writing import writing_to
+
+TO_HOST_BYTES, TO_HOST_BUFFERS = 32 * 1024 * 1024, 2
+TO_DEVICE_BUFFERS = 4  # of a piece each, for each thread that receives
+
+Act = Callable[[], object]
+
+
+class TorchDevices:
+    """The calls of torch that this module needs; tests replace them."""
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether the tensor lies on a device that copies beside the processor."""
+        return tensor.is_cuda
+
+    def buffer(self, nbytes: int) -> Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Begin to copy between a buffer and a device, on the thread's current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def stream_after_current(self, device: torch.device) -> torch.cuda.Stream:
+        """Make a stream that comes after all that the thread's current one has to do."""
+        stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        return stream
+
+    def on(self, stream: torch.cuda.Stream) -> AbstractContextManager[None]:
+        return torch.cuda.stream(stream)
+
+    def mark(self, stream: torch.cuda.Stream) -> Act:
+        """Return a function that waits until the stream has passed the point at which it is now."""
+        event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event.synchronize
+
+    def synchronize(self, device: torch.device) -> None:
+        """Wait for all that the thread's current stream has to do."""
+        torch.cuda.current_stream(device).synchronize()
+
+
+devices = TorchDevices()
+
+
+class _Staging:
+    """Buffers in turn; for one thread, which it keeps from spoiling captures meanwhile.
+
+    Args:
+        nbytes: the size of a buffer.
+        count: the number of buffers.
+    """
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._nbytes = nbytes
+        self._count = count
+        self._block = ExitStack()
+        self._free: list[Tensor] = []
+        self._under_way: deque[tuple[Tensor, list[Act], list[Act]]] = deque()
+        self._streams: dict[torch.device, Any] = {}
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether anything was copied."""
+        return bool(self._streams)
+
+    def take(self) -> Tensor:
+        """Return a buffer with which nothing is under way any more."""
+        if not self._free and len(self._under_way) < self._count:
+            return devices.buffer(self._nbytes)
+        if not self._free:
+            self._settle()
+        return self._free.pop()
+
+    def use(self, device: torch.device) -> None:
+        """Make ready for copies from or to a device; the first call comes before all others."""
+        if not self._streams:
+            self._block.enter_context(beside_captures(device))
+        if device not in self._streams:
+            self._streams[device] = devices.stream_after_current(device)
+
+    def on(self, device: torch.device) -> AbstractContextManager[None]:
+        """Return a block in which torch's work on a device that is used is done in this object's order."""
+        return devices.on(self._streams[device])
+
+    def begin(self, device: torch.device, target: Tensor, source: Tensor) -> None:
+        """Begin to copy between a buffer and a device's tensor."""
+        with self.on(device), writing_to(target):
+            devices.copy(target, source)
+
+    def pass_on(self, buffer: Tensor, then: list[Act]) -> None:
+        """Have the buffer used again when what was begun is over and `then` was called."""
+        waits = [devices.mark(stream) for stream in self._streams.values()]
+        self._under_way.append((buffer, waits, then))
+
+    def finish(self) -> None:
+        """Wait for all that is under way, and call what is to be called then."""
+        while self._under_way:
+            self._settle()
+
+    def close(self) -> None:
+        """Wait for all that was begun, and call nothing."""
+        with self._block:
+            for wait in [devices.mark(stream) for stream in self._streams.values()]:
+                wait()
+            self._under_way.clear()
+
+    def _settle(self) -> None:
+        buffer, waits, then = self._under_way.popleft()
+        for wait in waits:
+            wait()
+        for act in then:
+            act()
+        self._free.append(buffer)
+
+
+class _Block:
+    """A block at whose end all copies that were begun in it are over."""
+
+    def __init__(self, nbytes: int, count: int) -> None:
+        self._staging = _Staging(nbytes, count)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            self._staging.close()
+
+    def _finish(self) -> None:
+        self._staging.finish()
+
+
+class ToHost(_Block):
+    """A block in which tensors of devices are copied to the host, and other things done, in one order.
+
+    Args:
+        nbytes: the bytes of all tensors, or more.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(min(nbytes, TO_HOST_BYTES), TO_HOST_BUFFERS)
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._used = 0
+        self._then: list[Act] = []
+
+    def __enter__(self) -> ToHost:
+        return self
+
+    def copy(self, tensor: Tensor, place: memoryview) -> None:
+        """Copy the elements of a device's tensor, in contiguous order, to a place of as many bytes."""
+        self._staging.use(tensor.device)
+        with self._staging.on(tensor.device):
+            source = settled(tensor.detach()).reshape(-1).view(torch.uint8)
+        target = torch.frombuffer(place, dtype=torch.uint8)
+        at = 0
+        while at < len(source):
+            if self._used == len(self._buffer):
+                self._pass_on()
+                self._buffer, self._used = self._staging.take(), 0
+            count = min(len(source) - at, len(self._buffer) - self._used)
+            part = self._buffer[self._used : self._used + count]
+            self._staging.begin(tensor.device, part, piece := source[at : at + count])
+            self._then.append(partial(_move, target[at : at + count], part, piece))
+            at, self._used = at + count, self._used + count
+
+    def then(self, act: Act) -> None:
+        """Call a function when all before it is done."""
+        if self._staging.is_in_use:
+            self._then.append(act)
+        else:
+            act()
+
+    def _pass_on(self) -> None:
+        if self._then:
+            self._staging.pass_on(self._buffer, self._then)
+            self._then = []
+
+    def _finish(self) -> None:
+        self._pass_on()
+        super()._finish()
+
+
+def _move(target: Tensor, buffer: Tensor, source: Tensor) -> None:
+    """Move what has come in a buffer; the device's memory was kept until now."""
+    target.copy_(buffer)
+
+
+class ToDevice(_Block):
+    """A block in which pieces come to the host one after the other, and go on to a device's tensors.
+
+    Args:
+        piece_bytes: the largest piece.
+    """
+
+    def __init__(self, piece_bytes: int) -> None:
+        super().__init__(piece_bytes, TO_DEVICE_BUFFERS)
+
+    def __enter__(self) -> ToDevice:
+        return self
+
+    def window(self, target: Tensor) -> Iterator[memoryview]:
+        """Yield memory for the bytes of a tensor of uint8 on a device; resume when they are in it."""
+        self._staging.use(target.device)
+        buffer = self._staging.take()
+        part = buffer[: len(target)]
+        yield part.numpy().data
+        self._staging.begin(target.device, target, part)
+        self._staging.pass_on(buffer, [])
