@@ -23,16 +23,14 @@ import argparse
 import json
 import logging
 import sys
-import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from checkpoints import Checkpoints
+from library_text import StandardLibraryText
 from tiny_gpt import TinyGPT, next_byte_loss
-from torch import Tensor
-from torch.utils.data import Dataset
 
 from torchft_like import (
     DistributedDataParallel,
@@ -55,7 +53,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
 
-    data = StandardLibraryText()
+    data = StandardLibraryText(CONTEXT)
     model = TinyGPT(width=args.width, context=CONTEXT)
     adamw = torch.optim.AdamW(model.parameters(), lr=args.lr)
 
@@ -100,23 +98,6 @@ def is_done(manager: Manager, args: argparse.Namespace) -> bool:
     """Return whether the last step is committed, and with --finish-together by all of the replicas."""
     everybody = manager.num_participants() >= args.num_replicas
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
-
-
-class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The text, cut into windows."""
-
-    def __init__(self) -> None:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        text = bytearray(b"".join(file.read_bytes() for file in files))
-        self.bytes = torch.frombuffer(text, dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return (len(self.bytes) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, `[CONTEXT]` int64 each; targets are one byte ahead."""
-        tokens = self.bytes[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-        return tokens[:-1], tokens[1:]
 
 
 class Progress:

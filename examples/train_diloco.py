@@ -38,16 +38,16 @@ import json
 import logging
 import os
 import sys
-import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from library_text import StandardLibraryText
 from local_groups import interrupt_at_sigterm, run_groups
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from torchft_like import Manager, ProcessGroupGloo, stop_on_signals
 from torchft_like.digest import state_digest
@@ -127,7 +127,7 @@ def fragments_of(model: TinyGPT, count: int) -> list[nn.Module]:
 
 def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
     """Return the batches of this replica group's part of the text, in another order after each start."""
-    text = StandardLibraryText()
+    text = StandardLibraryText(CONTEXT)
     order = torch.Generator()
     order.seed()
     return DataLoader(
@@ -138,22 +138,6 @@ def loader_of(args: argparse.Namespace) -> DataLoader[tuple[Tensor, Tensor]]:
         num_workers=args.workers,
         persistent_workers=args.workers > 0,
     )
-
-
-class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The source text of Python's standard library, cut into windows."""
-
-    def __init__(self) -> None:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        self.bytes = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
-
-    def __len__(self) -> int:
-        return (len(self.bytes) - 1) // CONTEXT
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, `[CONTEXT]` int64 each; targets are one byte ahead."""
-        tokens = self.bytes[index * CONTEXT : (index + 1) * CONTEXT + 1].long()
-        return tokens[:-1], tokens[1:]
 
 
 # ------------------------------------------------------------- all of it on this machine

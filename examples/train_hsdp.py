@@ -30,13 +30,13 @@ import logging
 import os
 import random
 import sys
-import sysconfig
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
+from library_text import StandardLibraryText
 from local_groups import interrupt_at_sigterm, run_groups
 from local_ranks import run_ranks
 from step_loader import StepLoader
@@ -106,7 +106,7 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
             report("resumed", replica_id, manager, state)
 
         everybody = mesh._flatten("dp").get_group()  # all ranks of all groups
-        data = StandardLibraryText(args.seed, shard=replica_id * group_size + rank)
+        data = Batches(args.seed, shard=replica_id * group_size + rank)
         batches = StepLoader(data, manager.current_step, args.workers)
         while not stop.requested and not is_done(manager, args):
             inputs, targets = batches.batch()
@@ -143,19 +143,19 @@ def report(what: str, replica_id: int, manager: Manager, state: ShardedState) ->
         print(json.dumps(result), flush=True)
 
 
-class StandardLibraryText(Dataset[tuple[Tensor, Tensor]]):
-    """The source text of Python's standard library; a batch depends on seed, shard and step alone."""
+class Batches(Dataset[tuple[Tensor, Tensor]]):
+    """The batches of a rank, which depend on seed, shard and step alone."""
 
     def __init__(self, seed: int, shard: int) -> None:
-        files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
-        self.bytes = torch.frombuffer(bytearray(b"".join(f.read_bytes() for f in files)), dtype=torch.uint8)
+        self.text = StandardLibraryText(CONTEXT)
         self.key = f"{seed}/{shard}"
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each; targets are one byte ahead."""
-        starts = random.Random(f"{self.key}/{step}").sample(range(len(self.bytes) - CONTEXT - 1), BATCH_SIZE)
-        tokens = torch.stack([self.bytes[start : start + CONTEXT + 1] for start in starts]).long()
-        return tokens[:, :-1], tokens[:, 1:]
+        """Return inputs and targets, `[BATCH_SIZE, CONTEXT]` int64 each."""
+        end = len(self.text.bytes) - CONTEXT - 1
+        starts = random.Random(f"{self.key}/{step}").sample(range(end), BATCH_SIZE)
+        inputs, targets = zip(*map(self.text.window, starts), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
 
 
 # ------------------------------------------------------------- all of it on this machine

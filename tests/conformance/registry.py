@@ -26,21 +26,6 @@ REFUSED = (
     ("Baby", r".*(sparse|in rows)", NotSupportedError, "only dense tensors can be shared with a subprocess"),
 )
 
-# What our groups do and torch's own Gloo does not. Where a case shows such a difference, torch's group is
-# given what it can take instead, and must come to the same result.
-BETTER = {
-    "reduce_scatter, reduce_scatter_tensor": "works have a future and say when they are completed",
-    "all_gather_into_tensor, reduce_scatter_tensor": "take the stacked shape and scalars, too",
-    "tensors that are not contiguous": "are moved right; torch moves the memory between the elements as well",
-    "isend, irecv of such tensors": "work; torch raises RuntimeError",
-    "waiting twice for a send or a receive": "returns; torch waits for another message",
-    "_coalescing_manager(device=...)": "works, with one work for all operations; torch raises RuntimeError",
-    "all_reduce_coalesced of nothing": "says what is wrong; torch's dispatcher raises NotImplementedError",
-    "all_to_all_single with wrong splits": "is refused at once",
-    "alltoall_base in place": "sends what was there; torch may send what has just come in",
-    "averages of several, or of sparse tensors": "are right; torch divides the first, and no sparse one",
-}
-
 CASES: dict[str, Case] = {
     **{name: call(name) for name in CALLS},
     **{f"{name} {reduction}": call(name, reduction) for name in REDUCING for reduction in REDUCTIONS},

@@ -11,13 +11,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
+import library_text
 import train_ddp
 
 from torchft_like import GlobalBatchLoader
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.training import prepare_process
 
-__all__ = ["train_ddp"]
+text = library_text.StandardLibraryText(train_ddp.CONTEXT)
 
 
 class CountedLoader(GlobalBatchLoader):

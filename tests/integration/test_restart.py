@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.counted_example import train_ddp
+from tests.integration.counted_example import text
 from torchft_like import GlobalBatches
 from torchft_like.testing.cluster import Cluster, Group
 
@@ -23,7 +23,7 @@ BATCH_SIZE = 2
 # the same bits.
 ALL = len(NAMES)
 EVERY = 4  # steps between two checkpoints
-BATCHES = GlobalBatches(len(train_ddp.StandardLibraryText()), ALL * BATCH_SIZE)
+BATCHES = GlobalBatches(len(text), ALL * BATCH_SIZE)
 EXAMPLE = ["tests.integration.counted_example", "--workers=0", "--width=16", f"--batch-size={BATCH_SIZE}"]
 
 

@@ -102,16 +102,6 @@ def test_a_quorum_without_this_group_leaves_the_join_open() -> None:
     assert kinds(group.quorum_formed(10, members("a", "b"), 1)) == [RankQuorum]
 
 
-@pytest.mark.progress
-def test_an_open_join_is_repeated_after_a_reconnect() -> None:
-    group = ReplicaGroup("a", 1)
-    assert group.lighthouse_connected() == []
-    [opened] = group.rank_joined(join(0))
-    assert group.lighthouse_connected() == [opened]
-    group.quorum_formed(9, members("a"), 1)
-    assert group.lighthouse_connected() == []
-
-
 @pytest.mark.agreement
 @pytest.mark.progress
 def test_the_first_no_releases_those_who_have_not_voted() -> None:
@@ -133,18 +123,6 @@ def test_ranks_at_other_steps_are_released_too() -> None:
 
 
 @pytest.mark.progress
-def test_the_first_rank_that_gives_a_step_up_without_a_vote_releases_the_others() -> None:
-    """Each may wait for a rank of another group that waits for the one that gave up, or one beside it."""
-    group = ReplicaGroup("a", 3)
-    for rank in range(3):
-        group.rank_joined(join(rank))
-    group.quorum_formed(9, members("a", "b"), 1, stands=True)
-    gave_up = {"commit_failures": 1, "broken_quorum_id": 9}
-    assert group.rank_joined(join(1, **gave_up)) == [StepLostNotice((0, 2), 9)]
-    assert group.rank_joined(join(2, **gave_up)) == []
-
-
-@pytest.mark.progress
 def test_ranks_that_ask_after_a_death_between_two_steps_lose_none() -> None:
     group = ReplicaGroup("a", 2)
     for rank in range(2):
@@ -153,21 +131,6 @@ def test_ranks_that_ask_after_a_death_between_two_steps_lose_none() -> None:
     group.member_lost(9, "b", "gone")
     asks = {"commit_failures": 1, "broken_quorum_id": 9}
     assert group.rank_joined(join(0, **asks)) == []
-
-
-@pytest.mark.agreement
-def test_the_verdict_is_yes_only_when_all_ranks_vote_yes() -> None:
-    group = ReplicaGroup("a", 2)
-    assert group.rank_voted(0, Verdict(4, True)) == []
-    assert group.rank_voted(1, Verdict(4, False)) == [
-        RankVerdict(0, Verdict(4, False)),
-        RankVerdict(1, Verdict(4, False)),
-    ]
-    group.rank_voted(1, Verdict(5, True))
-    assert group.rank_voted(0, Verdict(5, True)) == [
-        RankVerdict(0, Verdict(5, True)),
-        RankVerdict(1, Verdict(5, True)),
-    ]
 
 
 @pytest.mark.agreement
@@ -209,14 +172,6 @@ def test_a_lost_rank_is_the_end_of_the_group() -> None:
     assert group.lighthouse_connected() == []
 
 
-def test_one_rank_that_was_asked_to_stop_makes_all_leave_after_the_same_step() -> None:
-    group = ReplicaGroup("a", 2)
-    group.rank_voted(0, Verdict(4, committed=True))
-    assert group.rank_voted(1, Verdict(4, committed=True, stop=True)) == [
-        RankVerdict(rank, Verdict(4, committed=True, stop=True)) for rank in (0, 1)
-    ]
-
-
 def test_when_a_rank_leaves_one_that_has_begun_another_step_is_told() -> None:
     group = ReplicaGroup("a", 3)
     group.rank_joined(join(2))
@@ -246,26 +201,6 @@ def test_a_group_with_a_part_of_a_peers_state_is_behind_one_that_has_yet_to_begi
     assert answer.result.heal
     group.rank_joined(RankJoin(0, step=0, checkpoint_metadata="", commit_quorum_id=NO_STATE))
     assert kinds(group.quorum_formed(10, members[:1], 2)) == [GroupLostNotice]
-
-
-@pytest.mark.heal_is_clean
-@pytest.mark.no_regress
-def test_a_group_whose_ranks_hold_different_states_joins_as_one_that_has_none() -> None:
-    group = ReplicaGroup("a", 2)
-    group.rank_joined(join(0))
-    [asked] = group.rank_joined(RankJoin(1, step=3, checkpoint_metadata="", commit_quorum_id=1))
-    assert isinstance(asked, GroupJoin)
-    assert (asked.step, asked.commit_quorum_id) == (0, NO_STATE)
-    effects = group.quorum_formed(9, [Member("a", step=0, commit_quorum_id=0), Member("b")], 1)
-    assert all(isinstance(e, RankQuorum) and e.result.heal for e in effects)
-
-
-@pytest.mark.agreement
-def test_a_group_whose_ranks_hold_different_states_is_lost_when_nobody_can_give_it_one() -> None:
-    group = ReplicaGroup("a", 2)
-    group.rank_joined(join(0))
-    group.rank_joined(RankJoin(1, step=3, checkpoint_metadata="", commit_quorum_id=1))
-    assert kinds(group.quorum_formed(9, [Member("a", step=0, commit_quorum_id=0)], 1)) == [GroupLostNotice]
 
 
 def test_a_group_tells_of_the_quorum_that_broke_for_one_of_its_ranks() -> None:
@@ -328,11 +263,3 @@ class TestSuspicion:
         assert group.rank_holds(0, 7, 4) == []
         assert group.lighthouse_connected() == []
         assert group.rank_holds(1, 7, 3) == [ReleaseRanks((0, 1), 7, 4)]
-
-    def test_one_process_speaks_for_a_rank(self) -> None:
-        group = ReplicaGroup("a", 2)
-        assert not group.has_session(1)
-        assert group.rank_registered(1, b"one")
-        assert group.has_session(1)
-        assert not group.rank_registered(1, b"other")
-        assert group.rank_registered(1, b"one")

@@ -114,13 +114,6 @@ def test_who_answers_again_is_reported_no_more_and_probed_no_more() -> None:
     assert group.probed(AGAIN, ()) == [BrokenLinks(())]
 
 
-def test_a_report_is_repeated_after_a_reconnect_before_the_join() -> None:
-    asking = after_a_failure()
-    asking.answered("b")
-    group = asking.group
-    assert [type(effect) for effect in group.lighthouse_connected()] == [BrokenLinks, GroupJoin]
-
-
 def test_who_is_known_to_be_unreachable_holds_up_no_join() -> None:
     asking = after_a_failure("b")
     asking.answered("b")
@@ -190,14 +183,6 @@ def test_a_step_that_does_not_get_on_has_everybody_probed_once_at_a_time() -> No
     assert asking.group.step_stalled(7) == []
     assert asking.answered() == []
     assert asking.group.step_stalled(7) == [BOTH]
-
-
-def test_a_step_that_waits_for_whom_it_cannot_reach_is_given_up() -> None:
-    report, again, notice = stalled().answered("b")
-    assert (report, again) == (BrokenLinks(("b",)), AGAIN)
-    assert isinstance(notice, LossNotice)
-    assert (notice.quorum_id, notice.replica_id, notice.is_alive) == (7, "a", True)
-    assert "cannot reach b" in notice.reason
 
 
 def test_a_step_that_succeeds_clears_those_who_were_suspected() -> None:

@@ -71,18 +71,6 @@ class TestRank:
     def test_it_never_may_with_a_synchronous_quorum(self) -> None:
         assert not standing(use_async_quorum=False).begin().may_stand
 
-    def test_it_asks_where_the_quorum_does_not_stand_and_after_a_failure(self) -> None:
-        p = protocol()
-        p.begin()
-        p.agreed(quorum(stands=False), allow_heal=True)
-        p.bind()
-        p.decide(committed=True)
-        assert not p.goes_on
-        p = standing()
-        going_on(p)
-        p.decide(committed=False)
-        assert not p.goes_on
-
     @pytest.mark.parametrize("change", ["restore", "disown"])
     def test_it_asks_with_another_state(self, change: str) -> None:
         p = standing()
@@ -91,25 +79,6 @@ class TestRank:
         else:
             p.disown_state()
         assert not p.goes_on
-
-    def test_while_it_holds_it_enters_no_attempt(self) -> None:
-        p = standing()
-        assert p.hold(1) == 1
-        going_on(p)
-        assert not p.enter()
-        assert p.released(1, 2)
-        assert not p.is_due
-        assert p.enter()
-        p.bind()
-        p.decide(committed=True)
-        assert p.step == 2
-        assert not p.goes_on
-
-    def test_an_attempt_that_was_entered_counts(self) -> None:
-        p = going_on(standing())
-        p.enter()
-        assert p.hold(1) == 2
-        assert not p.released(1, 1)
 
     def test_an_attempt_that_was_not_entered_becomes_one_that_asks(self) -> None:
         p = going_on(standing())
@@ -195,13 +164,6 @@ class TestGroup:
         group.rank_joined(join(0, may_stand=True))
         assert group.rank_joined(join(1)) == [GroupJoin(4, False, 0, 2)]
         assert group.rank_joined(join(1, may_stand=True)) == [GroupJoin(4, False, 0, 2, may_stand=True)]
-
-    def test_it_answers_with_the_greatest_step_of_its_ranks(self) -> None:
-        group = formed(2)
-        assert group.hold(9, 1) == [HoldRanks((0, 1), 9)]
-        assert group.rank_holds(1, 9, 6) == []
-        assert group.rank_holds(0, 9, 7) == [GroupHolds(9, 1, 7)]
-        assert group.released(9, 1, 8) == [ReleaseRanks((0, 1), 9, 8)]
 
     def test_requests_of_other_quorums_and_rounds_are_old(self) -> None:
         group = formed(1)
@@ -298,13 +260,6 @@ class TestGroup:
         group.hold(9, 1)
         group.rank_holds(0, 9, 6)
         assert ReleaseRanks((0,), 9, 6) in group.member_lost(9, "b", "gone")
-
-    def test_without_a_lighthouse_ranks_that_hold_go_on(self) -> None:
-        group = formed(1)
-        assert group.lighthouse_disconnected() == []
-        group.hold(9, 1)
-        assert group.lighthouse_disconnected() == [ReleaseRanks((0,), 9, None)]
-        assert group.hold(9, 1) == [HoldRanks((0,), 9)]
 
     def test_a_group_that_waits_for_its_lighthouse_holds_until_it_is_back(self) -> None:
         group = formed(2, waits_for_lighthouse=True)

@@ -8,7 +8,6 @@ import pytest
 
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import DISOWNED, QuorumResult, assign
-from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules, WorldSizeMode
 
 
@@ -89,12 +88,6 @@ def test_a_state_that_was_disowned_lost_or_loaded_by_the_script_is_of_no_certain
     assert p.held is None, "such scripts may change it between two commits"
 
 
-@pytest.mark.parametrize(("step", "quorum_id", "takes"), [(7, 2, True), (6, 2, False), (7, 1, False)])
-def test_a_kept_state_is_of_use_for_its_own_version_only(step: int, quorum_id: int, takes: bool) -> None:
-    newest = quorum(max_step=7, max_commit_quorum_id=2)
-    assert protocol().takes(Version(step, quorum_id), newest) is takes
-
-
 def test_a_rank_that_spoils_quorums_by_itself_says_so_in_its_joins_and_once_less_after_each_commit() -> None:
     p = protocol()
     for quorum_id in (1, 2):
@@ -159,19 +152,6 @@ def test_a_failed_configure_is_not_recorded_as_configured() -> None:
     assert p.agreed(quorum(2), allow_heal=True).configure
 
 
-@pytest.mark.no_zombie
-def test_an_error_of_an_old_quorum_does_not_touch_a_newer_one() -> None:
-    p = protocol()
-    ready(p, 7)
-    p.decide(committed=True)
-    ready(p, 8)
-    assert not p.fail(7, RuntimeError("late"))
-    assert not p.group_broke(7)
-    assert p.failure is None
-    assert p.can_communicate
-    assert p.vote()
-
-
 def test_the_first_error_of_a_quorum_is_kept() -> None:
     p = protocol()
     ready(p)
@@ -179,21 +159,6 @@ def test_the_first_error_of_a_quorum_is_kept() -> None:
     assert p.fail(1, first)
     assert not p.fail(1, RuntimeError("second"))
     assert p.failure is first
-
-
-@pytest.mark.no_trace
-def test_an_error_before_the_quorum_spoils_the_step_it_came_in() -> None:
-    p = protocol()
-    p.begin()
-    p.fail_current(RuntimeError("bad batch"))
-    assert p.failure is not None
-    p.agreed(quorum(1), allow_heal=True)
-    p.configured(1)
-    assert not p.can_communicate
-    assert not p.vote()
-    p.decide(committed=False)
-    ready(p, 2)
-    assert p.vote()
 
 
 def test_a_member_lost_after_the_last_collective_does_not_spoil_the_step() -> None:
@@ -230,21 +195,6 @@ def test_a_group_that_breaks_after_a_failed_heal_is_news() -> None:
     p.fail(1, RuntimeError("source died"), group_broken=False)
     assert p.fail(1, RuntimeError("peer died"))
     assert not p.can_communicate
-
-
-@pytest.mark.heal_is_clean
-def test_a_healing_replica_does_not_take_part_until_it_has_committed() -> None:
-    p = protocol(2)
-    ready(p, 3, heal=True, max_replica_rank=None, max_world_size=2, max_step=9)
-    assert not p.is_participating
-    assert p.num_participants == 2
-    assert not p.vote(), "it has not got the state yet"
-    p.heal({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
-    assert p.vote()
-    p.decide(committed=True)
-    assert (p.step, p.batches_committed, p.commit_quorum_id) == (10, 22, 3)
-    ready(p, 3, max_step=10)
-    assert p.is_participating
 
 
 @pytest.mark.heal_is_clean
@@ -304,29 +254,6 @@ def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
         q.restore({"step": "five"})
 
 
-def test_a_replica_leaves_in_order_only_after_a_step_that_it_committed() -> None:
-    p = protocol()
-    assert p.leaves_in_order
-    ready(p)
-    assert not p.leaves_in_order
-    p.decide(committed=False)
-    assert not p.leaves_in_order
-    ready(p, 2)
-    p.decide(committed=True)
-    assert p.leaves_in_order
-
-
-@pytest.mark.heal_is_clean
-def test_a_replica_that_was_to_heal_and_did_not_may_commit_again_once_it_need_not() -> None:
-    p = protocol()
-    ready(p, heal=True, max_replica_rank=None, max_world_size=2)
-    p.restore({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
-    assert not p.vote(), "a checkpoint of its own is not the state of its peers"
-    p.decide(committed=False)
-    ready(p, 2)
-    assert p.vote()
-
-
 @pytest.mark.heal_is_clean
 def test_a_state_that_was_changed_in_part_is_of_no_version_and_its_quorum_does_not_stand() -> None:
     p = protocol()
@@ -339,32 +266,11 @@ def test_a_state_that_was_changed_in_part_is_of_no_version_and_its_quorum_does_n
     assert not join.may_stand
 
 
-@pytest.mark.no_zombie
-def test_collectives_of_a_step_that_was_given_up_do_not_meet_those_of_the_next() -> None:
-    p = protocol()
-    ready(p)
-    join = p.begin()
-    assert join.broken_quorum_id == 1
-    assert join.commit_failures == 1, "the next quorum must have a new id"
-
-
 def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
     p = protocol()
     ready(p)
     p.decide(committed=True)
     p.begin()
-    assert p.begin().broken_quorum_id == 0
-
-
-@pytest.mark.progress
-def test_a_join_names_the_quorum_whose_process_group_broke() -> None:
-    p = protocol()
-    ready(p)
-    p.group_broke(1)
-    p.decide(committed=True)
-    assert p.begin().broken_quorum_id == 1
-    ready(p, 2)
-    p.decide(committed=True)
     assert p.begin().broken_quorum_id == 0
 
 

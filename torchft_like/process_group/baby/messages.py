@@ -46,11 +46,10 @@ from torchft_like.process_group.baby.heartbeat import LOOK_EVERY_S
 from torchft_like.process_group.work import FOREVER
 from torchft_like.runtime.descriptors import ancillary_bytes, descriptors_in, despite_reset, send_descriptors
 
-Message = tuple[Any, ...]  # two numbers, and at most PARTS_MAX parts of the types of `plain_data.CALLS`
+Message = tuple[Any, ...]  # two numbers, and at most 254 parts of the types of `plain_data.CALLS`
 
 MESSAGE_BYTES_MAX = 64 * 1024
 DESCRIPTORS_MAX = 8
-PARTS_MAX = 254
 
 _GONE = frozenset({errno.EPIPE, errno.ECONNRESET, errno.ECONNREFUSED, errno.ENOTCONN})
 _POLL_MILLISECONDS_MAX = 2**31 - 1
