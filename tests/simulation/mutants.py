@@ -1,13 +1,14 @@
 """Cores that are broken on purpose, one rule each: the simulation has to catch every one.
 
 A check that cannot fail is worthless. Each mutant forgets a rule that a person could forget; some forget
-one that was indeed missing until the simulation found it. `CAUGHT_BY` has a seed that catches each;
+one that was indeed missing until the simulation found it. `MUTANTS` has a seed that catches each;
 `python -m tests.simulation --mutants` hunts them anew, and prints how many seeds that took.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -39,16 +40,11 @@ SEEDS_MAX = 3000
 
 
 class Mutant(NamedTuple):
-    """A set of cores, one of which lacks a rule."""
+    """A set of cores, one of which lacks a rule; a seed that catches it, and the invariant it breaks."""
 
     name: str
     lacks: str
     cores: Cores
-
-
-class Caught(NamedTuple):
-    """A seed that catches a mutant, and the invariant that the mutant breaks in that run."""
-
     seed: int
     invariant: str
 
@@ -83,7 +79,7 @@ class _ForgetsReportedIds(QuorumCore):
         pass
 
 
-class _NoMajority(QuorumCore):
+class _ForgetsTheMajority(QuorumCore):
     def _state(self, now: float) -> QuorumState:
         state = super()._state(now)
         if state is QuorumState.NO_MAJORITY:
@@ -100,7 +96,7 @@ class _IgnoresMinReplicas(QuorumCore):
         return max(count, self._min_replicas), foreign
 
 
-class _KeepsIdAfterFailure(QuorumCore):
+class _KeepsTheIdAfterAFailure(QuorumCore):
     def _next_id(self, chosen: Any) -> int:
         if self._last and self._is_same(chosen):
             return self._number.quorum_id
@@ -123,12 +119,12 @@ class _ForgetsRounds(QuorumCore):
         return super().register(session, replica_id, number, last_ids, now, stands, spare)
 
 
-class _TellsNobodyThatItIsOver(QuorumCore):
+class _DoesNotSayItIsOver(QuorumCore):
     def _is_over(self, number: QuorumNumber) -> bool:
         return False
 
 
-class _NoAlarmForBroken(QuorumCore):
+class _DoesNotWarnOfBrokenGroups(QuorumCore):
     def _break(self, replica_id: str, decisions: list[Decision]) -> None:
         pass
 
@@ -295,7 +291,7 @@ class _OneVoteIsEnough(ReplicaGroup):
         return effects
 
 
-class _TellsEachRankItsOwnVote(ReplicaGroup):
+class _EveryRankItsOwnVerdict(ReplicaGroup):
     def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
         votes = {**self._votes, group_rank: vote}
         return [
@@ -513,7 +509,7 @@ class _CommitsWithoutSuspects(ReplicaGroup):
         return effects
 
 
-class _LetsOthersWaitForSuspects(ReplicaGroup):
+class _LetsOthersWait(ReplicaGroup):
     def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
         effects = super().rank_suspected(group_rank, reason)
         return [effect for effect in effects if not isinstance(effect, group_module.GroupAway)]
@@ -530,7 +526,7 @@ class _LetsAnyProcessIn(ReplicaGroup):
         return True
 
 
-class _WaitsForTheSilentForEver(ReplicaGroup):
+class _WaitsForEver(ReplicaGroup):
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         return [] if group_rank in self._suspects else super().rank_lost(group_rank, reason)
 
@@ -620,7 +616,7 @@ class _WaitsForOneAnswer(QuorumCore):
         return super().hold(session, number, step, now)
 
 
-class _StandsAlone(QuorumCore):
+class _LetsAllQuorumsStand(QuorumCore):
     def _next_quorum(self, chosen: Any, now: float) -> Any:
         formed = super()._next_quorum(chosen, now)
         self._standing = StandingQuorum(self._last, now) if not self._joined else None
@@ -681,7 +677,7 @@ class _GoesOnAfterFailures(StepProtocol):
 # -- the step protocol
 
 
-class _LateErrorSpoilsAnyStep(StepProtocol):
+class _AppliesLateErrors(StepProtocol):
     def fail(self, quorum_id: int, reason: Exception, *, group_broken: bool = True, own: str = "") -> bool:
         return super().fail(max(quorum_id, self.quorum_id), reason, group_broken=group_broken, own=own)
 
@@ -706,7 +702,7 @@ class _CountsWhoHeals(StepProtocol):
         return plan
 
 
-class _LetsOthersGoOnUnhealed(StepProtocol):
+class _LetsOthersGoOn(StepProtocol):
     @property
     def is_counted_on(self) -> bool:
         return False
@@ -722,7 +718,7 @@ class _VotesYesAfterAnError(StepProtocol):
         return self.num_participants >= self._rules.min_replica_size
 
 
-class _KeepsOldCommitQuorum(StepProtocol):
+class _KeepsTheOldCommitQuorum(StepProtocol):
     def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
         before = self.commit_quorum_id
         super().decide(committed, averages, has_fetched)
@@ -796,7 +792,7 @@ class _StandsAfterARestore(StepProtocol):
         self._stands = stands
 
 
-class _ForgetsRestoredCounters(StepProtocol):
+class _ForgetsTheHealedVersion(StepProtocol):
     def restore(self, counters: Any) -> None:
         super().restore({**counters, "commit_quorum_id": self.commit_quorum_id})
 
@@ -824,18 +820,18 @@ class _KeepsStepsThatFailed(StepProtocol):
         return self.catch_up is not None and not self.loads
 
 
-class _ForgetsTheLastStep(StepProtocol):
+class _ForgetsTheLastKeptStep(StepProtocol):
     def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
         return super().steps_to_take(counters)[:-1]
 
 
-class _TakesAStepTwice(StepProtocol):
+class _TakesAKeptStepTwice(StepProtocol):
     def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
         steps = super().steps_to_take(counters)
         return [*steps, *steps[-1:]]
 
 
-class _TakesStepsInReverse(StepProtocol):
+class _TakesKeptStepsInReverse(StepProtocol):
     def steps_to_take(self, counters: Mapping[str, object]) -> list[object]:
         return super().steps_to_take(counters)[::-1]
 
@@ -945,14 +941,14 @@ class _HealsWithoutTheOuterState(Fragments):
         self.outer = outer
 
 
-class _HealsWithoutTheGlobalParameters(Fragments):
+class _HealsWithoutGlobalParameters(Fragments):
     def load(self, state: Held) -> None:
         shared = self.global_
         super().load(state)
         self.global_ = shared
 
 
-class _HealsWithoutTheLocalParameters(Fragments):
+class _HealsWithoutLocalParameters(Fragments):
     def load(self, state: Held) -> None:
         local = self.local
         super().load(state)
@@ -1029,345 +1025,161 @@ class _BeginsWithoutARank(MeetingProtocol):
         return attempt, [lost if each.ending is Ending.GONE else each for each in everybody]
 
 
-def _schedule(name: str, core: type[SyncSchedule], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(schedule=core))
+def _mutant(core: type[Any], lacks: str, seed: int, invariant: str) -> Mutant:
+    """Return the mutant that has this core; it is called as the class is."""
+    name = re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
+    parts = {part: base for part, base in Cores()._asdict().items() if isinstance(base, type)}
+    (part,) = (part for part, base in parts.items() if issubclass(core, base))
+    return Mutant(name, lacks, Cores()._replace(**{part: core}), seed, invariant)
 
 
-def _fragments(name: str, core: type[Fragments], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(fragments=core))
-
-
-def _conversation(name: str, core: type[Conversation[Any]], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(conversation=core))
-
-
-def _lighthouse(name: str, core: type[QuorumCore], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(lighthouse=core))
-
-
-def _vacancies(name: str, core: type[Vacancies], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(vacancies=core))
-
-
-def _meeting(name: str, core: type[MeetingProtocol], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(meeting=core))
-
-
-def _group(name: str, core: type[ReplicaGroup], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(group=core))
-
-
-def _step(name: str, core: type[StepProtocol], lacks: str) -> Mutant:
-    return Mutant(name, lacks, Cores(protocol=core))
-
-
+# The seed, counted from 0, is the first one that catches the mutant.
 MUTANTS = (
-    _lighthouse("reuses ids", _ReusesIds, "a new id for new members"),
-    _lighthouse("forgets reported ids", _ForgetsReportedIds, "ids above all that replicas have seen"),
-    _lighthouse("forgets the majority", _NoMajority, "more than half of the healthy, for a late quorum"),
-    _lighthouse("ignores min_replicas", _IgnoresMinReplicas, "quorums of min_replicas and more"),
-    _lighthouse("keeps the id after a failure", _KeepsIdAfterFailure, "a new id after a failed commit"),
-    _lighthouse("forgets rounds", _ForgetsRounds, "telling apart two quorums with one id"),
-    _lighthouse("does not say it is over", _TellsNobodyThatItIsOver, "the alarm that a replica missed"),
-    _lighthouse("does not warn of broken groups", _NoAlarmForBroken, "the alarm for who gave a quorum up"),
-    _lighthouse("learns too late", _LearnsTooLate, "what is reported after a quorum is of the past"),
-    _lighthouse("keeps the dead", _KeepsTheDead, "a lost session ends the membership"),
-    _lighthouse("leaves nobody out", _LeavesNobodyOut, "two who cannot reach each other in one quorum"),
-    _lighthouse("leaves both ends out", _LeavesBothEndsOut, "as few as possible are left out"),
-    _lighthouse(
-        "awaits the idle for ever", _AwaitsTheIdleForEver, "who does not join counts until join_timeout only"
+    _mutant(_ReusesIds, "a new id for new members", 0, "monotonic"),
+    _mutant(_ForgetsReportedIds, "ids above all that replicas have seen", 5, "monotonic"),
+    _mutant(
+        _ForgetsTheMajority, "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"
     ),
-    _lighthouse("shrinks for ever", _ShrinksForEver, "a wish to shrink that no quorum can heed is void"),
-    _lighthouse(
-        "shrinks to a minority", _ShrinksToAMinority, "a wish to shrink is void if stragglers are most"
+    _mutant(_IgnoresMinReplicas, "quorums of min_replicas and more", 3, "one_quorum_per_step"),
+    _mutant(_KeepsTheIdAfterAFailure, "a new id after a failed commit", 0, "progress"),
+    _mutant(_ForgetsRounds, "telling apart two quorums with one id", 447, "progress"),
+    _mutant(_DoesNotSayItIsOver, "the alarm that a replica missed", 359, "progress"),
+    _mutant(_DoesNotWarnOfBrokenGroups, "the alarm for who gave a quorum up", 9, "progress"),
+    _mutant(_LearnsTooLate, "what is reported after a quorum is of the past", 78, "one_quorum_per_step"),
+    _mutant(_KeepsTheDead, "a lost session ends the membership", 2, "progress"),
+    _mutant(_LeavesNobodyOut, "two who cannot reach each other in one quorum", 7, "progress"),
+    _mutant(_LeavesBothEndsOut, "as few as possible are left out", 1, "progress"),
+    _mutant(_AwaitsTheIdleForEver, "who does not join counts until join_timeout only", 1, "progress"),
+    _mutant(_ShrinksForEver, "a wish to shrink that no quorum can heed is void", 1, "progress"),
+    _mutant(
+        _ShrinksToAMinority, "a wish to shrink is void if stragglers are most", 1071, "one_quorum_per_step"
     ),
-    _lighthouse("leaves too many out", _LeavesTooManyOut, "more than half stay where some are left out"),
-    _lighthouse("never lets back", _NeverLetsBack, "whoever can be reached again is let in"),
-    _lighthouse("forgets the sick", _ForgetsTheSick, "who spoils quorums by itself is left out of them"),
-    _lighthouse("leaves the sick out for ever", _LeavesTheSickOutForEver, "who was left out is tried again"),
-    _lighthouse("blames the victims", _BlamesTheVictims, "who is left out is the one that failed by itself"),
-    _lighthouse("leaves all sick out", _LeavesAllSickOut, "min_replicas, and half of those that count, stay"),
-    _lighthouse(
-        "stands in the way of the cured",
-        _StandsInTheWayOfTheCured,
-        "the end of a pause ends a quorum that stands",
+    _mutant(_LeavesTooManyOut, "more than half stay where some are left out", 271, "one_quorum_per_step"),
+    _mutant(_NeverLetsBack, "whoever can be reached again is let in", 3, "progress"),
+    _mutant(_ForgetsTheSick, "who spoils quorums by itself is left out of them", 1, "progress"),
+    _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),
+    _mutant(_BlamesTheVictims, "who is left out is the one that failed by itself", 1, "progress"),
+    _mutant(_LeavesAllSickOut, "min_replicas, and half of those that count, stay", 26, "one_quorum_per_step"),
+    _mutant(_StandsInTheWayOfTheCured, "the end of a pause ends a quorum that stands", 0, "progress"),
+    _mutant(_CountsMembersOnly, "a new id where one is out for another one", 169, "progress"),
+    _mutant(_LeavesBehindInSilence, "who was too slow hears that it is over", 250, "progress"),
+    _mutant(_KeepsNoDistance, "no id twice where the clock was set back", 14, "monotonic"),
+    _mutant(_NamesAnyStep, "who asks at a later step has not come there with others", 46, "progress"),
+    _mutant(_LetsAForeignStateIn, "who differs from the job is refused", 1, "heal_is_clean"),
+    _mutant(_RefusesAtTheFirstQuorumOnly, "the job is that of the members", 1, "heal_is_clean"),
+    _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 32, "progress"),
+    _mutant(_SaysNotWhoItIs, "a replica group says whose state it has", 1, "heal_is_clean"),
+    _mutant(_SaysOnceWhoItIs, "a new lighthouse hears whose state it is", 7, "heal_is_clean"),
+    _mutant(_LetsThemHold, "who holds when its quorum is given up goes on", 145, "progress"),
+    _mutant(_GivesUpQuietly, "a rank that gives a step up releases the others", 587, "progress"),
+    _mutant(_RefusesNoVotes, "votes on a step that a rank gave up are answered", 0, "progress"),
+    _mutant(_AnswersNobodyLate, "a rank that asks when its group has left is told", 2174, "progress"),
+    _mutant(_LeavesWithoutAWord, "a leave is told to ranks that wait", 8, "progress"),
+    _mutant(_StopsOneRankOnly, "all ranks leave after the same step", 36, "leave_together"),
+    _mutant(_ReleasesTheSameStepOnly, "a no releases ranks that have healed, too", 1325, "progress"),
+    _mutant(_GoesOnTorn, "a group whose ranks hold different states heals or ends", 129, "heal_is_clean"),
+    _mutant(_HealsFromManyGroups, "all ranks of a group heal from the same one", 0, "progress"),
+    _mutant(_KeepsStepsThatFailed, "a step that failed is thrown away", 3060, "heal_is_clean"),
+    _mutant(_ForgetsTheLastKeptStep, "each kept step is taken", 16, "heal_is_clean"),
+    _mutant(_TakesAKeptStepTwice, "each kept step is taken once", 16, "heal_is_clean"),
+    _mutant(_TakesKeptStepsInReverse, "kept steps are taken in their order", 16, "heal_is_clean"),
+    _mutant(_SpeaksAsTheNewest, "who catches up has the version that it had before", 16, "heal_is_clean"),
+    _mutant(_CommitsWhatItKeeps, "who catches up commits nothing", 16, "heal_is_clean"),
+    _mutant(_WaitsForNoState, "where a step cannot be kept, the state is awaited", 18, "progress"),
+    _mutant(_BeginsBeforeTheFetch, "kept steps are those since the fetched state", 5781, "heal_is_clean"),
+    _mutant(_LeadsToAnySuchStep, "kept steps lead to the state of a quorum", 47892, "heal_is_clean"),
+    _mutant(_KeepsWhatOneRankKeeps, "all ranks keep a step, or none", 13237, "progress"),
+    _mutant(_GoesOnAfterGivingUp, "a step given up leaves its process group", 8, "progress"),
+    _mutant(_VotesYesUnhealed, "who could not heal does not commit", 16, "heal_is_clean"),
+    _mutant(_KeepsAnEarlyErrorToItself, "peers hear of an early error", 0, "progress"),
+    _mutant(_OwnsWhatItSpoilt, "a state that was changed in part is of no version", 1, "heal_is_clean"),
+    _mutant(_TakesTheSpoiltForEqual, "states of no version are not equal", 54, "heal_is_clean"),
+    _mutant(_TakesEveryStepForBound, "a step without a collective asks first", 0, "progress"),
+    _mutant(_StandsAfterARestore, "who has loaded a state asks for a quorum", 45, "heal_is_clean"),
+    _mutant(_DropsMemberLost, "the alarm reaches the ranks", 2, "progress"),
+    _mutant(_OneVoteIsEnough, "every rank has to vote yes", 0, "heal_is_clean"),
+    _mutant(_EveryRankItsOwnVerdict, "one verdict for all ranks", 0, "agreement"),
+    _mutant(_KeepsItsNoToItself, "the first no releases the other ranks", 237, "progress"),
+    _mutant(_JoinsOnceOnly, "the join is repeated after a reconnect", 0, "progress"),
+    _mutant(_ComparesStepsOnly, "the quorum of the commit in the version", 5, "heal_is_clean"),
+    _mutant(_SpeaksForItsFirstRank, "the state of all ranks in the join", 0, "heal_is_clean"),
+    _mutant(_SurvivesItsRanks, "a lost rank ends its group", 0, "progress"),
+    _mutant(_ProbesNobody, "the search for a link after a failed step", 7, "progress"),
+    _mutant(_ProbesOnce, "whoever could not be reached is probed again", 3, "progress"),
+    _mutant(_NeverTriesAgain, "a step that waits for long for a known link is given up", 64, "progress"),
+    _mutant(_GivesNothingUp, "a step that waits for whom it cannot reach is given up", 64, "progress"),
+    _mutant(_ReportsLinksOnce, "links are reported again after a reconnect", 65, "progress"),
+    _mutant(_AppliesLateErrors, "an error belongs to its quorum", 34, "no_zombie"),
+    _mutant(_CommitsBeforeHealing, "who is behind heals first", 0, "heal_is_clean"),
+    _mutant(_HealingTakesPart, "who heals adds zeros", 0, "heal_is_clean"),
+    _mutant(_CountsWhoHeals, "averages are over those who add something", 0, "no_zombie"),
+    _mutant(_LetsOthersGoOn, "who is counted and cannot heal spoils the step", 14, "no_zombie"),
+    _mutant(_KeepsATornState, "who has a part of a peer's state has none", 58, "heal_is_clean"),
+    _mutant(_VotesYesAfterAnError, "a failed step is not committed", 0, "heal_is_clean"),
+    _mutant(_KeepsTheOldCommitQuorum, "the quorum of the commit in the version", 189, "heal_is_clean"),
+    _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
+    _mutant(_LeavesQuietly, "who leaves after a failed step alarms the others", 11, "progress"),
+    _mutant(_HidesBrokenGroups, "who needs a new process group says so", 0, "no_zombie"),
+    _mutant(_ForgetsTheHealedVersion, "a heal takes over the whole version", 2, "progress"),
+    _mutant(_LetsSparesIn, "a spare waits until a place is free", 12, "spares_wait"),
+    _mutant(_LeavesPlacesEmpty, "a spare takes a free place", 4, "progress"),
+    _mutant(_HoldsNobodyForSpares, "a free place ends a quorum that stands", 4604, "progress"),
+    _mutant(_HoldsNobody, "a newcomer ends a quorum that stands", 0, "progress"),
+    _mutant(_AsksNobodyAgain, "a new session is told what the last one missed", 2017, "progress"),
+    _mutant(_ForgetsThatItStands, "a restart, while a quorum stands", 857, "progress"),
+    _mutant(_NamesTheFirstStep, "no member has begun the step that is named", 8, "no_zombie"),
+    _mutant(_WaitsForOneAnswer, "every member answers before a step is named", 8, "no_zombie"),
+    _mutant(_LetsAllQuorumsStand, "a quorum in which somebody heals does not stand", 22, "progress"),
+    _mutant(
+        _FormsBesideTheSilent, "members that are silent may go on in their quorum", 255, "one_quorum_per_step"
     ),
-    _lighthouse("counts members only", _CountsMembersOnly, "a new id where one is out for another one"),
-    _lighthouse("leaves behind in silence", _LeavesBehindInSilence, "who was too slow hears that it is over"),
-    _lighthouse("keeps no distance", _KeepsNoDistance, "no id twice where the clock was set back"),
-    _lighthouse(
-        "waits for who jumps", _NamesAnyStep, "who asks at a later step has not come there with others"
+    _mutant(
+        _GoesOnForEver, "members that hear nothing give their quorum up in time", 255, "one_quorum_per_step"
     ),
-    _lighthouse("lets a foreign state in", _LetsAForeignStateIn, "who differs from the job is refused"),
-    _lighthouse(
-        "refuses at the first quorum only", _RefusesAtTheFirstQuorumOnly, "the job is that of the members"
+    _mutant(_AnswersForOneRank, "the steps of all ranks in the answer", 8, "no_zombie"),
+    _mutant(_HoldsWithoutALighthouse, "who holds goes on when nobody tells when", 851, "progress"),
+    _mutant(_TellsOneRankOnly, "all ranks ask at the same step", 0, "progress"),
+    _mutant(_DoesNotHold, "who was asked to hold begins no step", 383, "no_zombie"),
+    _mutant(_ForgetsWhatItBegan, "the answer counts the step that was begun", 0, "no_zombie"),
+    _mutant(_AsksAtOnce, "all members ask at the step that was named", 8, "no_zombie"),
+    _mutant(_KeepsItsFailuresToItself, "who spoils a quorum by itself says so", 1, "progress"),
+    _mutant(_TakesAllErrorsForItsOwn, "what others have caused does not count", 1, "progress"),
+    _mutant(_GoesOnAfterFailures, "after a failed step a quorum is asked for", 27, "no_zombie"),
+    _mutant(_TakesSuspectsForDead, "a rank that answers again goes on", 2, "suspicion"),
+    _mutant(_CommitsWithoutSuspects, "a group commits nothing without a rank", 191, "suspicion"),
+    _mutant(_LetsOthersWait, "the others go on without a suspect's group", 25, "progress"),
+    _mutant(_StaysAway, "a group whose ranks all answer again is back", 2, "progress"),
+    _mutant(_LetsAnyProcessIn, "no other process takes a rank's place", 40, "suspicion"),
+    _mutant(_WaitsForEver, "a rank that is silent for the dead time is lost", 59, "progress"),
+    _mutant(_RepeatsNothing, "what a session lost is said again in the next one", 2, "progress"),
+    _mutant(_RepeatsEverything, "what has arrived is not said again", 0, "monotonic"),
+    _mutant(_LosesTheDelay, "a sync ends so many inner steps after its begin", 230, "on_schedule"),
+    _mutant(_LosesWhatIsUnderWay, "a sync that has begun comes to its end", 6, "progress"),
+    _mutant(_CountsSyncsThatFailed, "all sync the same fragment", 6, "agreement"),
+    _mutant(_AppliesAFailedSync, "a failed sync changes no global parameters", 6, "no_trace"),
+    _mutant(_KeepsFailedInnerSteps, "after a failed sync a fragment begins anew", 6, "no_trace"),
+    _mutant(_StepsFromLocalParameters, "the outer step is from global ones", 6, "agreement"),
+    _mutant(_HealsWithoutTheOuterState, "the outer state heals with the rest", 6, "heal_is_clean"),
+    _mutant(_HealsWithoutGlobalParameters, "global parameters heal with the rest", 6, "heal_is_clean"),
+    _mutant(_HealsWithoutLocalParameters, "the model heals with its global parameters", 6, "heal_is_clean"),
+    _mutant(
+        _KeepsHalfAStep, "a state is kept once the script is done with its last step", 522, "heal_is_clean"
     ),
-    _lighthouse(
-        "takes the farthest for the job", _TakesTheFarthestForTheJob, "the job is that of most of them"
-    ),
-    _group("says not who it is", _SaysNotWhoItIs, "a replica group says whose state it has"),
-    _group("says once who it is", _SaysOnceWhoItIs, "a new lighthouse hears whose state it is"),
-    _group("lets them hold", _LetsThemHold, "who holds when its quorum is given up goes on"),
-    _group("gives up quietly", _GivesUpQuietly, "a rank that gives a step up releases the others"),
-    _group("refuses no votes", _RefusesNoVotes, "votes on a step that a rank gave up are answered"),
-    _group("answers nobody late", _AnswersNobodyLate, "a rank that asks when its group has left is told"),
-    _group("leaves without a word", _LeavesWithoutAWord, "a leave is told to ranks that wait"),
-    _group("stops one rank only", _StopsOneRankOnly, "all ranks leave after the same step"),
-    _group(
-        "releases the same step only", _ReleasesTheSameStepOnly, "a no releases ranks that have healed, too"
-    ),
-    _group("goes on torn", _GoesOnTorn, "a group whose ranks hold different states heals or ends"),
-    _group("heals from many groups", _HealsFromManyGroups, "all ranks of a group heal from the same one"),
-    _step("keeps steps that failed", _KeepsStepsThatFailed, "a step that failed is thrown away"),
-    _step("forgets the last kept step", _ForgetsTheLastStep, "each kept step is taken"),
-    _step("takes a kept step twice", _TakesAStepTwice, "each kept step is taken once"),
-    _step("takes kept steps in reverse", _TakesStepsInReverse, "kept steps are taken in their order"),
-    _step("speaks as the newest", _SpeaksAsTheNewest, "who catches up has the version that it had before"),
-    _step("commits what it keeps", _CommitsWhatItKeeps, "who catches up commits nothing"),
-    _step("waits for no state", _WaitsForNoState, "where a step cannot be kept, the state is awaited"),
-    _step("begins before the fetch", _BeginsBeforeTheFetch, "kept steps are those since the fetched state"),
-    _group("leads to any such step", _LeadsToAnySuchStep, "kept steps lead to the state of a quorum"),
-    _group("keeps what one rank keeps", _KeepsWhatOneRankKeeps, "all ranks keep a step, or none"),
-    _step("goes on after giving up", _GoesOnAfterGivingUp, "a step given up leaves its process group"),
-    _step("votes yes unhealed", _VotesYesUnhealed, "who could not heal does not commit"),
-    _step(
-        "keeps an early error to itself",
-        _KeepsAnEarlyErrorToItself,
-        "peers hear of an early error",
-    ),
-    _step("owns what it spoilt", _OwnsWhatItSpoilt, "a state that was changed in part is of no version"),
-    _step("takes the spoilt for equal", _TakesTheSpoiltForEqual, "states of no version are not equal"),
-    _step("takes every step for bound", _TakesEveryStepForBound, "a step without a collective asks first"),
-    _step("stands after a restore", _StandsAfterARestore, "who has loaded a state asks for a quorum"),
-    _group("drops member_lost", _DropsMemberLost, "the alarm reaches the ranks"),
-    _group("one vote is enough", _OneVoteIsEnough, "every rank has to vote yes"),
-    _group("every rank its own verdict", _TellsEachRankItsOwnVote, "one verdict for all ranks"),
-    _group("keeps its no to itself", _KeepsItsNoToItself, "the first no releases the other ranks"),
-    _group("joins once only", _JoinsOnceOnly, "the join is repeated after a reconnect"),
-    _group("compares steps only", _ComparesStepsOnly, "the quorum of the commit in the version"),
-    _group("speaks for its first rank", _SpeaksForItsFirstRank, "the state of all ranks in the join"),
-    _group("survives its ranks", _SurvivesItsRanks, "a lost rank ends its group"),
-    _group("probes nobody", _ProbesNobody, "the search for a link after a failed step"),
-    _group("probes once", _ProbesOnce, "whoever could not be reached is probed again"),
-    _group("never tries again", _NeverTriesAgain, "a step that waits for long for a known link is given up"),
-    _group("gives nothing up", _GivesNothingUp, "a step that waits for whom it cannot reach is given up"),
-    _group("reports links once", _ReportsLinksOnce, "links are reported again after a reconnect"),
-    _step("applies late errors", _LateErrorSpoilsAnyStep, "an error belongs to its quorum"),
-    _step("commits before healing", _CommitsBeforeHealing, "who is behind heals first"),
-    _step("healing takes part", _HealingTakesPart, "who heals adds zeros"),
-    _step("counts who heals", _CountsWhoHeals, "averages are over those who add something"),
-    _step("lets others go on", _LetsOthersGoOnUnhealed, "who is counted and cannot heal spoils the step"),
-    _step("keeps a torn state", _KeepsATornState, "who has a part of a peer's state has none"),
-    _step("votes yes after an error", _VotesYesAfterAnError, "a failed step is not committed"),
-    _step("keeps the old commit quorum", _KeepsOldCommitQuorum, "the quorum of the commit in the version"),
-    _step("keeps its process group", _KeepsItsProcessGroup, "every quorum has a process group of its own"),
-    _step("leaves quietly", _LeavesQuietly, "who leaves after a failed step alarms the others"),
-    _step("hides broken groups", _HidesBrokenGroups, "who needs a new process group says so"),
-    _step("forgets the healed version", _ForgetsRestoredCounters, "a heal takes over the whole version"),
-    _lighthouse("lets spares in", _LetsSparesIn, "a spare waits until a place is free"),
-    _lighthouse("leaves places empty", _LeavesPlacesEmpty, "a spare takes a free place"),
-    _lighthouse("holds nobody for spares", _HoldsNobodyForSpares, "a free place ends a quorum that stands"),
-    _lighthouse("holds nobody", _HoldsNobody, "a newcomer ends a quorum that stands"),
-    _lighthouse("asks nobody again", _AsksNobodyAgain, "a new session is told what the last one missed"),
-    _lighthouse("forgets that it stands", _ForgetsThatItStands, "a restart, while a quorum stands"),
-    _lighthouse("names the first step", _NamesTheFirstStep, "no member has begun the step that is named"),
-    _lighthouse("waits for one answer", _WaitsForOneAnswer, "every member answers before a step is named"),
-    _lighthouse("lets all quorums stand", _StandsAlone, "a quorum in which somebody heals does not stand"),
-    _lighthouse(
-        "forms beside the silent", _FormsBesideTheSilent, "members that are silent may go on in their quorum"
-    ),
-    _group("goes on for ever", _GoesOnForEver, "members that hear nothing give their quorum up in time"),
-    _group("answers for one rank", _AnswersForOneRank, "the steps of all ranks in the answer"),
-    _group(
-        "holds without a lighthouse", _HoldsWithoutALighthouse, "who holds goes on when nobody tells when"
-    ),
-    _group("tells one rank only", _TellsOneRankOnly, "all ranks ask at the same step"),
-    _step("does not hold", _DoesNotHold, "who was asked to hold begins no step"),
-    _step("forgets what it began", _ForgetsWhatItBegan, "the answer counts the step that was begun"),
-    _step("asks at once", _AsksAtOnce, "all members ask at the step that was named"),
-    _step("keeps its failures to itself", _KeepsItsFailuresToItself, "who spoils a quorum by itself says so"),
-    _step("takes all errors for its own", _TakesAllErrorsForItsOwn, "what others have caused does not count"),
-    _step("goes on after failures", _GoesOnAfterFailures, "after a failed step a quorum is asked for"),
-    _group("takes suspects for dead", _TakesSuspectsForDead, "a rank that answers again goes on"),
-    _group("commits without suspects", _CommitsWithoutSuspects, "a group commits nothing without a rank"),
-    _group("lets others wait", _LetsOthersWaitForSuspects, "the others go on without a suspect's group"),
-    _group("stays away", _StaysAway, "a group whose ranks all answer again is back"),
-    _group("lets any process in", _LetsAnyProcessIn, "no other process takes a rank's place"),
-    _group("waits for ever", _WaitsForTheSilentForEver, "a rank that is silent for the dead time is lost"),
-    _conversation("repeats nothing", _RepeatsNothing, "what a session lost is said again in the next one"),
-    _conversation("repeats everything", _RepeatsEverything, "what has arrived is not said again"),
-    _schedule("loses the delay", _LosesTheDelay, "a sync ends so many inner steps after its begin"),
-    _schedule("loses what is under way", _LosesWhatIsUnderWay, "a sync that has begun comes to its end"),
-    _schedule("counts syncs that failed", _CountsSyncsThatFailed, "all sync the same fragment"),
-    _fragments("applies a failed sync", _AppliesAFailedSync, "a failed sync changes no global parameters"),
-    _fragments(
-        "keeps failed inner steps", _KeepsFailedInnerSteps, "after a failed sync a fragment begins anew"
-    ),
-    _fragments(
-        "steps from local parameters", _StepsFromLocalParameters, "the outer step is from global ones"
-    ),
-    _fragments(
-        "heals without the outer state", _HealsWithoutTheOuterState, "the outer state heals with the rest"
-    ),
-    _fragments(
-        "heals without global parameters",
-        _HealsWithoutTheGlobalParameters,
-        "global parameters heal with the rest",
-    ),
-    _fragments(
-        "heals without local parameters",
-        _HealsWithoutTheLocalParameters,
-        "the model heals with its global parameters",
-    ),
-    _step("keeps half a step", _KeepsHalfAStep, "a state is kept once the script is done with its last step"),
-    _step("takes any kept state", _TakesAnyKeptState, "a kept state is of the step and quorum of the newest"),
-    _vacancies("tells two of a place", _TellsTwoOfAPlace, "a place is told to one spare"),
-    _vacancies("forgets lost spares", _ForgetsLostSpares, "the place of a lost spare is told to another one"),
-    _vacancies("keeps declining spares", _KeepsDecliningSpares, "a spare that has declined is free again"),
-    _meeting("takes a taken place", _TakesATakenPlace, "the first spare has the place"),
-    _meeting("leaves no word", _LeavesNoWord, "who has left a meeting says so in the next store"),
-    _meeting("says nothing of the dead", _SaysNothingOfTheDead, "the others speak for a rank that has ended"),
-    _meeting("keeps the dead in mind", _KeepsTheDeadInMind, "a place that a spare has taken has a rank"),
-    _meeting("goes on alone", _GoesOnAlone, "a spare that finds nobody left gives up"),
-    _meeting("begins without a rank", _BeginsWithoutARank, "no try begins without a rank"),
+    _mutant(_TakesAnyKeptState, "a kept state is of the step and quorum of the newest", 23, "heal_is_clean"),
+    _mutant(_TellsTwoOfAPlace, "a place is told to one spare", 759, "one_process_per_place"),
+    _mutant(_ForgetsLostSpares, "the place of a lost spare is told to another one", 1271, "progress"),
+    _mutant(_KeepsDecliningSpares, "a spare that has declined is free again", 682, "progress"),
+    _mutant(_TakesATakenPlace, "the first spare has the place", 919, "one_process_per_place"),
+    _mutant(_LeavesNoWord, "who has left a meeting says so in the next store", 2839, "progress"),
+    _mutant(_SaysNothingOfTheDead, "the others speak for a rank that has ended", 10, "progress"),
+    _mutant(_KeepsTheDeadInMind, "a place that a spare has taken has a rank", 23, "one_process_per_place"),
+    _mutant(_GoesOnAlone, "a spare that finds nobody left gives up", 42967, "progress"),
+    _mutant(_BeginsWithoutARank, "no try begins without a rank", 10, "one_process_per_place"),
     Mutant(
         "counts its own absence",
         "one that was stopped itself accuses nobody",
         Cores(heard=_counts_its_own_absence),
+        67,
+        "suspicion",
     ),
 )
-
-# The first seed, counted from 0, that catches each mutant.
-CAUGHT_BY = {
-    "reuses ids": Caught(0, "monotonic"),
-    "forgets reported ids": Caught(5, "monotonic"),
-    "forgets the majority": Caught(250, "one_quorum_per_step"),
-    "ignores min_replicas": Caught(3, "one_quorum_per_step"),
-    "keeps the id after a failure": Caught(0, "progress"),
-    "forgets rounds": Caught(447, "progress"),
-    "does not say it is over": Caught(359, "progress"),
-    "does not warn of broken groups": Caught(9, "progress"),
-    "learns too late": Caught(78, "one_quorum_per_step"),
-    "keeps the dead": Caught(2, "progress"),
-    "leaves nobody out": Caught(7, "progress"),
-    "leaves both ends out": Caught(1, "progress"),
-    "awaits the idle for ever": Caught(1, "progress"),
-    "shrinks for ever": Caught(1, "progress"),
-    "shrinks to a minority": Caught(1071, "one_quorum_per_step"),
-    "leaves too many out": Caught(271, "one_quorum_per_step"),
-    "never lets back": Caught(3, "progress"),
-    "forgets the sick": Caught(1, "progress"),
-    "leaves the sick out for ever": Caught(0, "progress"),
-    "blames the victims": Caught(1, "progress"),
-    "leaves all sick out": Caught(26, "one_quorum_per_step"),
-    "stands in the way of the cured": Caught(0, "progress"),
-    "counts members only": Caught(169, "progress"),
-    "leaves behind in silence": Caught(250, "progress"),
-    "keeps no distance": Caught(14, "monotonic"),
-    "waits for who jumps": Caught(46, "progress"),
-    "lets a foreign state in": Caught(1, "heal_is_clean"),
-    "refuses at the first quorum only": Caught(1, "heal_is_clean"),
-    "takes the farthest for the job": Caught(32, "progress"),
-    "says not who it is": Caught(1, "heal_is_clean"),
-    "says once who it is": Caught(7, "heal_is_clean"),
-    "lets them hold": Caught(145, "progress"),
-    "gives up quietly": Caught(587, "progress"),
-    "refuses no votes": Caught(0, "progress"),
-    "answers nobody late": Caught(2174, "progress"),
-    "leaves without a word": Caught(8, "progress"),
-    "stops one rank only": Caught(36, "leave_together"),
-    "releases the same step only": Caught(1325, "progress"),
-    "goes on torn": Caught(129, "heal_is_clean"),
-    "heals from many groups": Caught(0, "progress"),
-    "goes on after giving up": Caught(8, "progress"),
-    "votes yes unhealed": Caught(16, "heal_is_clean"),
-    "keeps an early error to itself": Caught(0, "progress"),
-    "owns what it spoilt": Caught(1, "heal_is_clean"),
-    "takes the spoilt for equal": Caught(54, "heal_is_clean"),
-    "takes every step for bound": Caught(0, "progress"),
-    "stands after a restore": Caught(45, "heal_is_clean"),
-    "drops member_lost": Caught(2, "progress"),
-    "one vote is enough": Caught(0, "heal_is_clean"),
-    "every rank its own verdict": Caught(0, "agreement"),
-    "keeps its no to itself": Caught(237, "progress"),
-    "joins once only": Caught(0, "progress"),
-    "compares steps only": Caught(5, "heal_is_clean"),
-    "speaks for its first rank": Caught(0, "heal_is_clean"),
-    "survives its ranks": Caught(0, "progress"),
-    "probes nobody": Caught(7, "progress"),
-    "probes once": Caught(3, "progress"),
-    "never tries again": Caught(64, "progress"),
-    "gives nothing up": Caught(64, "progress"),
-    "reports links once": Caught(65, "progress"),
-    "applies late errors": Caught(34, "no_zombie"),
-    "commits before healing": Caught(0, "heal_is_clean"),
-    "healing takes part": Caught(0, "heal_is_clean"),
-    "counts who heals": Caught(0, "no_zombie"),
-    "lets others go on": Caught(14, "no_zombie"),
-    "keeps a torn state": Caught(58, "heal_is_clean"),
-    "votes yes after an error": Caught(0, "heal_is_clean"),
-    "keeps the old commit quorum": Caught(189, "heal_is_clean"),
-    "keeps its process group": Caught(0, "no_zombie"),
-    "leaves quietly": Caught(11, "progress"),
-    "hides broken groups": Caught(0, "no_zombie"),
-    "forgets the healed version": Caught(2, "progress"),
-    "lets spares in": Caught(12, "spares_wait"),
-    "leaves places empty": Caught(4, "progress"),
-    "holds nobody for spares": Caught(4604, "progress"),
-    "holds nobody": Caught(0, "progress"),
-    "asks nobody again": Caught(2017, "progress"),
-    "forgets that it stands": Caught(857, "progress"),
-    "names the first step": Caught(8, "no_zombie"),
-    "waits for one answer": Caught(8, "no_zombie"),
-    "lets all quorums stand": Caught(22, "progress"),
-    "forms beside the silent": Caught(255, "one_quorum_per_step"),
-    "goes on for ever": Caught(255, "one_quorum_per_step"),
-    "answers for one rank": Caught(8, "no_zombie"),
-    "holds without a lighthouse": Caught(851, "progress"),
-    "tells one rank only": Caught(0, "progress"),
-    "does not hold": Caught(383, "no_zombie"),
-    "forgets what it began": Caught(0, "no_zombie"),
-    "asks at once": Caught(8, "no_zombie"),
-    "keeps its failures to itself": Caught(1, "progress"),
-    "takes all errors for its own": Caught(1, "progress"),
-    "goes on after failures": Caught(27, "no_zombie"),
-    "takes suspects for dead": Caught(2, "suspicion"),
-    "commits without suspects": Caught(191, "suspicion"),
-    "lets others wait": Caught(25, "progress"),
-    "stays away": Caught(2, "progress"),
-    "lets any process in": Caught(40, "suspicion"),
-    "waits for ever": Caught(59, "progress"),
-    "repeats nothing": Caught(2, "progress"),
-    "repeats everything": Caught(0, "monotonic"),
-    "loses the delay": Caught(230, "on_schedule"),
-    "loses what is under way": Caught(6, "progress"),
-    "counts syncs that failed": Caught(6, "agreement"),
-    "applies a failed sync": Caught(6, "no_trace"),
-    "keeps failed inner steps": Caught(6, "no_trace"),
-    "steps from local parameters": Caught(6, "agreement"),
-    "heals without the outer state": Caught(6, "heal_is_clean"),
-    "heals without global parameters": Caught(6, "heal_is_clean"),
-    "heals without local parameters": Caught(6, "heal_is_clean"),
-    "keeps steps that failed": Caught(3060, "heal_is_clean"),
-    "forgets the last kept step": Caught(16, "heal_is_clean"),
-    "takes a kept step twice": Caught(16, "heal_is_clean"),
-    "takes kept steps in reverse": Caught(16, "heal_is_clean"),
-    "speaks as the newest": Caught(16, "heal_is_clean"),
-    "commits what it keeps": Caught(16, "heal_is_clean"),
-    "waits for no state": Caught(18, "progress"),
-    "begins before the fetch": Caught(5781, "heal_is_clean"),
-    "leads to any such step": Caught(47892, "heal_is_clean"),
-    "keeps what one rank keeps": Caught(13237, "progress"),
-    "keeps half a step": Caught(522, "heal_is_clean"),
-    "takes any kept state": Caught(23, "heal_is_clean"),
-    "tells two of a place": Caught(759, "one_process_per_place"),
-    "forgets lost spares": Caught(1271, "progress"),
-    "keeps declining spares": Caught(682, "progress"),
-    "takes a taken place": Caught(919, "one_process_per_place"),
-    "leaves no word": Caught(2839, "progress"),
-    "says nothing of the dead": Caught(10, "progress"),
-    "begins without a rank": Caught(10, "one_process_per_place"),
-    "keeps the dead in mind": Caught(23, "one_process_per_place"),
-    "goes on alone": Caught(42967, "progress"),
-    "counts its own absence": Caught(67, "suspicion"),
-}

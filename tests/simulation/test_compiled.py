@@ -8,9 +8,9 @@ import pytest
 
 from tests.simulation import compiled
 from tests.simulation.__main__ import main
-from tests.simulation.mutants import CAUGHT_BY
+from tests.simulation.mutants import MUTANTS
 
-MUTANT = "forgets rounds"
+MUTANT = next(mutant for mutant in MUTANTS if mutant.name == "forgets rounds")
 
 MISSING = compiled.missing_tools()
 has_compiler = pytest.mark.skipif(bool(MISSING), reason=f"nothing can be compiled without {MISSING}")
@@ -29,7 +29,7 @@ def _not_optimized(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ["--seeds", "0:200"],
         ["--seed", "11", "--all"],
-        ["--seed", str(CAUGHT_BY[MUTANT].seed), "--mutant", MUTANT],
+        ["--seed", str(MUTANT.seed), "--mutant", MUTANT.name],
     ],
     ids=["many seeds", "one history", "a mutant made small"],
 )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.conftest import ROOT
-from tests.simulation.mutants import CAUGHT_BY, MUTANTS, Mutant, hunt
+from tests.simulation.mutants import MUTANTS, Mutant, hunt
 from tests.simulation.report import run_batch
 from tests.simulation.scenario import FAULTS_MIN, KINDS, STEP_KINDS, draw
 from tests.simulation.shrink import shrink
@@ -43,14 +43,10 @@ def test_seeds_that_once_broke_an_invariant_no_longer_do(seed: int) -> None:
 
 @pytest.mark.parametrize(
     "mutant",
-    [
-        pytest.param(each, marks=getattr(pytest.mark, CAUGHT_BY[each.name].invariant), id=each.name)
-        for each in MUTANTS
-    ],
+    [pytest.param(each, marks=getattr(pytest.mark, each.invariant), id=each.name) for each in MUTANTS],
 )
 def test_a_broken_core_is_caught(mutant: Mutant) -> None:
-    seed, invariant = CAUGHT_BY[mutant.name]
-    assert (hunt(mutant, [seed]).violation or "").startswith(f"{invariant}: ")
+    assert (hunt(mutant, [mutant.seed]).violation or "").startswith(f"{mutant.invariant}: ")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -77,9 +73,8 @@ def test_a_history_does_not_depend_on_the_process_it_is_made_in() -> None:
 
 def test_a_failure_is_made_small_and_still_fails() -> None:
     mutant = next(m for m in MUTANTS if m.name == "forgets reported ids")
-    seed = CAUGHT_BY[mutant.name].seed
-    outcome = run(draw(seed), mutant.cores)
-    small = shrink(draw(seed), outcome, mutant.cores)
+    outcome = run(draw(mutant.seed), mutant.cores)
+    small = shrink(draw(mutant.seed), outcome, mutant.cores)
     assert small.outcome.violation is not None
     assert small.outcome.violation.startswith(str(outcome.violation).partition(":")[0])
     assert len(small.only) < outcome.injected / 2
