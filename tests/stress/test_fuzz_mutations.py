@@ -58,12 +58,14 @@ from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
 from torchft_like.errors import (
     CheckpointError,
     CheckpointFormatError,
+    GroupLostError,
     PlainDataError,
     ProcessGroupError,
     QueueCorruptError,
     QueueError,
 )
 from torchft_like.group_coordinator.creation import _ranks_in
+from torchft_like.in_process.spare import _place_of
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import (
@@ -588,6 +590,11 @@ RANK_HEARS = PART.join(
 )
 
 
+def said_to_spare(data: bytes) -> object:
+    response = codec.reader(pb.SpareResponse)(data)
+    return response and _place_of(response.vacancy)
+
+
 def data_of_member(data: bytes) -> object:
     return coordination._member(pb.QuorumMember(replica_id="a", data=data.decode(errors="replace")))
 
@@ -899,6 +906,12 @@ PARSERS = [
     Parser("what a rank says to its group", [RANK_SAYS], said_by_rank, (), [b"\x0a\xff\xff\xff\xff\x7f"]),
     Parser("what the lighthouse says", [LIGHTHOUSE_SAYS], said_by_lighthouse),
     Parser("what a group says to its rank", [RANK_HEARS], said_to_rank, (MalformedMessageError,)),
+    Parser(
+        "where a spare is to go",
+        [pb.SpareResponse(vacancy=VACANCY).SerializeToString()],
+        said_to_spare,
+        (GroupLostError,),
+    ),
     Parser(
         "the data of a quorum's member",
         [b'{"a": [1, null]}', b""],

@@ -122,6 +122,12 @@ def test_where_something_is_wrong_the_rest_is_looked_at(
     assert "x" * 64 not in printed
 
 
+def test_why_a_lighthouse_does_not_answer_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "127.0.0.1:1"]) == 1
+    assert "no answer: UNAVAILABLE (" in (printed := capsys.readouterr().out)
+    assert "refused" in printed
+
+
 def test_a_lighthouse_that_does_not_tell_its_time_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pages, "fetch", lambda _: ({}, Message()))
     assert doctor._checked("clock", lambda: doctor._clock("127.0.0.1:1")).state == DOUBTFUL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import logging
 import os
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from lighthouse.address import Address
+from lighthouse.cli import _watch_certificate
 from lighthouse.core.trust import Role, digest_of, make_texts, parse_trust
 from lighthouse.errors import ConfigError
 from lighthouse.tls import (
@@ -283,3 +285,18 @@ def test_what_a_job_would_refuse_of_its_own_certificate_is_known(
     assert "torchft-like" in why(certify(tmp_path / "named", name="another"))
     shutil.copy(other / AUTHORITIES, job)
     assert "issuer" in why(job)
+
+
+def test_a_lighthouse_warns_of_a_certificate_that_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(TLS_ENV, str(certify(tmp_path, name="another")))
+
+    async def start() -> None:
+        watch = asyncio.create_task(_watch_certificate())
+        await asyncio.sleep(0)
+        watch.cancel()
+
+    asyncio.run(start())
+    assert "torchft-like" in caplog.text
+    assert "replace it" in caplog.text
