@@ -95,7 +95,7 @@ stress: $(READY)  ## 10,000 connections to each server that come and go, 5,000 t
 fuzz: $(READY)  ## each parser of foreign bytes with EXAMPLES=3000 inputs; about 2 minutes
 	FUZZ_EXAMPLES=$(or $(EXAMPLES),3000) $(BIN)/python -m pytest --timeout 3600 -n 2 tests/stress/test_fuzz_*.py
 
-mutate: $(READY)  ## MESSAGES=1000000 changed messages over all parsers of foreign bytes; about 5 minutes
+mutate: $(READY)  ## MESSAGES=1000000 changed messages over all parsers of foreign bytes; about 2 minutes
 	MUTATIONS=$(or $(MESSAGES),1000000) $(BIN)/python -m pytest -rP --timeout 3600 -n 2 tests/stress/test_fuzz_mutations.py
 
 $(READY): pyproject.toml constraints.txt
