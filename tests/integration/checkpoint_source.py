@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from datetime import timedelta
 
 import torch
@@ -38,13 +38,12 @@ class Source:
         return self._hangs.wait(LIMIT.total_seconds())
 
     def _hang_after(self, pieces: int) -> None:
-        whole, hangs = Snapshot.pieces, self._hangs
+        whole, hangs = Snapshot.reading, self._hangs
 
-        def some(self: Snapshot, start: int, stop: int) -> Iterator[memoryview]:
-            for number, piece in enumerate(whole(self, start, stop), start // PIECE_BYTES):
-                if number == pieces:
-                    hangs.set()
-                    threading.Event().wait()
-                yield piece
+        def some(self: Snapshot, start: int, stop: int) -> AbstractContextManager[memoryview]:
+            if start // PIECE_BYTES >= pieces:
+                hangs.set()
+                threading.Event().wait()
+            return whole(self, start, stop)
 
-        Snapshot.pieces = some  # type: ignore[method-assign]
+        Snapshot.reading = some  # type: ignore[method-assign,assignment]

@@ -19,6 +19,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from torchft_like.plain_data import Leaf
 from torchft_like.writing import is_dense
 
 ALIGNMENT = 64
-_PIECE_BYTES = 8 * 1024 * 1024  # copied at a time
+COPY_BYTES = 8 * 1024 * 1024  # copied at a time
 
 logger = logging.getLogger(__name__)
 
@@ -46,15 +47,97 @@ class Range(NamedTuple):
     stop: int
 
 
+@dataclass(eq=False, slots=True)
+class Piece:
+    """A piece of a tensor, and the place of its copy.
+
+    Attributes:
+        source: the bytes of the tensor.
+        place: the memory of the copy, which ends with zeros where it is longer.
+        is_copied: whether the copy has been made.
+    """
+
+    source: torch.Tensor
+    place: memoryview
+    is_copied: bool = False
+
+    def copy(self, *, is_alone: bool) -> None:
+        """Make the copy, without the interpreter's lock; `is_alone`: on this thread alone, unlike torch."""
+        size = len(self.source)
+        copy = torch.frombuffer(self.place, dtype=torch.uint8, count=size)
+        if is_alone:
+            ctypes.memmove(copy.data_ptr(), self.source.data_ptr(), size)
+        else:
+            copy.copy_(self.source)
+        self.place[size:] = bytes(len(self.place) - size)
+
+
+def pieces_of(source: torch.Tensor, place: memoryview) -> list[Piece]:
+    """Cut the bytes of a tensor into pieces, whose copies fill the place."""
+    if len(place) <= COPY_BYTES:
+        return [Piece(source, place)]
+    ends = [*range(COPY_BYTES, len(source), COPY_BYTES), len(place)]
+    return [Piece(source[start:end], place[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+
+def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor that lies contiguous on the CPU, in its own memory."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+class Copying:
+    """Pieces that any number of threads copy.
+
+    Attributes:
+        changed: is notified when a piece was copied.
+    """
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._open: deque[Piece] = deque()
+        self._under_way = 0  # pieces that threads copy
+
+    def copy_next(self, *, is_alone: bool = False) -> int:
+        """Copy a piece, and return how many bytes it has; return 0 if there is none."""
+        with self.changed:
+            if not self._open:
+                return 0
+            piece = self._open.popleft()
+            self._under_way += 1
+        try:
+            piece.copy(is_alone=is_alone)
+            piece.is_copied = True
+        except BaseException:
+            with self.changed:
+                self._open.append(piece)  # `finish` copies it, or raises
+            raise
+        finally:
+            with self.changed:
+                self._under_way -= 1
+                self.changed.notify_all()
+        return len(piece.source)
+
+    def finish(self) -> None:
+        """Copy what is yet to be copied, and wait for other threads that copy."""
+        is_whole = False
+        while not is_whole:
+            while self.copy_next():
+                pass
+            with self.changed:
+                self.changed.wait_for(lambda: self._open or not self._under_way)
+                is_whole = not self._open
+
+
 class _Begun(NamedTuple):
     """A tensor, as it was listed and as it is copied, two where it is a DTensor; the versions of both
-    when the copy was begun; and where the copy lies, with the zeros that follow.
+    when the copy was begun; where the copy lies, with the zeros that follow; and its pieces.
     """
 
     listed: torch.Tensor
     tensor: torch.Tensor
     versions: tuple[int, int]
     place: Range
+    pieces: list[Piece]
 
     @property
     def is_as_it_was(self) -> bool:
@@ -62,7 +145,7 @@ class _Begun(NamedTuple):
         return _versions(self.listed, self.tensor) == self.versions
 
 
-class CopyAhead:
+class CopyAhead(Copying):
     """Copies that a thread of their own begins, and the caller of `finish` helps to complete.
 
     Args:
@@ -74,53 +157,40 @@ class CopyAhead:
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], lender: KeptMemory) -> None:
+        super().__init__()
         self.memory = memoryview(b"")
         self._list: Callable[[], Iterable[torch.Tensor]] | None = tensors
         self._lender = lender
-        self._changed = threading.Condition()
         self._begun: dict[object, _Begun] = {}
-        self._open: deque[tuple[_Begun, int]] = deque()  # pieces, by their offset in the tensor
-        self._copying = 0  # threads
-        self._address = 0  # of the memory
         threading.Thread(target=self._run, name="torchft-copy-ahead", daemon=True).start()
 
     def take(self, leaves: Sequence[Leaf]) -> dict[int, Range]:
         """Return by its index, for each leaf of a state that is still as it was, where its copy lies in
         `memory` once `finish` has returned. Nothing else is copied any more.
         """
-        with self._changed:
+        with self.changed:
             taken = {
-                index: begun.place
+                index: begun
                 for index, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor)
                 and (begun := self._begun.get(_key(leaf))) is not None
                 and begun.is_as_it_was
             }
-            places = set(taken.values())
-            self._open = deque(piece for piece in self._open if piece[0].place in places)
+            wanted = {piece for begun in taken.values() for piece in begun.pieces}
+            self._open = deque(piece for piece in self._open if piece in wanted)
             self._list, self._begun = None, {}
-        return taken
-
-    def finish(self) -> None:
-        """Copy what is yet to be copied, and wait for the thread that copies too."""
-        is_whole = False
-        while not is_whole:
-            while self._copy_next():
-                pass
-            with self._changed:
-                self._changed.wait_for(lambda: self._open or not self._copying)
-                is_whole = not self._open
+        return {index: begun.place for index, begun in taken.items()}
 
     def stop(self) -> None:
         """Copy nothing more, unless `take` was called: nobody needs it."""
-        with self._changed:
+        with self.changed:
             if self._list is not None:
                 self.take(())
 
     def _run(self) -> None:
         try:
             self._begin()
-            while self._copy_next():
+            while self.copy_next(is_alone=True):
                 pass
         except Exception:  # memory may have run out, or the script's replay has failed
             logger.exception("what is left of the state is copied at the end of the step")
@@ -129,55 +199,29 @@ class CopyAhead:
         """List the tensors and make memory for their copies, unless `take` was earlier."""
         if (listed := self._list) is None:
             return
-        pairs = [(one, tensor) for one in listed() if (tensor := _plain(one)) is not None]
+        pairs = [(one, tensor) for one in listed() if (tensor := plain_part(one)) is not None]
+        unique = {_key(tensor): (one, tensor) for one, tensor in pairs}
+        memory = self._lender.lend(sum(aligned(tensor.nbytes) for _, tensor in unique.values()), self)
         at, begun = 0, {}
-        for key, (one, tensor) in {_key(tensor): (one, tensor) for one, tensor in pairs}.items():
-            place = Range(at, at + aligned(tensor.nbytes))
-            begun[key], at = _Begun(one, tensor, _versions(one, tensor), place), place.stop
-        memory = self._lender.lend(at, self)
-        with self._changed:
+        for key, (one, tensor) in unique.items():
+            place = Range(at, at := at + aligned(tensor.nbytes))
+            pieces = pieces_of(bytes_in(tensor), memory[place.start : place.stop])
+            begun[key] = _Begun(one, tensor, _versions(one, tensor), place, pieces)
+        with self.changed:
             if self._list is not None:
                 self.memory, self._begun = memory, begun
-                self._address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr() if at else 0
-                self._open.extend(
-                    (one, offset)
-                    for one in begun.values()
-                    for offset in range(0, one.tensor.nbytes, _PIECE_BYTES)
-                )
-
-    def _copy_next(self) -> bool:
-        """Copy a piece; return False if there is none."""
-        with self._changed:
-            if not self._open:
-                return False
-            piece = (_, tensor, _, (start, stop)), offset = self._open.popleft()
-            self._copying += 1
-        try:
-            end = min(offset + _PIECE_BYTES, tensor.nbytes)
-            # Without the interpreter's lock, and on this thread alone, unlike torch's own copy.
-            ctypes.memmove(self._address + start + offset, tensor.data_ptr() + offset, end - offset)
-            if end == tensor.nbytes:
-                self.memory[start + end : stop] = bytes(stop - start - end)
-        except BaseException:
-            with self._changed:
-                self._open.append(piece)  # `finish` copies it, or raises
-            raise
-        finally:
-            with self._changed:
-                self._copying -= 1
-                self._changed.notify_all()
-        return True
+                self._open.extend(piece for one in begun.values() for piece in one.pieces)
 
 
 def stand_ins(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return tensors of the sizes of those that can be copied ahead. Nobody has written to them, so they take
     hardly any memory.
     """
-    plain = [one for one in map(_plain, tensors) if one is not None]
+    plain = [one for one in map(plain_part, tensors) if one is not None]
     return [torch.empty(one.nbytes, dtype=torch.uint8) for one in plain]
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor | None:
+def plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return a tensor, or this rank's shard of it; None if it is to be copied with the rest of the state."""
     if is_dtensor(tensor):
         with torch.no_grad():

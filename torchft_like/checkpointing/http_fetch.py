@@ -9,6 +9,11 @@ last one loses it to one that has nothing to do.
 
 What the receiver has kept of the state is compared with the sums first, and only the rest is fetched.
 
+The sums are asked for at once where there are several sources, so that the first one is needed no longer
+than for these; a single source is asked at the end, when it has summed what it has sent. Each request says
+how much is left to be fetched, and in the end the sources are told that nothing is: a source may wait with
+its tensors for that (`http_server.py`).
+
 INVARIANT: a stripe is open, or one thread fetches it, or it has been read; so no two threads write to the
 same memory, and none writes after `run`.
 """
@@ -21,9 +26,11 @@ import socket
 import ssl
 import threading
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from operator import itemgetter
@@ -61,6 +68,7 @@ STRIPE_CHUNKS_MAX = 4
 STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
 PATIENCE = 3.0  # how many times as long as the last stripe of another connection one may take at the end
 PATIENCE_S = 0.1
+KEPT_OPEN_S = 0.1  # for which a connection without a request is kept: its source would wait for the next one
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?\r\n")
 _FIELD = re.compile(rb"\r\n([a-z-]{1,40}): *([^\r\n]{0,200})", re.IGNORECASE)
 
@@ -126,8 +134,11 @@ class Fetch:
         self._again: deque[Stripe] = deque()  # of these only the first source's bytes will do
         self._under_way: dict[_Line, tuple[Stripe, float]] = {}
         self._unchecked: list[tuple[Stripe, _Source]] = []
+        self._idle: set[_Line] = set()
         self._sums: bytes | None = None
         self._left_nbytes = 1  # of the payload, to be read and checked
+        self._unread_nbytes = 1  # of it, to be read
+        self._id = uuid.uuid4().hex
 
     def run(self) -> object:
         """Fetch the state.
@@ -168,16 +179,21 @@ class Fetch:
             self._destination.check(incoming.outline())
             if self._destination.own is not None and incoming.land_in(self._destination.own):
                 self._destination.is_written = True
-            self._left_nbytes = incoming.nbytes
+            self._left_nbytes = self._unread_nbytes = incoming.nbytes
             self._open.extend(_cut(incoming.nbytes, self._lines * len(self._sources)))
             self._take_kept(incoming, line)
             lines = min(self._lines, len(self._open))
             with ThreadPoolExecutor(lines * len(self._sources) or 1, "torchft-checkpoint-fetch") as pool:
                 try:
                     self._start(pool, incoming, lines)
+                    if self._sums is None and len(self._sources) == 1:
+                        since = time.monotonic()
+                        self._wait(lambda: self._unread_nbytes == 0)
+                        if time.monotonic() - since > KEPT_OPEN_S:
+                            line.close()
                     if self._sums is None:
                         self._read_sums(incoming, line)
-                    self._wait()
+                    self._wait(lambda: self._left_nbytes == 0)
                 except BaseException as error:
                     kind, cause = self._cause_of(error)
                     self.end(cause, kind)
@@ -202,8 +218,10 @@ class Fetch:
             return
         sums = self._read_sums(incoming, line)
         self._open = deque(stripe for stripe in self._open if not incoming.matches(sums, *stripe))
-        self._left_nbytes = sum(stripe.stop - stripe.start for stripe in self._open)
-        self._destination.kept_nbytes = incoming.nbytes - self._left_nbytes
+        with self._changed:
+            self._left_nbytes = self._unread_nbytes = sum(stop - start for start, stop in self._open)
+            self._destination.kept_nbytes = incoming.nbytes - self._left_nbytes
+            self._check(incoming)
 
     def _start(self, pool: ThreadPoolExecutor, incoming: IncomingState, lines: int) -> None:
         """Start a thread for each connection that fetches stripes, as many as the system has."""
@@ -221,13 +239,14 @@ class Fetch:
         sums = read_exactly(line, length)
         with self._changed:
             self._sums = sums
+            self._idle.add(line)
             self._check(incoming)
         return sums
 
-    def _wait(self) -> None:
+    def _wait(self, has_come: Callable[[], bool]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or self._left_nbytes == 0)
-            if self._left_nbytes:
+            self._changed.wait_for(lambda: self._ended is not None or has_come())
+            if not has_come():
                 raise CheckpointError("it has ended")  # `_ended` says why
 
     # -- on the thread of a connection
@@ -260,7 +279,9 @@ class Fetch:
         finally:
             with self._changed:
                 del self._under_way[line]
+                self._idle.add(line)
                 if has_come:
+                    self._unread_nbytes -= stripe.stop - stripe.start
                     line.source.nbytes += stripe.stop - stripe.start
                     self._unchecked.append((stripe, line.source))
                     self._check(incoming)
@@ -270,17 +291,23 @@ class Fetch:
 
     def _next(self, line: _Line, took_s: float) -> Stripe | None:
         """Return the next stripe for a connection, when there is one; None when there will be none."""
-        source = line.source
+        source, since = line.source, time.monotonic()
         with self._changed:
+            self._idle.add(line)
             while self._ended is None and self._left_nbytes and source.failure is None:
                 is_again = source.is_first and self._again
                 if is_again or (self._open and (not line.is_robbed or self._is_alone(source))):
                     line.is_robbed = False
+                    self._idle.discard(line)
                     stripe = (self._again if is_again else self._open).popleft()
                     self._under_way[line] = stripe, time.monotonic()
                     return stripe
-                line.close()  # the source would wait for the next request
-                self._changed.wait(None if line.is_robbed else self._rob(source, took_s))
+                limit_s = None if line.is_robbed else self._rob(source, took_s)
+                if (kept_s := since + KEPT_OPEN_S - time.monotonic()) <= 0:
+                    line.close()
+                elif line.is_open:
+                    limit_s = kept_s if limit_s is None else min(limit_s, kept_s)
+                self._changed.wait(limit_s)
         return None
 
     def _is_alone(self, source: _Source) -> bool:
@@ -314,10 +341,14 @@ class Fetch:
             elif not source.is_first and self._first.failure is None:
                 self._refuse(source, f"its bytes {stripe.start} to {stripe.stop} differ")
                 self._again.append(stripe)
+                self._unread_nbytes += stripe.stop - stripe.start
             else:
                 error = CheckpointFormatError(f"bytes {stripe.start} to {stripe.stop} {CORRUPT}")
                 self._ended = self._cause_of(error)
         self._unchecked.clear()
+        if not self._left_nbytes:
+            for line in self._idle:
+                line.say_done()
         self._changed.notify_all()
 
     def _lose(self, source: _Source, error: BaseException) -> None:
@@ -357,8 +388,13 @@ class Fetch:
             self._sockets = {known: of for known, of in self._sockets.items() if known.fileno() >= 0}
             self._sockets[connection] = source
 
-    def path(self, what: str) -> str:
-        return f"/checkpoint/{self.step}/{what}"
+    def request(self, source: _Source, what: str) -> bytes:
+        """Return a request, which shows a token, if there is one, and says how much is left to be fetched."""
+        fields = f"Host: {source.address}\r\n"
+        if token := authorization():
+            fields += f"Authorization: {token}\r\n"
+        fields += f"Checkpoint-Fetch: {self._id} {self._unread_nbytes}\r\n"
+        return f"GET /checkpoint/{self.step}/{what} HTTP/1.1\r\n{fields}\r\n".encode()
 
     def asks_again(self, source: _Source, status: int) -> None:
         """Note why the source has to be asked again, and pause, for peers that do not wait themselves."""
@@ -412,6 +448,17 @@ class _Line:
         if (connection := self._socket) is not None:
             shut(connection)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a connection."""
+        return self._socket is not None
+
+    def say_done(self) -> None:
+        """Tell the source, if it is connected, that all of the state has come; there is no answer."""
+        with suppress(OSError):  # it is gone, or does not listen
+            if self._socket is not None:
+                self._socket.sendall(self._fetch.request(self.source, "done"))
+
     def ask(self, what: str, length: int | None = None) -> int:
         """Ask until there is an answer; return its length, which must be the given one.
 
@@ -427,10 +474,7 @@ class _Line:
                 except _NoPlaceError:
                     self._fetch.asks_again(source, 503)
                     continue
-            token = authorization()
-            shown = f"Authorization: {token}\r\n" if token else ""
-            request = f"GET {self._fetch.path(what)} HTTP/1.1\r\nHost: {source.address}\r\n{shown}\r\n"
-            self._socket.sendall(request.encode())
+            self._socket.sendall(self._fetch.request(source, what))
             status, reason, fields = self._read_head(self._socket)
             if status not in ASK_AGAIN:
                 break

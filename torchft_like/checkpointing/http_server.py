@@ -1,10 +1,11 @@
-"""The server of a rank's state: HTTP/1.1 over a snapshot in memory.
+"""The server of a rank's state: HTTP/1.1 over the tensors themselves, or over a copy in memory.
 
 It serves one snapshot at a time:
 
     GET /checkpoint/{step}/header?wait_ms=5000     the structure of the state (`state_stream.py`)
     GET /checkpoint/{step}/payload?from=0&to=9     so many bytes of the payload
     GET /checkpoint/{step}/sums                    the checksums of all chunks
+    GET /checkpoint/{step}/done                    no answer, and the end of the connection
 
     200  with Checkpoint-Step and Checkpoint-Id, which tells one snapshot from another
     202  nothing is offered yet, after a wait of `wait_ms`: ask again
@@ -14,6 +15,9 @@ It serves one snapshot at a time:
     410  a later step is offered: this one will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again (with TLS the connection ends instead); or the server ends
+
+A receiver says in its requests who it is, and how much it still has to fetch, from whomever:
+`Checkpoint-Fetch: ID BYTES`; and in the end that it has everything, and has checked it.
 
 A connection carries any number of requests, one after another, all about the snapshot with which it began.
 A client holds one of a limited number of threads, and each of its actions has a time limit: to send a
@@ -26,12 +30,14 @@ from __future__ import annotations
 
 import logging
 import re
+import select
 import socket
 import ssl
 import threading
 import time
 import uuid
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -41,7 +47,7 @@ from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
 from lighthouse.tls import accepted
 from lighthouse.trust import process_trust, warn_if_open
-from torchft_like.checkpointing.state_stream import PIECE_BYTES, Snapshot, sums_nbytes
+from torchft_like.checkpointing.state_stream import CHUNK_BYTES, PIECE_BYTES, Snapshot, sums_nbytes
 from torchft_like.errors import CheckpointError
 from torchft_like.futures import context_timeout
 
@@ -52,11 +58,38 @@ SILENT_S = 0.25  # seconds after which a client without a request may lose its p
 REASON_LENGTH_MAX = 400
 HEAD_BYTES_MAX = 8 * 1024
 _REQUEST = re.compile(
-    rb"GET /checkpoint/(\d{1,18})/(header|sums|payload(?=\?from))"
+    rb"GET /checkpoint/(\d{1,18})/(header|sums|done|payload(?=\?from))"
     rb"(?:\?from=(\d{1,13})&to=(\d{1,13}))?(?:\?wait_ms=(\d{1,9}))? HTTP/1\.[01]\r\n"
 )
 _AUTHORIZATION = re.compile(rb"\r\nauthorization: *([^\r\n]*)", re.IGNORECASE)
+_FETCH = re.compile(rb"\r\ncheckpoint-fetch: *([0-9a-f]{1,32}) (\d{1,15})\r", re.IGNORECASE)
+_FETCHES_MAX = 64
 _ACCEPT_RETRY_S = 0.1
+
+LIVE_FROM = 16 * 1024 * 1024  # bytes of tensors whose copy is worth a wait; fewer are copied at once
+GRACE_S = 0.1
+COPY_BYTES_PER_S = 1e9  # until it was measured
+COPY_BYTES_PER_S_MIN = 0.5e9  # where it was measured while others had the processor
+
+
+def wait_s(elapsed_s: float, nbytes: int, left: int, copied: int, copy_bytes_per_s: float) -> float:
+    """Return for how long a source may wait for its receivers before it copies the next piece; 0 for not.
+
+    It waits as long as at least as many bytes were taken and copied as could have been copied since it began.
+    Receivers that come late are given a tenth of a second, but no longer than the whole copy takes. So the
+    source goes on after twice the time of a copy at the latest, and this grace; if receivers are slow from
+    the beginning, after the time of a copy and the grace.
+
+    Args:
+        elapsed_s: seconds since the state was offered.
+        nbytes: the bytes of it that are to be copied if receivers do not take them.
+        left: the bytes of it that the slowest receiver has yet to fetch.
+        copied: how many were copied.
+        copy_bytes_per_s: how fast they are copied.
+    """
+    grace_s = min(GRACE_S, nbytes / copy_bytes_per_s)
+    done = max(nbytes - left, 0) + copied
+    return max(grace_s + done / copy_bytes_per_s - elapsed_s, 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +135,9 @@ class CheckpointServer:
         self.port: int = self._listener.getsockname()[1]
         self.changed = threading.Condition()
         self._offer: Offer | None = None
-        self._fetched = 0  # how many times the sums of the current offer were sent
+        # The bytes of the current offer that each receiver has yet to fetch, by the id of its fetch.
+        self._left: dict[bytes, int] = {}
+        self._copy_bytes_per_s = COPY_BYTES_PER_S
         self._recent_ids: deque[str] = deque(maxlen=2)
         self._connections: dict[socket.socket, _Connection] = {}
         self.closing = threading.Event()
@@ -121,9 +156,45 @@ class CheckpointServer:
         """Offer `state` to all clients, also those that wait for it; `receivers` of them are expected."""
         self._announce(Offer(step, state, receivers=receivers))
 
+    def deliver(self, step: int, state: Snapshot, receivers: int) -> None:
+        """Offer a state that does not change before this returns: when as many receivers have it as are
+        expected, and there is no offer any more, or there is a copy of it.
+        """
+        self.offer(step, state, receivers)
+        copied, copying_s = 0, 0.0
+        try:
+            state.copy_first()
+            began = time.monotonic()
+            while not self._await_receivers(state, time.monotonic() - began, copied):
+                since = time.monotonic()
+                if not (nbytes := state.copy_next()):
+                    break
+                copied, copying_s = copied + nbytes, copying_s + time.monotonic() - since
+                self._copy_bytes_per_s = max(copied / max(copying_s, 1e-6), COPY_BYTES_PER_S_MIN)
+        finally:
+            state.settle()
+
+    def _await_receivers(self, state: Snapshot, elapsed_s: float, copied: int) -> bool:
+        """Wait while it is worth it, and return whether nobody needs the state any more."""
+        began = time.monotonic() - elapsed_s
+        with self.changed:
+            while not self.closing.is_set():
+                offer, left = self._offer, state.nbytes
+                if offer is not None and offer.state is state and 0 < offer.receivers <= len(self._left):
+                    left = sorted(self._left.values())[offer.receivers - 1]
+                    if not left:
+                        self._offer = Offer(offer.step, None, "all for whom the state was offered have it")
+                        return True
+                elapsed_s = time.monotonic() - began
+                limit_s = wait_s(elapsed_s, state.live_nbytes, left, copied, self._copy_bytes_per_s)
+                if limit_s <= 0:
+                    return False
+                self.changed.wait(limit_s)
+        return True
+
     def _announce(self, offer: Offer) -> None:
         with self.changed:
-            self._offer, self._fetched = offer, 0
+            self._offer, self._left = offer, {}
             self._recent_ids.append(self._offer.id)
             outdated = [
                 c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
@@ -159,11 +230,12 @@ class CheckpointServer:
                 self.changed.wait(remaining_s)
         return None
 
-    def note_fetched(self, offer: Offer) -> None:
-        """Note that a receiver was sent the sums of an offer: it fetches the rest, or has it already."""
+    def note_left(self, offer: Offer, fetch: bytes, left: int) -> None:
+        """Note how many bytes of an offer a receiver has yet to fetch."""
         with self.changed:
-            if offer is self._offer:
-                self._fetched += 1
+            if offer is self._offer and (fetch in self._left or len(self._left) < _FETCHES_MAX):
+                self._left[fetch] = min(left, self._left.get(fetch, left))
+                self.changed.notify_all()
 
     def wait_fetched(self, idle_s: float) -> None:
         """Wait until all expected receivers have the offer, or none has asked for it for `idle_s` seconds."""
@@ -173,10 +245,11 @@ class CheckpointServer:
                 if any(connection.offer is offer for connection in self._connections.values()):
                     self.changed.wait()  # a connection has a limit of its own
                     deadline = time.monotonic() + idle_s
-                elif self._fetched < offer.receivers and (left_s := deadline - time.monotonic()) > 0:
-                    self.changed.wait(left_s)
-                else:
+                    continue
+                left_s = deadline - time.monotonic()
+                if list(self._left.values()).count(0) >= offer.receivers or left_s <= 0:
                     return
+                self.changed.wait(left_s)
 
     def close(self, wait: bool) -> None:
         """End every connection and the threads; with `wait`, return when they have ended."""
@@ -301,7 +374,9 @@ class _Connection:
         self._peer.settimeout(self._owner.limits.chunk_s)
         match = _REQUEST.match(head)
         if match is None:
-            return self._refuse(400, "expected GET /checkpoint/STEP/header, sums or payload?from=A&to=B")
+            return self._refuse(
+                400, "expected GET /checkpoint/STEP/header, sums, done or payload?from=A&to=B"
+            )
         if (trust := process_trust()) is not None and _role(trust, head) < Role.PARTICIPATE:
             return self._refuse(401, "this replica asks for a token of the job (TORCHFT_TOKEN_FILE)")
         step, what = int(match[1]), match[2].decode()
@@ -315,8 +390,11 @@ class _Connection:
         elif offer.state is None:
             return self._refuse(424, printable(offer.refusal[:REASON_LENGTH_MAX]))
         else:
+            told = _FETCH.search(head)
+            if told is not None and what != "header":
+                self._owner.note_left(offer, told[1], 0 if what == "done" else max(int(told[2]), 1))
             self._send(offer, offer.state, what, int(match[3] or 0), int(match[4] or 0))
-        return True
+        return what != "done"
 
     def _find_offer(self, step: int, wait_ms: int) -> Offer | None:
         """Return the offer that this client has begun to fetch, or the one of the step."""
@@ -334,17 +412,37 @@ class _Connection:
             self._refuse(400, f"there are {state.nbytes} bytes, and not {start} to {stop}")
         elif what == "payload":
             self._say(200, "", stop - start, offer)
-            for piece in state.pieces(start, stop):
-                self._peer.sendall(piece)
+            self._send_payload(state, start, stop)
         elif what == "header":
             self._say(200, "", len(state.header), offer)
             for at in range(0, len(state.header), PIECE_BYTES):
                 self._peer.sendall(memoryview(state.header)[at : at + PIECE_BYTES])
-        else:
+        elif what == "sums":
             self._say(200, "", sums_nbytes(state.nbytes), offer)
             for sums in state.sums():
                 self._peer.sendall(sums)
-            self._owner.note_fetched(offer)
+
+    def _send_payload(self, state: Snapshot, start: int, stop: int) -> None:
+        """Send bytes of the payload, and wait for the client only where nothing of the state is read.
+
+        The checksum of a chunk is taken first: then the processor has the chunk in its cache.
+        """
+        limit_s = self._owner.limits.chunk_s
+        deadline, due = time.monotonic() + limit_s, start + PIECE_BYTES
+        room = select.poll()
+        room.register(self._peer, select.POLLOUT)
+        self._peer.settimeout(0)
+        while start < stop:
+            chunk = start // CHUNK_BYTES
+            state.sum_of(chunk)
+            with state.reading(start, min(stop, (chunk + 1) * CHUNK_BYTES)) as piece:
+                sent = _send_some(self._peer, piece)
+            start += sent
+            if start >= due:
+                deadline, due = time.monotonic() + limit_s, start + PIECE_BYTES
+            if sent < len(piece) and not room.poll(max(deadline - time.monotonic(), 0) * 1000):
+                raise TimeoutError(f"it took no MiB within {limit_s:g} s")
+        self._peer.settimeout(limit_s)
 
     def _say(self, status: int, reason: str, length: int, offer: Offer | None = None) -> None:
         of = f"Checkpoint-Step: {offer.step}\r\nCheckpoint-Id: {offer.id}\r\n" if offer else ""
@@ -355,6 +453,15 @@ class _Connection:
     def _refuse(self, status: int, reason: str) -> bool:
         self._say(status, reason, 0)
         return False
+
+
+def _send_some(peer: socket.socket, piece: memoryview) -> int:
+    """Send what can be sent without a wait, and return how much that was."""
+    sent = 0
+    with suppress(BlockingIOError, ssl.SSLWantWriteError):
+        while sent < len(piece):
+            sent += peer.send(piece[sent:])
+    return sent
 
 
 def _read_head(peer: socket.socket, limit_s: float) -> bytes:

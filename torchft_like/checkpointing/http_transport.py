@@ -1,8 +1,9 @@
-"""State over HTTP from a snapshot in memory: a transport that needs only a network.
+"""State over HTTP: a transport that needs only a network.
 
-The source copies its state once and goes on training (`http_server.py`); receivers fetch the copy when they
-come, over several connections and from several sources, and read straight into the tensors that they keep
-(`http_fetch.py`). Another thread can end a fetch at any moment. No bytes from the network are ever unpickled.
+The source sends from its tensors while receivers are fast, or else copies its state once, and goes on
+training (`http_server.py`); receivers fetch it when they come, over several connections and from several
+sources, and read straight into the tensors that they keep (`http_fetch.py`). Another thread can end a fetch
+at any moment. No bytes from the network are ever unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lighthouse.address import Address, parse_address
 from lighthouse.tls import scheme
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.http_fetch import Fetch, connect
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.http_server import LIVE_FROM, CheckpointServer, ServerLimits
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import Expectation, Snapshot
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
@@ -36,10 +37,11 @@ LINES = 2  # connections to each source, by default
 class HTTPTransport(CheckpointTransport[T]):
     """A transport that offers this rank's state over HTTP, and fetches that of others.
 
-    It takes memory for one copy of the state on the CPU from `send_checkpoint` until `disallow_checkpoint`; a
-    transfer in progress keeps its copy until it ends, and at most two different copies are kept. Afterwards
-    the kernel may take that memory back whenever it needs some; until then it counts as the process's
-    (LazyFree in /proc/PID/smaps_rollup), and the next copy is made in it.
+    It takes memory for one copy of the state on the CPU, unless receivers take it faster than it could be
+    copied, from `send_checkpoint` until `disallow_checkpoint`; a transfer in progress keeps its copy until it
+    ends, and at most two different copies are kept. Afterwards the kernel may take that memory back whenever
+    it needs some; until then it counts as the process's (LazyFree in /proc/PID/smaps_rollup), and the next
+    copy is made in it.
 
     Args:
         timeout: the longest that sending the state to one receiver may take.
@@ -119,10 +121,13 @@ class HTTPTransport(CheckpointTransport[T]):
             raise CheckpointError(f"there is no state to offer as step {step}: call send_checkpoint")
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Offer a copy of the state, and make it; receivers fetch it when they come, even while it is made.
+        """Offer the state, and return when all of `dst_ranks` have it, or there is a copy of it.
 
-        It replaces the earlier offer. Every client that asks for the step is served, not only `dst_ranks`.
-        Copying waits for no receiver, so `timeout` has no effect.
+        It replaces the earlier offer. Where there is a copy, every client that asks for the step is served
+        until `disallow_checkpoint`, not only `dst_ranks`; without one nobody is any more. A receiver is
+        waited for only while the state is fetched at least as fast as it could be copied, and 0.1 seconds
+        until it comes, so `timeout` has no effect. A state without large tensors on the CPU, and one
+        that is sent to nobody in particular, is copied at once.
         """
         self.send_checkpoint_with(None, dst_ranks, step, state_dict, timeout)
 
@@ -139,9 +144,12 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         """Do as `send_checkpoint`; of what was copied ahead no other copy is made."""
         self._check_open()
-        snapshot = Snapshot(state_dict, self._memory, ahead)
-        self._served()[0].offer(step, snapshot, len(dst_ranks))
-        snapshot.fill()
+        server, snapshot = self._served()[0], Snapshot(state_dict, self._memory, ahead)
+        if ahead is None and dst_ranks and snapshot.live_nbytes >= LIVE_FROM:
+            server.deliver(step, snapshot, len(dst_ranks))
+        else:
+            server.offer(step, snapshot, len(dst_ranks))
+            snapshot.fill()
 
     def check_state(self, state_dict: T) -> None:
         """Describe the state without copying a tensor, and expect a peer's state to be like it."""

@@ -5,7 +5,8 @@
     payload  all leaves one after another, each padded with zeros to 64 bytes
     sums     the CRC-32 u32 of each chunk of 4 MiB of the payload (the last is shorter)
 
-Numbers are little-endian. The sender keeps its snapshot as the very bytes that it serves. The receiver reads
+Numbers are little-endian. The sender sends from its tensors, until there is a copy of them, and keeps that as
+the very bytes that it serves. The receiver reads
 each tensor into a tensor of its own state if there is one like it at that place, or else into memory of its
 own, so that a tensor that it keeps does not keep the others alive. Both take the checksum of a piece while
 that is in the processor's cache.
@@ -26,17 +27,28 @@ import struct
 import threading
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, pairwise, repeat
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
-from torchft_like.checkpointing.copy_ahead import ALIGNMENT, CopyAhead, Range, aligned
+from torchft_like.checkpointing.copy_ahead import (
+    ALIGNMENT,
+    CopyAhead,
+    Copying,
+    Piece,
+    Range,
+    aligned,
+    bytes_in,
+    pieces_of,
+    plain_part,
+)
 from torchft_like.checkpointing.device_copy import ToDevice, ToHost, devices
 from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_memory
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
@@ -72,6 +84,7 @@ HEADER_BYTES = _PREFIX.size  # before the structure
 CORRUPT = "of it are corrupt: their checksum does not match"
 _CRC = struct.Struct("<I")
 _SUMS_BYTES = 256  # sent at a time
+_LIVE_FROM = 64 * 1024  # bytes of a tensor that is worth pieces of its own
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
@@ -193,16 +206,40 @@ class LiveState(_OutgoingState):
             yield block[:used]
 
 
-class Snapshot(_OutgoingState):
-    """A copy of a state, in the layout in which it is sent.
+class _Run(NamedTuple):
+    """Bytes of the payload that lie in a row.
 
-    The constructor describes the state; `fill` copies it, to the CPU, on the thread that may change the state
-    afterwards. Any thread may read meanwhile, and waits for what is yet to be copied.
+    Attributes:
+        start, stop: where they are in the payload.
+        memory: where they lie: in a copy, which may be yet to be made, or, with a piece, in a tensor; None if
+          the tensor may change again.
+        piece: the copy that is made if the tensor is to change.
+    """
+
+    start: int
+    stop: int
+    memory: memoryview | None
+    piece: Piece | None = None
+
+
+class Snapshot(Copying, _OutgoingState):
+    """A state, or a copy of it, in the layout in which it is sent.
+
+    The constructor describes the state. Then it must not change until `settle`, or `fill`, has returned, on
+    the thread that may change it afterwards. Any thread may read meanwhile: the larger tensors that lie
+    contiguous on the CPU it reads where they are, until there is a copy of them; for the copy of anything
+    else it waits.
+
+    INVARIANT: who reads from a tensor's own memory has a pin while it does, which is never for longer than a
+    piece of 1 MiB takes without a wait for anybody, and `settle` waits for the pins.
 
     Args:
         state: the state.
         memory: lends the memory of the copy.
         ahead: copies of some of its tensors, which were begun before.
+
+    Attributes:
+        live_nbytes: how many bytes of it can be read from where they are.
 
     Raises:
         CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
@@ -211,52 +248,85 @@ class Snapshot(_OutgoingState):
     def __init__(
         self, state: object, memory: KeptMemory | None = None, ahead: CopyAhead | None = None
     ) -> None:
-        super().__init__(state)
+        Copying.__init__(self)
+        _OutgoingState.__init__(self, state)
         taken = {} if ahead is None else ahead.take(self._leaves)
         self._ahead = ahead if taken else None  # whose memory this snapshot keeps
         sizes = [end - start for start, end in pairwise(self._offsets)]
         window = (memory or KeptMemory()).lend(self.nbytes - sum(sizes[index] for index in taken), self)
-        copies = window if ahead is None else ahead.memory
-        self._left: list[tuple[Leaf, memoryview, int]] = []  # to be copied: leaf, place, end in the payload
-        self._runs: list[tuple[int, memoryview]] = []  # of the payload: where it begins, and its memory
+        self._left: list[tuple[Leaf, memoryview, int]] = []  # to be copied first: leaf, place, end
+        self._runs: list[_Run] = []
         used, last = 0, (window, Range(-1, -1))
         for index, (leaf, size) in enumerate(zip(self._leaves, sizes, strict=True)):
-            start = self._offsets[index]
-            if index in taken:
-                of, place = copies, taken[index]
+            start, stop = self._offsets[index : index + 2]
+            if ahead is not None and index in taken:
+                of, place = ahead.memory, taken[index]
             else:
-                of, place, used = window, Range(used, used + size), used + size
-                self._left.append((leaf, window[place.start : place.stop], start + size))
+                of, place, used, rest = window, Range(used, used + size), used + size, leaf
+                if (plain := _lives(leaf)) is not None:
+                    live = self._read_live(plain, start, of[place.start : place.stop])
+                    start, place, rest = start + live, Range(place.start + live, place.stop), plain[live:]
+                    last = of, Range(-1, -1)
+                if start < stop:
+                    self._left.append((rest, of[place.start : place.stop], stop))
             if last[0] is of and last[1].stop == place.start:
-                start, place = self._runs.pop()[0], Range(last[1].start, place.stop)
-            last = of, place
-            self._runs.append((start, of[place.start : place.stop]))
+                start, place = self._runs.pop().start, Range(last[1].start, place.stop)
+            if start < stop:
+                last = of, place
+                self._runs.append(_Run(start, stop, of[place.start : place.stop]))
+        self.live_nbytes = sum(len(piece.source) for piece in self._open)
+        self._open.reverse()  # from the end, as those who read begin at the front
         self._leaves = []
-        self._progress = threading.Condition()
-        self._filled = 0
+        self._sums: list[int | None] = [None] * _chunk_count(self.nbytes)
+        self._filled = self._pins = 0
         self._is_given_up = False
+
+    def _read_live(self, plain: torch.Tensor, start: int, place: memoryview) -> int:
+        """Let a tensor be read where it is, without its last bytes if more follow; return how many are."""
+        live = len(plain) // ALIGNMENT * ALIGNMENT
+        for piece in pieces_of(plain[:live], place[:live]):
+            stop = start + len(piece.source)
+            self._runs.append(_Run(start, stop, piece.source.numpy().data, piece))
+            self._open.append(piece)
+            start = stop
+        return live
 
     def fill(self) -> Snapshot:
         """Copy the state, of which nothing is kept afterwards; return this snapshot."""
+        try:
+            self.copy_first()
+            self.finish()
+        finally:
+            self.settle()
+        return self
+
+    def copy_first(self) -> None:
+        """Copy what cannot be read from where it is; `copy_next` copies the rest."""
         left, self._left = self._left, []
         try:
             if self._ahead is not None:
                 self._ahead.finish()
-            with ToHost(self.nbytes) as copies:
+            with ToHost(sum(len(place) for _, place, _ in left)) as copies:
                 for leaf, place, end in left:
                     self._copy(leaf, place, copies)
                     copies.then(partial(self._note_filled, end))
             self._note_filled(self.nbytes)
         finally:
-            with self._progress:
+            with self.changed:
                 self._is_given_up = self._filled < self.nbytes
-                self._progress.notify_all()
-        return self
+                self.changed.notify_all()
+
+    def settle(self) -> None:
+        """Read nothing but copies from now on: the state may change when this has returned."""
+        with self.changed:
+            self._open.clear()
+            self._runs = list(map(_settled, self._runs))
+            self.changed.wait_for(lambda: not self._pins)
 
     def _note_filled(self, end: int) -> None:
-        with self._progress:
+        with self.changed:
             self._filled = end
-            self._progress.notify_all()
+            self.changed.notify_all()
 
     def _copy(self, leaf: Leaf, place: memoryview, copies: ToHost) -> None:
         size = nbytes_of(leaf)
@@ -266,34 +336,58 @@ class Snapshot(_OutgoingState):
             copies.then(partial(_copy_on_host, leaf, place[:size]))
         place[size:] = bytes(len(place) - size)
 
-    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield bytes [start, stop) of the payload, in pieces of at most 1 MiB.
+    @contextmanager
+    def reading(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield some of bytes [start, stop) of the payload, at most 1 MiB: a block that waits for nobody.
 
         Raises:
-            CheckpointError: the state could not be copied.
+            CheckpointError: the state could not be copied, or was not, as nobody was to need it any more.
         """
         number = bisect_right(self._runs, start, key=itemgetter(0)) - 1
-        while start < stop:
-            begin, run = self._runs[number]
-            end = min(start + PIECE_BYTES, stop, begin + len(run))
-            self._wait_filled(end)
-            yield run[start - begin : end - begin]
-            start, number = end, number + (end == begin + len(run))
+        with self.changed:
+            run = self._runs[number]
+            if run.piece is None:
+                self.changed.wait_for(lambda: self._filled >= run.stop or self._is_given_up)
+            elif run.piece.is_copied:
+                run = _settled(run)
+            if self._is_given_up or run.memory is None:
+                raise CheckpointError(
+                    "the state could not be copied"
+                    if self._is_given_up
+                    else "the state was not kept: those for whom it was offered had it"
+                )
+            is_live = run.piece is not None
+            self._pins += is_live
+        try:
+            yield run.memory[start - run.start : min(start + PIECE_BYTES, stop, run.stop) - run.start]
+        finally:
+            if is_live:
+                with self.changed:
+                    self._pins -= 1
+                    self.changed.notify_all()
 
-    def _wait_filled(self, end: int) -> None:
-        with self._progress:
-            self._progress.wait_for(lambda: self._filled >= end or self._is_given_up)
-            if self._is_given_up:
-                raise CheckpointError("the state could not be copied")
+    def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
+        """Yield bytes [start, stop) of the payload in pieces, each of which is good until the next one."""
+        while start < stop:
+            with self.reading(start, stop) as piece:
+                yield piece
+            start += len(piece)
+
+    def sum_of(self, chunk: int) -> int:
+        """Return the checksum of a chunk, by its number."""
+        if (known := self._sums[chunk]) is not None:
+            return known
+        crc, start = 0, chunk * CHUNK_BYTES
+        for piece in self.pieces(start, min(start + CHUNK_BYTES, self.nbytes)):
+            crc = crc32(piece, crc)
+        self._sums[chunk] = crc
+        return crc
 
     def sums(self) -> Iterator[bytes]:
         """Yield the checksums of all chunks, some at a time."""
         some = bytearray()
-        for start, stop in _chunks(0, self.nbytes):
-            crc = 0
-            for piece in self.pieces(start, stop):
-                crc = crc32(piece, crc)
-            some += _CRC.pack(crc)
+        for chunk in range(len(self._sums)):
+            some += _CRC.pack(self.sum_of(chunk))
             if len(some) == _SUMS_BYTES:
                 yield bytes(some)
                 some.clear()
@@ -311,6 +405,21 @@ def _copy_on_host(leaf: Leaf, place: memoryview) -> None:
         torch.frombuffer(place, dtype=leaf.dtype).view(leaf.shape).copy_(leaf)
     else:
         place[:] = bytes_of(leaf)
+
+
+def _lives(leaf: Leaf) -> torch.Tensor | None:
+    """Return the bytes of a leaf that can be read from where it is; None if it is to be copied first."""
+    if not isinstance(leaf, torch.Tensor) or leaf.nbytes < _LIVE_FROM or devices.has(leaf):
+        return None
+    plain = plain_part(leaf)
+    return None if plain is None else bytes_in(plain)
+
+
+def _settled(run: _Run) -> _Run:
+    """Return a run that lies in a copy; it has no memory if there is none."""
+    if run.piece is None:
+        return run
+    return run._replace(memory=run.piece.place if run.piece.is_copied else None, piece=None)
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:

@@ -57,8 +57,7 @@ class CheckpointTransport(ABC, Generic[T]):
     """A transport of a step's state from a rank that has it to the same rank of other replica groups.
 
     Attributes:
-        takes_helpers: whether a state may come from several sources, which then all offer theirs, some of
-          them to no receiver in particular.
+        takes_helpers: whether a state may come from several sources, which then all offer theirs.
         keeps_offers: whether a state that was sent is a snapshot, which receivers may fetch in later steps,
           until `disallow_checkpoint`, and on any thread.
     """
@@ -75,7 +74,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Send the state of `step`, or begin to offer it; `state_dict` may change after the return.
 
         Args:
-            dst_ranks: the replica ranks that will receive.
+            dst_ranks: the replica ranks that will receive, or receive parts of it from a helper.
             step: the step that the state is of.
             state_dict: the state.
             timeout: the limit of the sending, if this call sends.

@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 from torchft_like.core.catch_up import NOWHERE, Version
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
-SOURCES_MAX = 4  # of one healing member: each copies its state, and a few fill the member's link
+SOURCES_MAX = 4  # of one healing member: each may copy its state, and a few fill the member's link
 DISOWNED = -2  # in the place of the quorum in which a state was committed, of one that is of no version
 NO_STATE = -1  # in the place of the quorum in which its state was committed, of a rank that has none
 

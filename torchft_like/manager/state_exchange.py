@@ -7,10 +7,10 @@ places no module computes, so `state_dict` may take modules apart. Every rank of
 same place, and all of them serve or none, so it may use collectives of the group.
 
 A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
-its state. The source never waits: it takes a snapshot, or refuses, and goes on, and so do the members that
-help it. It cannot wait for the healing rank in a collective: that takes part in all of the step's before it
-asks for the state. A rank that never met its source in `configure` asks for nothing, as the source may wait
-there for it.
+its state. The source goes on when the state was fetched, or copied, which a receiver that is slow, or stops,
+delays by no more than a copy takes; or it refuses. So do the members that help it. It cannot wait for the
+healing rank in a collective: that takes part in all of the step's before it asks for the state. A rank that
+never met its source in `configure` asks for nothing, as the source may wait there for it.
 
 A peer's state arrives in the tensors of the rank's own, where those are alike, once its form was found to be
 the rank's. If it does not arrive whole, the rank has no state.
@@ -217,6 +217,8 @@ class StateExchange:
 
     def _offer(self, attempt: Attempt, result: QuorumResult) -> None:
         ranks = list(result.recover_dst_replica_ranks)
+        if result.helps and self._transport.takes_helpers:
+            ranks += result.healing_ranks.difference(ranks)
         try:
             with self._registry.reading() as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
@@ -226,8 +228,7 @@ class StateExchange:
             self._emit("error", reason=f"cannot serve state to healing members: {error!r}")
             self._refuse(ranks, result.max_step, f"{type(error).__name__}: {error}")
         else:
-            helped = ranks or result.healing_ranks
-            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in helped])
+            self._emit("heal_sent", members=[result.replica_ids[rank] for rank in ranks])
 
     def _refuse(self, ranks: list[int], step: int, reason: str) -> None:
         try:

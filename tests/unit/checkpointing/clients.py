@@ -7,11 +7,18 @@ import socket
 from lighthouse.address import LOOPBACK
 
 
-def request(port: int, path: str) -> socket.socket:
-    """Return a connection on which the request has been sent."""
+def request(port: int, path: str, fetch: str = "") -> socket.socket:
+    """Return a connection on which the request has been sent, which tells of a fetch: its id, and the bytes
+    that are left.
+    """
     client = socket.create_connection((LOOPBACK, port), timeout=30)
-    client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+    client.sendall(asking(path, fetch))
     return client
+
+
+def asking(path: str, fetch: str = "") -> bytes:
+    told = f"Checkpoint-Fetch: {fetch}\r\n" if fetch else ""
+    return f"GET {path} HTTP/1.1\r\nHost: x\r\n{told}\r\n".encode()
 
 
 def drain(client: socket.socket) -> int:

@@ -137,7 +137,7 @@ def test_a_tensor_without_memory_of_its_own_is_not_copied_ahead() -> None:
     freed = torch.ones(5)
     freed.untyped_storage().resize_(0)
     for tensor in (in_others, freed, torch.ones(0)):
-        assert copy_ahead._plain(tensor) is None, "to read from address 0 would end the process"
+        assert copy_ahead.plain_part(tensor) is None, "to read from address 0 would end the process"
 
 
 def test_a_snapshot_keeps_no_memory_of_which_it_has_no_part() -> None:
@@ -179,7 +179,7 @@ def test_a_snapshot_is_complete_before_the_optimizer_may_step(monkeypatch: pytes
 
 
 def test_what_was_copied_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_ahead, "_PIECE_BYTES", 1000)
+    monkeypatch.setattr(copy_ahead, "COPY_BYTES", 1000)
     trained = Trained()
     expected, ahead = dump_state(trained.state()), begin(trained.replay)
     snapshot = Snapshot(trained.state(), None, ahead)

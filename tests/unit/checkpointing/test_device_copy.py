@@ -127,7 +127,7 @@ def test_readers_hear_of_each_tensor_when_it_has_come() -> None:
         noted = snapshot._note_filled
 
         def note(end: int) -> None:
-            seen.append((end, b"".join(run for _, run in snapshot._runs)[:end]))
+            seen.append((end, b"".join(run.memory or b"" for run in snapshot._runs)[:end]))
             noted(end)
 
         snapshot._note_filled = note  # type: ignore[method-assign]

@@ -13,7 +13,7 @@ import torch
 
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
-from tests.unit.checkpointing.clients import drain, request
+from tests.unit.checkpointing.clients import asking, drain, request
 from tests.waiting import wait_for
 from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
@@ -145,7 +145,7 @@ class TestHostileClients:
 
 
 class TestWaitForReceivers:
-    PATH = "/checkpoint/5/sums"
+    PATH = "/checkpoint/5/done"
 
     @pytest.fixture
     def threads(self) -> Iterator[ThreadPoolExecutor]:
@@ -155,9 +155,9 @@ class TestWaitForReceivers:
     def test_it_ends_when_all_have_it(self, server: CheckpointServer, threads: ThreadPoolExecutor) -> None:
         server.offer(5, Snapshot(None).fill(), receivers=2)
         waiting = threads.submit(server.wait_fetched, 300.0)
-        for _ in range(2):
+        for fetch in ("a 0", "a 0", "b 0"):
             assert not waiting.done()
-            with request(server.port, self.PATH) as client:
+            with request(server.port, self.PATH, fetch) as client:
                 drain(client)
         waiting.result(60)
 
@@ -176,24 +176,24 @@ class TestWaitForReceivers:
     def test_a_transfer_that_takes_longer_is_waited_for(self, threads: ThreadPoolExecutor) -> None:
         server = CheckpointServer(Address(LOOPBACK, 0), ServerLimits(chunk_s=60))
 
-        def fetched_after_the_wait() -> float:
+        def left_after_the_wait() -> list[int]:
             server.wait_fetched(0.01)
-            return server._fetched
+            return list(server._left.values())
 
         try:
             state = Snapshot({"w": torch.zeros(20_000_000)}).fill()
             server.offer(5, state, receivers=1)
             with request(server.port, f"/checkpoint/5/payload?from=0&to={state.nbytes}") as client:
                 assert b" 200 " in client.recv(100)
-                waiting = threads.submit(fetched_after_the_wait)
+                waiting = threads.submit(left_after_the_wait)
                 left = state.nbytes - 100
                 while left > 0:
                     left -= len(client.recv(1 << 20))
-                client.sendall(f"GET {self.PATH} HTTP/1.1\r\n\r\n".encode())
+                client.sendall(asking(self.PATH, "a 0"))
                 assert not waiting.done()
                 client.shutdown(socket.SHUT_WR)
                 drain(client)
-            assert waiting.result(60) == 1
+            assert waiting.result(60) == [0]
         finally:
             server.close(wait=True)
 
