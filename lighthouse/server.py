@@ -399,7 +399,7 @@ class Lighthouse:
             elif isinstance(decision, QuorumOver):
                 self._send(decision.session, codec.quorum_over(decision))
             elif isinstance(decision, QuorumBroken):
-                self._warn(decision)
+                self._send_all(decision.sessions, codec.quorum_broken(decision))
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
             elif isinstance(decision, Refused):
@@ -469,9 +469,6 @@ class Lighthouse:
         self.events.emit("loss", quorum_id=lost.quorum_id, member=lost.replica_id, reason=lost.reason)
         if lost.replica_id not in self._core:
             self._answer(lost.replica_id, _REPLICA_GONE)
-
-    def _warn(self, broken: QuorumBroken) -> None:
-        self._send_all(broken.sessions, codec.quorum_broken(broken))
 
     def _leave_out(self, left: LeftOut) -> None:
         for number, replica_id in left.sessions:

@@ -17,6 +17,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations, pairwise
+from operator import attrgetter
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -177,7 +178,9 @@ def no_regress(history: History) -> Violations:
             if past.step >= first.step:
                 yield f"{past} was forgotten by quorum {quorum_id}, which committed step {first.step} again"
         for commit in commits:
-            latest[commit.replica_id] = max(latest.get(commit.replica_id, commit), commit, key=_step)
+            latest[commit.replica_id] = max(
+                latest.get(commit.replica_id, commit), commit, key=attrgetter("step")
+            )
 
 
 def heal_is_clean(history: History) -> Violations:
@@ -296,10 +299,6 @@ def _differences(healed: Commit, commits: list[Commit]) -> Violations:
             yield f"{healed} has healed to {healed.digest}, but {other} has {other.digest}"
         if other.ledger != healed.ledger:
             yield f"{healed} has healed and counts {healed.ledger:b}, but {other} counts {other.ledger:b}"
-
-
-def _step(commit: Commit) -> int:
-    return commit.step
 
 
 def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

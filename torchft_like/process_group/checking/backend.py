@@ -266,7 +266,7 @@ class CheckedBackend:
         is_paired = statement.rule == PAIRED
         with self._lock:
             ticket = next(self._tickets)
-            overdue = partial(self._say_overdue, ticket) if is_paired else None
+            overdue = partial(self._send, Request(OVERDUE, ticket)) if is_paired else None
             operation = CheckedOperation(call, statement, timeout_s, overdue)
             if self._ended is not None:
                 operation.refuse(self._error_at(self._ended, operation))
@@ -309,9 +309,6 @@ class CheckedBackend:
             self._was_told.clear()
             self._send(Request(WHY))
         self._was_told.wait(WHY_S_MAX)
-
-    def _say_overdue(self, ticket: int) -> None:
-        self._send(Request(OVERDUE, ticket))
 
     def _say_passed(self) -> None:
         self._send(Request(PASSED, number=self._number))
