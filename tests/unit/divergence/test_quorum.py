@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 import pytest
 
 from lighthouse import codec
 from lighthouse.core.quorum import Quorum
 from lighthouse.wire import torchft_pb2 as pb
+from tests.unit.manager.members import member
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import GroupJoin, RankJoin, RankQuorum, ReplicaGroup
 from torchft_like.core.state_comparison import Divergence, RankFingerprint, combine
@@ -27,42 +27,26 @@ def of_group(value: int, *, heals: bool = True) -> bytes:
     return combine([rank_of(value, heals=heals)])
 
 
-@dataclass(frozen=True)
-class Member:
-    replica_id: str
-    fingerprint: bytes
-    step: int = 5
-    commit_quorum_id: int = 3
-    commit_failures: int = 0
-    reconfigure_handles: tuple[str, ...] = ()
-    may_catch_up: bool = False
-    reached_step: int = 0
-    reached_quorum_id: int = 0
-    has_fetched: bool = False
-
-    @property
-    def address(self) -> str:
-        return f"http://{self.replica_id}:1"
-
-    @property
-    def store_address(self) -> str:
-        return f"{self.replica_id}:2"
+def described(
+    replica_id: str, fingerprint: bytes, step: int = 5, commit_quorum_id: int = 3
+) -> pb.QuorumMember:
+    return member(replica_id, step, commit_quorum_id, fingerprint=fingerprint)
 
 
-def results(members: list[Member], group_rank: int = 0) -> dict[str, QuorumResult]:
-    return {member.replica_id: assign(7, members, member.replica_id, group_rank, True) for member in members}
+def results(members: list[pb.QuorumMember], group_rank: int = 0) -> dict[str, QuorumResult]:
+    return {each.replica_id: assign(7, members, each.replica_id, group_rank, True) for each in members}
 
 
 ODD_ONE = [
-    Member("a", of_group(2)),
-    Member("b", of_group(1)),
-    Member("c", of_group(1)),
-    Member("d", of_group(1)),
+    described("a", of_group(2)),
+    described("b", of_group(1)),
+    described("c", of_group(1)),
+    described("d", of_group(1)),
 ]
 
 
 @pytest.mark.parametrize("quorum", [ODD_ONE, ODD_ONE[1:]], ids=["one heals", "all agree"])
-def test_a_quorum_does_not_stand_in_which_one_heals(quorum: list[Member]) -> None:
+def test_a_quorum_does_not_stand_in_which_one_heals(quorum: list[pb.QuorumMember]) -> None:
     """The lighthouse, which does not look into fingerprints, takes them for members of the same state."""
     group = ReplicaGroup("b", 1)
     group.rank_joined(RankJoin(0, 5, "", commit_quorum_id=3, may_stand=True))
@@ -92,7 +76,7 @@ def test_every_member_is_told_the_same_of_it() -> None:
 
 
 def test_of_two_the_one_with_the_lower_rank_is_believed() -> None:
-    seen = results([Member("b", of_group(1)), Member("a", of_group(2))])
+    seen = results([described("b", of_group(1)), described("a", of_group(2))])
     assert seen["b"].heal
     assert not seen["a"].heal
     assert seen["a"].divergence is not None
@@ -100,7 +84,11 @@ def test_of_two_the_one_with_the_lower_rank_is_believed() -> None:
 
 
 def test_a_report_changes_nothing_else() -> None:
-    members = [Member("a", of_group(2, heals=False)), Member("b", of_group(1)), Member("c", of_group(1))]
+    members = [
+        described("a", of_group(2, heals=False)),
+        described("b", of_group(1)),
+        described("c", of_group(1)),
+    ]
     seen = results(members)
     assert not any(result.heal for result in seen.values())
     assert [seen[name].max_replica_rank for name in "abc"] == [0, 1, 2]
@@ -109,15 +97,15 @@ def test_a_report_changes_nothing_else() -> None:
 
 def test_who_heals_for_another_reason_is_not_compared() -> None:
     """A replica that is behind has another state, and rightly so."""
-    behind = Member("a", of_group(9), step=4)
-    older_quorum = Member("b", of_group(8), commit_quorum_id=2)
-    seen = results([behind, older_quorum, Member("c", of_group(1)), Member("d", of_group(1))])
+    behind = described("a", of_group(9), step=4)
+    older_quorum = described("b", of_group(8), commit_quorum_id=2)
+    seen = results([behind, older_quorum, described("c", of_group(1)), described("d", of_group(1))])
     assert {result.divergence for result in seen.values()} == {None}
     assert [name for name in "abcd" if seen[name].heal] == ["a", "b"]
 
 
 def test_one_that_is_behind_does_not_heal_from_the_odd_one() -> None:
-    behind = Member("z", of_group(2), step=4)
+    behind = described("z", of_group(2), step=4)
     for group_rank in range(8):
         seen = results([*ODD_ONE, behind], group_rank)
         assert seen["z"].recover_src_replica_rank in (1, 2, 3)
@@ -125,14 +113,14 @@ def test_one_that_is_behind_does_not_heal_from_the_odd_one() -> None:
 
 
 def test_at_step_zero_everybody_takes_the_state_of_the_first_anyway() -> None:
-    seen = results([Member("a", of_group(1), 0, 0), Member("b", of_group(2), 0, 0)])
+    seen = results([described("a", of_group(1), 0, 0), described("b", of_group(2), 0, 0)])
     assert seen["a"].divergence is None
     assert seen["b"].heal
     assert seen["b"].max_replica_rank == 1
 
 
 def test_replicas_that_begin_on_their_own_are_compared_at_step_zero() -> None:
-    members = [Member("a", of_group(1), 0, 0), Member("b", of_group(2), 0, 0)]
+    members = [described("a", of_group(1), 0, 0), described("b", of_group(2), 0, 0)]
     assert assign(7, members, "b", 0, init_sync=False).heal
 
 
@@ -144,7 +132,7 @@ def test_all_members_derive_the_same_plan(seed: int) -> None:
         seed % 2
     )
     members = [
-        Member(f"r{i}", rng.choice(fingerprints), rng.choice([3, 4]), rng.choice([1, 2]))
+        described(f"r{i}", rng.choice(fingerprints), rng.choice([3, 4]), rng.choice([1, 2]))
         for i in rng.sample(range(20), rng.randint(1, 9))
     ]
     group_rank = rng.randint(0, 3)

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import random
 
 import pytest
 
+from lighthouse.wire import torchft_pb2 as pb
+from tests.unit.manager.members import member
 from torchft_like.core.assignment import DISOWNED, NotAMemberError, QuorumResult, assign
 
 
-@dataclasses.dataclass(frozen=True)
-class Member:
-    replica_id: str
-    step: int = 0
-    commit_quorum_id: int = 0
-    commit_failures: int = 0
-    fingerprint: bytes = b""
-    reconfigure_handles: tuple[str, ...] = ()
-    may_catch_up: bool = False
-    reached_step: int = 0
-    reached_quorum_id: int = 0
-    has_fetched: bool = False
-
-    @property
-    def address(self) -> str:
-        return f"http://{self.replica_id}:1"
-
-    @property
-    def store_address(self) -> str:
-        return f"{self.replica_id}:2"
-
-
 def result_of(
-    members: list[Member], replica_id: str, group_rank: int = 0, init_sync: bool = True
+    members: list[pb.QuorumMember], replica_id: str, group_rank: int = 0, init_sync: bool = True
 ) -> QuorumResult:
     return assign(7, members, replica_id, group_rank, init_sync)
 
 
 def test_all_up_to_date_nobody_heals() -> None:
-    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 5, 3)]
+    members = [member("a", 5, 3), member("b", 5, 3), member("c", 5, 3)]
     results = [result_of(members, replica_id) for replica_id in "abc"]
     assert [r.replica_rank for r in results] == [0, 1, 2]
     assert [r.max_replica_rank for r in results] == [0, 1, 2]
@@ -50,7 +29,7 @@ def test_all_up_to_date_nobody_heals() -> None:
 
 @pytest.mark.no_regress
 def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
-    members = [Member("a", 4, 3), Member("b", 5, 3), Member("c", 5, 3)]
+    members = [member("a", 4, 3), member("b", 5, 3), member("c", 5, 3)]
     behind, source = result_of(members, "a"), result_of(members, "b")
     assert behind.heal
     assert behind.recover_src_replica_rank == 1
@@ -67,7 +46,7 @@ def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
 @pytest.mark.no_regress
 def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
     """The replica committed step 4 in a quorum that broke; the others committed it again without it."""
-    members = [Member("a", 5, 8), Member("b", 5, 9), Member("c", 5, 9)]
+    members = [member("a", 5, 8), member("b", 5, 9), member("c", 5, 9)]
     assert result_of(members, "a").heal
     assert result_of(members, "b").recover_dst_replica_ranks == (0,)
     assert not result_of(members, "c").heal
@@ -75,7 +54,7 @@ def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
 
 @pytest.mark.agreement
 def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> None:
-    members = [Member("a"), Member("b"), Member("c")]
+    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
     results = {replica_id: result_of(members, replica_id) for replica_id in "abc"}
     assert results["a"].recover_dst_replica_ranks == (1, 2)
     assert results["b"].recover_src_replica_rank == results["c"].recover_src_replica_rank == 0
@@ -86,17 +65,17 @@ def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> N
 @pytest.mark.heal_is_clean
 def test_states_of_no_version_are_not_equal_and_all_take_over_one_of_them() -> None:
     """The optimizers of a and b raised after the same commit, and left each a state of its own."""
-    members = [Member("a", 5, DISOWNED), Member("b", 5, DISOWNED), Member("c", 4, 9)]
+    members = [member("a", 5, DISOWNED), member("b", 5, DISOWNED), member("c", 4, 9)]
     assert result_of(members, "a", init_sync=False).recover_dst_replica_ranks == (1, 2)
     assert result_of(members, "b", init_sync=False).recover_src_replica_rank == 0
-    owned = [*members, Member("d", 5, 8)]
+    owned = [*members, member("d", 5, 8)]
     assert result_of(owned, "d").recover_dst_replica_ranks == (0, 1, 2)
 
 
 @pytest.mark.heal_is_clean
 def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() -> None:
     """Copies of a tensor on several ranks of a group would differ for ever."""
-    members = [Member("a"), Member("b"), Member("c")]
+    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
     results = [result_of(members, "b", rank) for rank in range(3)]
     assert {r.recover_src_replica_rank for r in results} == {0}
     assert {r.store_address for r in results} == {"a:2", "b:2", "c:2"}
@@ -105,14 +84,14 @@ def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() ->
 @pytest.mark.heal_is_clean
 def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
     """A state that is gathered from the ranks of a group needs all of them."""
-    members = [Member("a", 5, 3), Member("b", 5, 3), Member("c", 1, 1), Member("d", 1, 1)]
+    members = [member("a", 5, 3), member("b", 5, 3), member("c", 1, 1), member("d", 1, 1)]
     assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
     assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 0, 0]
     assert [result_of(members, "d", rank).recover_src_replica_rank for rank in range(3)] == [1, 1, 1]
 
 
 def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
-    members = [Member("a", 4, 3), *(Member(name, 5, 3) for name in "bcdefg"), Member("h", 4, 3)]
+    members = [member("a", 4, 3), *(member(name, 5, 3) for name in "bcdefg"), member("h", 4, 3)]
     results = {name: result_of(members, name, rank) for rank, name in enumerate("abcdefgh")}
     assert results["a"].source_ranks == (1, 2, 3, 4)
     assert results["a"].source_addresses == tuple(f"http://{name}:1" for name in "bcde")
@@ -122,8 +101,8 @@ def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
 
 
 def test_nobody_helps_the_source_of_who_heals_beside_the_steps() -> None:
-    members = [Member(name, 5, 3) for name in "bcd"]
-    members += [Member("a", 4, 3, may_catch_up=True), Member("e", 4, 3)]
+    members = [member(name, 5, 3) for name in "bcd"]
+    members += [member("a", 4, 3, may_catch_up=True), member("e", 4, 3)]
     results = {name: result_of(members, name) for name in "abcde"}
     assert (results["a"].source_ranks, results["a"].begins_to_catch_up) == ((1,), True)
     assert results["e"].source_ranks == (2, 3, 1)
@@ -132,7 +111,7 @@ def test_nobody_helps_the_source_of_who_heals_beside_the_steps() -> None:
 
 @pytest.mark.heal_is_clean
 def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
-    members = [Member("a"), Member("b"), Member("c")]
+    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
     assert not any(result_of(members, name).helps for name in "abc")
     assert result_of(members, "b").source_ranks == (0,)
 
@@ -141,7 +120,7 @@ def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
 def test_after_a_step_not_committed_the_source_is_another_one(step: int, expected: list[int]) -> None:
     """The last one may have refused."""
     for failures, source in enumerate(expected):
-        members = [Member("a", step), Member("b", step), Member("c", 0, 0, failures)]
+        members = [member("a", step, 0), member("b", step, 0), member("c", 0, 0, commit_failures=failures)]
         results = {name: result_of(members, name) for name in "abc"}
         healing = [r for r in results.values() if r.heal]
         assert {r.recover_src_replica_rank for r in healing} == {source}
@@ -150,19 +129,19 @@ def test_after_a_step_not_committed_the_source_is_another_one(step: int, expecte
 
 def test_a_rank_gets_the_handles_of_its_own_rank_in_each_group() -> None:
     handles = {"b": ("b0", "b1"), "c": (), "a": ("a0",)}
-    members = [Member(i, 5, 3, reconfigure_handles=given) for i, given in handles.items()]
+    members = [member(i, 5, 3, reconfigure_handles=given) for i, given in handles.items()]
     for group_rank, expected in enumerate([("a0", "b0", ""), ("", "b1", ""), ()]):
         assert {result_of(members, i, group_rank).reconfigure_handles for i in handles} == {expected}
 
 
 def test_commit_failures_are_the_worst_of_all() -> None:
-    members = [Member("a", 5, 3, 0), Member("b", 5, 3, 2)]
+    members = [member("a", 5, 3), member("b", 5, 3, commit_failures=2)]
     assert result_of(members, "a").commit_failures == 2
 
 
 def test_a_replica_outside_of_the_quorum_is_an_error_that_names_it() -> None:
     with pytest.raises(NotAMemberError, match="replica z is not in quorum 7: a"):
-        result_of([Member("a")], "z")
+        result_of([member("a", 0, 0)], "z")
 
 
 @pytest.mark.agreement
@@ -171,7 +150,7 @@ def test_all_members_derive_the_same_plan(seed: int) -> None:
     """Sources and destinations match up, every healing member has one source, sources are up to date."""
     rng = random.Random(seed)
     members = [
-        Member(f"r{i}", rng.choice([0, 3, 4]), rng.choice([1, 2]))
+        member(f"r{i}", rng.choice([0, 3, 4]), rng.choice([1, 2]))
         for i in rng.sample(range(20), rng.randint(1, 9))
     ]
     shuffled = rng.sample(members, len(members))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from lighthouse.wire import torchft_pb2 as pb
+from tests.unit.manager.members import member
 from torchft_like.core.assignment import NO_STATE
 from torchft_like.core.replica_group import (
     Effect,
@@ -28,30 +29,14 @@ from torchft_like.core.replica_group import (
 )
 
 
-@dataclass(frozen=True)
-class Member:
-    replica_id: str
-    step: int = 4
-    commit_quorum_id: int = 2
-    commit_failures: int = 0
-    address: str = "http://h:1"
-    store_address: str = "h:2"
-    fingerprint: bytes = b""
-    reconfigure_handles: tuple[str, ...] = ()
-    may_catch_up: bool = False
-    reached_step: int = 0
-    reached_quorum_id: int = 0
-    has_fetched: bool = False
-
-
 def join(group_rank: int, **changes: Any) -> RankJoin:
     return RankJoin(
         group_rank, step=4, checkpoint_metadata=f"meta{group_rank}", commit_quorum_id=2, **changes
     )
 
 
-def members(*replica_ids: str) -> list[Member]:
-    return [Member(replica_id) for replica_id in replica_ids]
+def members(*replica_ids: str) -> list[pb.QuorumMember]:
+    return [member(replica_id, 4, 2) for replica_id in replica_ids]
 
 
 def kinds(effects: Sequence[Effect]) -> list[type]:
@@ -118,7 +103,7 @@ def test_ranks_at_other_steps_are_released_too() -> None:
     group = ReplicaGroup("a", 2)
     for rank, step in enumerate((1, 0)):
         group.rank_joined(join(rank)._replace(step=step))
-    group.quorum_formed(10, [Member("a"), Member("b", step=9)], 1)
+    group.quorum_formed(10, [member("a", 4, 2), member("b", 9, 2)], 1)
     assert group.rank_voted(1, Verdict(0, False)) == [StepLostNotice((0,), 10)]
 
 
@@ -195,7 +180,7 @@ def test_a_group_with_a_part_of_a_peers_state_is_behind_one_that_has_yet_to_begi
     group = ReplicaGroup("a", 1)
     [asked] = group.rank_joined(RankJoin(0, step=0, checkpoint_metadata="", commit_quorum_id=NO_STATE))
     assert isinstance(asked, GroupJoin)
-    members = [Member("a", step=0, commit_quorum_id=asked.commit_quorum_id), Member("b", 0, 0)]
+    members = [member("a", 0, asked.commit_quorum_id), member("b", 0, 0)]
     [answer] = group.quorum_formed(9, members, 1)
     assert isinstance(answer, RankQuorum)
     assert answer.result.heal
@@ -225,7 +210,7 @@ class TestSuspicion:
         group = ReplicaGroup("a", 2)
         for rank in (0, 1):
             group.rank_joined(RankJoin(rank, 3, ""))
-        group.quorum_formed(7, [Member("a", 3), Member("b", 3)], 1, stands=True)
+        group.quorum_formed(7, [member("a", 3, 2), member("b", 3, 2)], 1, stands=True)
         return group
 
     def test_votes_are_refused_and_the_group_goes_away_until_the_rank_answers(self) -> None:

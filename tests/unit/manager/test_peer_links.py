@@ -22,9 +22,8 @@ from torchft_like.core.replica_group import (
 
 pytestmark = pytest.mark.progress
 
-ADDRESS = "http://h:1"
-BOTH = Probe((("b", ADDRESS), ("c", ADDRESS)))
-AGAIN = Probe((("b", ADDRESS),), is_repeated=True)
+BOTH = Probe((("b", "http://b:1"), ("c", "http://c:1")))
+AGAIN = Probe((("b", "http://b:1"),), is_repeated=True)
 
 
 def in_quorum(*others: str) -> ReplicaGroup:
@@ -132,7 +131,7 @@ def test_at_most_one_probe_is_repeated_at_a_time() -> None:
     effects = group.probed(probe, {"d"})
     assert of_kind(effects, Probe) == []
     [again] = of_kind(group.probed(AGAIN, {"b"}), Probe)
-    assert again == Probe((("b", ADDRESS), ("d", ADDRESS)), is_repeated=True)
+    assert again == Probe((("b", "http://b:1"), ("d", "http://d:1")), is_repeated=True)
 
 
 def test_reports_are_bounded() -> None:
@@ -232,7 +231,7 @@ def test_a_link_that_was_known_to_be_bad_when_the_quorum_was_formed_loses_no_ste
     asking.answered("b")
     asking.group.quorum_formed(8, members("a", "b", "c"), 2)
     [probe] = asking.group.step_stalled(8)
-    assert probe == Probe((("c", ADDRESS),))
+    assert probe == Probe((("c", "http://c:1"),))
     assert asking.group.probed(AGAIN, {"b"}) == [AGAIN]
     assert isinstance(probe, Probe)
     assert asking.group.probed(probe, ()) == []
