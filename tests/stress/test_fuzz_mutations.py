@@ -208,8 +208,8 @@ class OneAnswer:
 
     step = 7
 
-    def path(self, what: str) -> str:
-        return f"/checkpoint/7/{what}"
+    def request(self, _: _Source, what: str) -> bytes:
+        return f"GET /checkpoint/7/{what} HTTP/1.1\r\n\r\n".encode()
 
     def asks_again(self, *_: object) -> None:
         raise CheckpointError("it would ask again")
@@ -761,7 +761,8 @@ PARSERS = [
         "a request for a state",
         [
             b"GET /checkpoint/7/header?wait_ms=9 HTTP/1.1\r\nHost: h:1\r\nAuthorization: Bearer x\r\n\r\n",
-            b"GET /checkpoint/7/payload?from=0&to=9 HTTP/1.1\r\nHost: h:1\r\n\r\n",
+            b"GET /checkpoint/7/payload?from=0&to=9 HTTP/1.1\r\nHost: h:1\r\nCheckpoint-Fetch: 0a 9\r\n\r\n",
+            b"GET /checkpoint/7/done HTTP/1.1\r\nHost: h:1\r\nCheckpoint-Fetch: 0a 0\r\n\r\n",
         ],
         ask_source,
     ),

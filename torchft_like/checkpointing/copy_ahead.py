@@ -63,7 +63,7 @@ class Piece:
 
     def copy(self, *, is_alone: bool) -> None:
         """Make the copy, without the interpreter's lock; `is_alone`: on this thread alone, unlike torch."""
-        size = len(self.source)
+        size = self.source.nbytes
         copy = torch.frombuffer(self.place, dtype=torch.uint8, count=size)
         if is_alone:
             ctypes.memmove(copy.data_ptr(), self.source.data_ptr(), size)
@@ -76,7 +76,7 @@ def pieces_of(source: torch.Tensor, place: memoryview) -> list[Piece]:
     """Cut the bytes of a tensor into pieces, whose copies fill the place."""
     if len(place) <= COPY_BYTES:
         return [Piece(source, place)]
-    ends = [*range(COPY_BYTES, len(source), COPY_BYTES), len(place)]
+    ends = [*range(COPY_BYTES, source.nbytes, COPY_BYTES), len(place)]
     return [Piece(source[start:end], place[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
@@ -115,7 +115,7 @@ class Copying:
             with self.changed:
                 self._under_way -= 1
                 self.changed.notify_all()
-        return len(piece.source)
+        return piece.source.nbytes
 
     def finish(self) -> None:
         """Copy what is yet to be copied, and wait for other threads that copy."""

@@ -41,6 +41,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 
+from isal.isal_zlib import crc32
+
 from lighthouse.address import Address
 from lighthouse.core.trust import Role, Trust
 from lighthouse.events import printable
@@ -425,19 +427,24 @@ class _Connection:
     def _send_payload(self, state: Snapshot, start: int, stop: int) -> None:
         """Send bytes of the payload, and wait for the client only where nothing of the state is read.
 
-        The checksum of a chunk is taken first: then the processor has the chunk in its cache.
+        The checksum of a whole chunk is taken as it is sent: then the processor has the bytes in its cache.
         """
+        crc: int | None = None
         limit_s = self._owner.limits.chunk_s
         deadline, due = time.monotonic() + limit_s, start + PIECE_BYTES
         room = select.poll()
         room.register(self._peer, select.POLLOUT)
         self._peer.settimeout(0)
         while start < stop:
-            chunk = start // CHUNK_BYTES
-            state.sum_of(chunk)
+            chunk, before = divmod(start, CHUNK_BYTES)
+            if not before:
+                crc = 0 if state.chunk_sums[chunk] is None else None
             with state.reading(start, min(stop, (chunk + 1) * CHUNK_BYTES)) as piece:
                 sent = _send_some(self._peer, piece)
+                crc = None if crc is None else crc32(piece[:sent], crc)
             start += sent
+            if sent and crc is not None and (start == state.nbytes or not start % CHUNK_BYTES):
+                state.chunk_sums[chunk] = crc
             if start >= due:
                 deadline, due = time.monotonic() + limit_s, start + PIECE_BYTES
             if sent < len(piece) and not room.poll(max(deadline - time.monotonic(), 0) * 1000):

@@ -240,6 +240,7 @@ class Snapshot(Copying, _OutgoingState):
 
     Attributes:
         live_nbytes: how many bytes of it can be read from where they are.
+        chunk_sums: the checksums of its chunks that are known: those that were sent, or asked for.
 
     Raises:
         CheckpointFormatError: a value is of a type that cannot be sent; the text names its path.
@@ -265,8 +266,12 @@ class Snapshot(Copying, _OutgoingState):
                 of, place, used, rest = window, Range(used, used + size), used + size, leaf
                 if (plain := _lives(leaf)) is not None:
                     live = self._read_live(plain, start, of[place.start : place.stop])
-                    start, place, rest = start + live, Range(place.start + live, place.stop), plain[live:]
-                    last = of, Range(-1, -1)
+                    start, place, last = (
+                        start + live,
+                        Range(place.start + live, place.stop),
+                        (of, Range(-1, -1)),
+                    )
+                    rest = plain[live:] if start < stop else b""
                 if start < stop:
                     self._left.append((rest, of[place.start : place.stop], stop))
             if last[0] is of and last[1].stop == place.start:
@@ -274,18 +279,20 @@ class Snapshot(Copying, _OutgoingState):
             if start < stop:
                 last = of, place
                 self._runs.append(_Run(start, stop, of[place.start : place.stop]))
-        self.live_nbytes = sum(len(piece.source) for piece in self._open)
+        self.live_nbytes = sum(piece.source.nbytes for piece in self._open)
         self._open.reverse()  # from the end, as those who read begin at the front
         self._leaves = []
-        self._sums: list[int | None] = [None] * _chunk_count(self.nbytes)
+        self.chunk_sums: list[int | None] = [None] * _chunk_count(self.nbytes)
         self._filled = self._pins = 0
         self._is_given_up = False
 
     def _read_live(self, plain: torch.Tensor, start: int, place: memoryview) -> int:
         """Let a tensor be read where it is, without its last bytes if more follow; return how many are."""
-        live = len(plain) // ALIGNMENT * ALIGNMENT
-        for piece in pieces_of(plain[:live], place[:live]):
-            stop = start + len(piece.source)
+        live = plain.nbytes // ALIGNMENT * ALIGNMENT
+        if live < plain.nbytes:
+            plain, place = plain[:live], place[:live]
+        for piece in pieces_of(plain, place):
+            stop = start + piece.source.nbytes
             self._runs.append(_Run(start, stop, piece.source.numpy().data, piece))
             self._open.append(piece)
             start = stop
@@ -373,21 +380,16 @@ class Snapshot(Copying, _OutgoingState):
                 yield piece
             start += len(piece)
 
-    def sum_of(self, chunk: int) -> int:
-        """Return the checksum of a chunk, by its number."""
-        if (known := self._sums[chunk]) is not None:
-            return known
-        crc, start = 0, chunk * CHUNK_BYTES
-        for piece in self.pieces(start, min(start + CHUNK_BYTES, self.nbytes)):
-            crc = crc32(piece, crc)
-        self._sums[chunk] = crc
-        return crc
-
     def sums(self) -> Iterator[bytes]:
         """Yield the checksums of all chunks, some at a time."""
         some = bytearray()
-        for chunk in range(len(self._sums)):
-            some += _CRC.pack(self.sum_of(chunk))
+        for chunk, (start, stop) in enumerate(_chunks(0, self.nbytes)):
+            if (crc := self.chunk_sums[chunk]) is None:
+                crc = 0
+                for piece in self.pieces(start, stop):
+                    crc = crc32(piece, crc)
+                self.chunk_sums[chunk] = crc
+            some += _CRC.pack(crc)
             if len(some) == _SUMS_BYTES:
                 yield bytes(some)
                 some.clear()
