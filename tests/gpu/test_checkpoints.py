@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from unittest.mock import patch
@@ -51,20 +52,22 @@ def test_a_snapshot_comes_after_what_the_stream_has_to_do() -> None:
 
 
 def test_a_state_is_copied_beside_a_capture() -> None:
-    """Whoever receives does so on threads of its own while another one captures a graph."""
+    """On other threads than the one that captures a graph."""
     state, own = state_of(1.0, megabytes=20), state_of(0.0, megabytes=20)
     source, receiver = (HTTPTransport[Any](LIMIT, hostname="127.0.0.1") for _ in range(2))
     try:
         source.send_checkpoint([1], STEP, state, LIMIT)
         tensor, graph = torch.zeros(1000, device="cuda"), torch.cuda.CUDAGraph()
         address = [Source(0, source.metadata())]
-        receiver.recv_checkpoint_from(address, STEP, LIMIT, Destination(own))  # makes the buffers
-        with torch.cuda.graph(graph):
+        with ThreadPoolExecutor(1) as other, torch.cuda.graph(graph):
             tensor += 1
-            receiver.recv_checkpoint_from(address, STEP, LIMIT, Destination())
+            other.submit(source.send_checkpoint, [1], STEP, state, LIMIT).result(60)
+            receiving = other.submit(receiver.recv_checkpoint_from, address, STEP, LIMIT, Destination(own))
+            received = receiving.result(60)
             tensor += 1
         graph.replay()
         assert float(tensor[0]) == 2.0
+        assert same(on_host(received), on_host(state))
     finally:
         source.shutdown()
         receiver.shutdown()

@@ -65,7 +65,8 @@ class TorchDevices:
 
     def synchronize(self, device: torch.device) -> None:
         """Wait for all that the thread's current stream has to do."""
-        torch.cuda.current_stream(device).synchronize()
+        with beside_captures(device):
+            torch.cuda.current_stream(device).synchronize()
 
 
 devices = TorchDevices()

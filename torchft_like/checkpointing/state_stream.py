@@ -174,7 +174,7 @@ class LiveState(_OutgoingState):
     def device(self) -> torch.device | None:
         """A device on which a part of the state is; None if there is none."""
         tensors = (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
-        return next((tensor.device for tensor in tensors if devices.has(tensor)), None)
+        return next((tensor.device for tensor in tensors if tensor.numel() and devices.has(tensor)), None)
 
     def _chunks(self) -> Iterator[memoryview]:
         nbytes = min(CHUNK_BYTES, self.nbytes)
