@@ -33,11 +33,12 @@ METHOD = [
     "its package's HTTPTransport; the other fetches it and copies it into tensors of its own, as a model's "
     "load_state_dict does. As in a job, the receiver asks before the state is offered. The time is that from "
     "the beginning of the offer until the receiver's tensors hold the state; process start and connection to "
-    "the lighthouse are not in it. The offer alone is what the source's training waits for.",
+    "the lighthouse are not in it. The offer alone is what the source's training waits for; torchft's waits "
+    "at the end of the offer.",
     "The systems take turns. Every fetched state was compared with the offered one by checksum.",
     PEER_VERSIONS,
-    "torchft sends the live tensors, unchecked, while its source's training waits; ours a snapshot that is "
-    "checksummed on both sides.",
+    "torchft sends the live tensors, unchecked, while its source's training waits; ours sends them while "
+    "they are taken at least as fast as it could copy them, or else a copy, with checksums on both sides.",
     "A plain connection shows what the machine gives: as many bytes between the same two processes, from and "
     "into memory that was used before, with no copies but the kernel's, and a CRC-32 of them on both sides "
     "or none.",
