@@ -95,6 +95,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.may_stand,
         message.own_failure,
         message.own_failures,
+        message.takes_secret,
     )
 
 
@@ -142,7 +143,9 @@ def _form(data: bytes) -> StateForm:
 
 
 def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
-    """Serialize the quorum with every member as it joined; `created` is in seconds since the Unix epoch."""
+    """Serialize the quorum with every member as it joined, and with the version that its state is believed to
+    have; `created` is in seconds since the Unix epoch.
+    """
     message = pb.Quorum(
         quorum_id=quorum.quorum_id,
         round=quorum.round,
@@ -151,7 +154,9 @@ def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
     )
     message.created.FromNanoseconds(int(created * 1e9))
     for member in quorum.participants:
-        message.participants.add().MergeFromString(cast(bytes, member.message))
+        participant = message.participants.add()
+        participant.MergeFromString(cast(bytes, member.message))
+        participant.step, participant.commit_quorum_id = member.step, member.commit_quorum_id
     return message
 
 

@@ -39,6 +39,7 @@ LEVELS: Mapping[str, int] = {
     "leave": logging.INFO,  # a replica group left in good order: member, reason
     "loss": logging.WARNING,  # a member died or fell silent: member, reason
     "left_out": logging.WARNING,  # a quorum left replicas out, for links or reasons: members, links, reasons
+    "unproven": logging.WARNING,  # members of a quorum claim a state that nothing shows, and heal: members
     "refused": logging.ERROR,  # a replica group that is foreign to the job: member, reason
     "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
     "abort": logging.WARNING,  # the process group was aborted: reason
@@ -167,6 +168,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     "refused": lambda f: (
         f"refused {short_name(str(f['member']))}, which is foreign to the job: {f['reason']}"
     ),
+    "unproven": lambda f: f"not believed how far it is, as nothing shows it: {_names(f['members'])}",
     "abort": lambda f: f"aborted the process group: {f['reason']}",
     "error": lambda f: f"error: {f['reason']}",
     "left_out": _left_out_sentence,

@@ -11,8 +11,10 @@ then costs a copy of the same bytes into a thousand connections.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import itertools
 import logging
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import replace
@@ -23,16 +25,19 @@ import grpc.aio
 
 from lighthouse import admission, codec, wire
 from lighthouse.address import Address, parse_address
+from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.history import History, Moment
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import (
+    NO_QUORUM,
     Decision,
     FindMembers,
     HoldQuorum,
     LeftOut,
     MemberLost,
+    Quorum,
     QuorumBroken,
     QuorumCore,
     QuorumFormed,
@@ -46,6 +51,7 @@ from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_s
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.spare_ranks import SpareRanks
 from lighthouse.starvation import RECOVERY_S, SilenceClock
+from lighthouse.trust import signing_key
 from lighthouse.wire import torchft_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, bytes]
@@ -61,6 +67,7 @@ _LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names a
 WATCHED_S = 90.0  # Prometheus looks every 15 to 60 seconds
 _KILL_S = 5.0  # seconds in which a replica that is killed has to answer
 _REASON_MAX = 1000  # characters of a status
+_SECRET_BYTES = 32
 _CALLS_PER_REPLICA_MAX = 8  # open unary Quorum calls of one replica: one, and some that it has given up
 
 _SHUTDOWN = Refusal(grpc.StatusCode.UNAVAILABLE, "the lighthouse shuts down")
@@ -85,7 +92,11 @@ class Lighthouse:
         self.events = EventLog("lighthouse", logging.getLogger("lighthouse"))
         self.history = History()
         self.events.subscribe(self._remember)
-        self.quorum = pb.Quorum()  # the last one
+        self.quorum = pb.Quorum()  # the last one, without its secret
+        self._secret_id, self._secret = NO_QUORUM, b""  # of the quorum with this id
+        self._statement = pb.Statement()  # of the last quorum
+        self._key = signing_key()  # for statements; none without a token
+        self._stated: tuple[Past, bytes] | None = None  # in an earlier start, as it was shown
         self.spare_ranks = SpareRanks(config, self.events)
         self._core = QuorumCore(config, first_quorum_id=time.time_ns() // 1_000_000)
         self.started = time.time()
@@ -285,6 +296,7 @@ class Lighthouse:
         session.kill_token = register.kill_token
         session.send(codec.registered(self.config, self._watch is not None))
         self.events.emit("register", member=session.replica_id)
+        self._hear_report(register)
         decisions = self._core.register(
             session.number,
             register.replica_id,
@@ -422,12 +434,16 @@ class Lighthouse:
         self.quorum = quorum = codec.quorum_to_wire(formed.quorum, time.time())
         steps = {member.replica_id: member.step for member in formed.quorum.participants}
         self.history.formed(formed.quorum.quorum_id, steps, time.time(), self._loop.time())
+        self._prove(formed.quorum)
+        quorum.secret = self._secret
+        quorum.statement.CopyFrom(self._statement)
         if formed.sessions:
             self._send_all(formed.sessions, codec.quorum_for_sessions(quorum))
         if formed.callers:
             answer = codec.quorum_for_callers(quorum)
             for replica_id in formed.callers:
                 self._answer(replica_id, answer)
+        quorum.ClearField("secret")
         if formed.new_id:
             self.events.emit(
                 "quorum",
@@ -438,8 +454,33 @@ class Lighthouse:
             )
             self._addresses = {member.replica_id: member.address for member in quorum.participants}
             self._addresses.update((s.replica_id, s.address) for s in self._sessions.values() if s.address)
+        if formed.unproven:
+            self.events.emit("unproven", quorum_id=formed.quorum.quorum_id, members=list(formed.unproven))
         if formed.quorum.stands:
             self.events.emit("stands", quorum_id=formed.quorum.quorum_id)
+
+    def _prove(self, quorum: Quorum) -> None:
+        """Make what members prove with that they are in a quorum; a secret is made once for an id, with which
+        they meet.
+        """
+        if self._secret_id != quorum.quorum_id:
+            self._secret_id = quorum.quorum_id
+            self._secret = secrets.token_bytes(_SECRET_BYTES) if quorum.takes_secret else b""
+        steps = {member.replica_id: member.step for member in quorum.participants}
+        past = Past(quorum.quorum_id, frozenset(steps), max(steps.values()), quorum.stands)
+        digest = past.digest(self._key) if self._key else b""
+        self._statement = pb.Statement(step=past.step, stands=past.stood, digest=digest)
+
+    def _hear_report(self, register: pb.Register) -> None:
+        """Let the core know in which quorum a replica was, if that is stated, or nothing can be."""
+        shown = register.last_quorum_statement
+        ids = frozenset(register.last_quorum_replica_ids)
+        past = Past(register.last_quorum_id, ids, shown.step, shown.stands)
+        if self._key and (past, shown.digest) != self._stated:  # all members show the same
+            if not hmac.compare_digest(past.digest(self._key), shown.digest):
+                return
+            self._stated = past, shown.digest
+        self._core.reported(register.replica_id, past, bool(self._key))
 
     def _remember(self, event: Event) -> None:
         moment = Moment(event.time, event.kind, event.quorum_id, str(event.fields.get("member", "")))

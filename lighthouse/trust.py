@@ -6,6 +6,7 @@ everything works as in torchft.
 
 from __future__ import annotations
 
+import hmac
 import logging
 import os
 from pathlib import Path
@@ -62,6 +63,14 @@ def authorization() -> str:
     """Return the header with which this process shows its token; "" if it has none to show."""
     trust = process_trust()
     return f"Bearer {trust.shown}" if trust is not None and trust.shown else ""
+
+
+def signing_key() -> bytes:
+    """Return a key of all processes that show the same token, over restarts, too; b"" without a token."""
+    trust = process_trust()
+    if trust is None or not trust.shown:
+        return b""
+    return hmac.digest(trust.shown.encode(), b"statements of quorums", "sha256")
 
 
 def warn_if_open(bind: Address) -> None:

@@ -9,6 +9,9 @@ import enum
 from typing import NamedTuple
 
 NO_QUORUM = -1
+# In the place of the quorum in which a state was committed:
+NO_STATE = -1  # there is no state, it is behind all others
+DISOWNED = -2  # it is not that of the step
 
 Link = tuple[str, str]  # two replicas; the first has the smaller id
 
@@ -41,8 +44,8 @@ class Member(NamedTuple):
 
     `may_stand` says that this replica could go on in the quorum without asking for the next one;
     `own_failure` what it spoilt its last quorum with, by itself, and `own_failures` how often it has
-    (`sickness.py`). `message` is the whole of it, which the other members of the quorum receive. The core
-    does not look into it.
+    (`sickness.py`); `takes_secret` that it meets and heals with the secret of the quorum. `message` is
+    the whole of it, which the other members of the quorum receive. The core does not look into it.
     """
 
     replica_id: str
@@ -55,6 +58,7 @@ class Member(NamedTuple):
     may_stand: bool = False
     own_failure: str = ""
     own_failures: int = 0
+    takes_secret: bool = False
 
 
 class Quorum(NamedTuple):
@@ -69,12 +73,17 @@ class Quorum(NamedTuple):
     stands: bool = False
     first_quorum_id: int = 0
 
+    @property
+    def takes_secret(self) -> bool:
+        """Whether the members meet and heal with a secret: all of them, or none, as they could not meet."""
+        return all(member.takes_secret for member in self.participants)
+
 
 class QuorumFormed(NamedTuple):
     """Answer these sessions and these open unary calls (replica ids) with the quorum.
 
     `new_id` tells whether it has an id of its own; `joined` and `left` are the difference to the
-    members of the last quorum.
+    members of the last quorum; `unproven` members claim a state that nothing shows (`claims.py`).
     """
 
     quorum: Quorum
@@ -83,6 +92,7 @@ class QuorumFormed(NamedTuple):
     new_id: bool
     joined: tuple[str, ...]
     left: tuple[str, ...]
+    unproven: tuple[str, ...] = ()
 
 
 class MemberLost(NamedTuple):

@@ -39,6 +39,9 @@ A replica that is foreign to the job (`identity.py`) is refused, on its side alo
 join could end a quorum that stands, or before a quorum with it could form. Where those that have joined are
 not of one job, the rules hold for those of the chosen one, once that has `min_replicas`.
 
+What a replica says of its state is believed where what this lighthouse remembers shows it (`claims.py`). One
+that is not believed is a member as one without a state is: it is the newest nowhere, and heals.
+
 A spare (`spares.py`) is none of those that the rules speak of. When the others have all but formed a quorum,
 and fewer than `replicas` of them are healthy, spares take the free places in it, also where there are fewer
 than `min_replicas` without them. Before the first quorum, where others may be about to come, a spare waits
@@ -80,9 +83,11 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from lighthouse.core.claims import Claims, Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.decisions import (
     NO_QUORUM,
+    NO_STATE,
     Decision,
     FindMembers,
     HoldQuorum,
@@ -153,6 +158,14 @@ class _Join:
     let_in_at: float = 0.0  # until then
     left_out: bool = False  # left out of a quorum that was formed since
     told: bool = False  # told so since its last join
+    is_unproven: bool = False  # nothing shows what it claims of its state, in the quorum that is formed
+
+    @property
+    def as_believed(self) -> Member:
+        """The member, with the state that others are to believe it has."""
+        if not self.is_unproven:
+            return self.member
+        return self.member._replace(step=0, commit_quorum_id=NO_STATE)
 
 
 class QuorumCore:
@@ -199,6 +212,7 @@ class QuorumCore:
         self._spares = Spares()
         self._last_left_out: tuple[object, ...] = _NONE_LEFT_OUT
         self._identities = Identities(config.job_id)
+        self._claims = Claims()
         self._first_quorum_id = 0  # of the job of the last quorum's members
         self._refused: dict[str, str] = {}  # the last ones, with the reason
 
@@ -240,6 +254,12 @@ class QuorumCore:
             decisions.append(QuorumOver(session, replica_id, last.quorum_id, must_answer))
         self._form(now, decisions)
         return decisions
+
+    def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
+        """Record in which quorum of an earlier start a replica was last, as it says, or this lighthouse has
+        stated, before it registers.
+        """
+        self._claims.reported(replica_id, past, is_stated=is_stated)
 
     def join(self, session: int, member: Member, now: float) -> list[Decision]:
         """Handle a join: this session's replica asks for the next quorum. That of another one is ignored."""
@@ -535,6 +555,9 @@ class QuorumCore:
                     self._refuse(replica_id, why, decisions)
                 self._form(now, decisions)  # anew: without them there may be no quorum
                 return
+            unproven = self._claims.unproven([join.member for join in self._joined.values()])
+            for replica_id, join in self._joined.items():
+                join.is_unproven = replica_id in unproven
             last_id, sick = self._number.quorum_id, self._sick(now, self._joined)
             chosen, links = self._choose(now)
             formed = self._next_quorum(chosen, now)
@@ -651,12 +674,12 @@ class QuorumCore:
             chosen = {i: join for i, join in chosen.items() if i in self._last}
         if sick := self._sick(now, chosen):
             at_least = max(self._min_replicas, self._counted(now) - self._counted(now) // 2)
-            out = leave_out_sick({i: join.member for i, join in chosen.items()}, sick, at_least)
+            out = leave_out_sick({i: join.as_believed for i, join in chosen.items()}, sick, at_least)
             chosen = {i: join for i, join in chosen.items() if i not in out}
         links = self._links.among(chosen) if self._links else ()
         if links:
             at_least = max(self._min_replicas, self._majority(now))
-            out = leave_out({i: join.member for i, join in chosen.items()}, links, at_least)
+            out = leave_out({i: join.as_believed for i, join in chosen.items()}, links, at_least)
             chosen = {i: join for i, join in chosen.items() if i not in out}
         return chosen, links
 
@@ -704,13 +727,17 @@ class QuorumCore:
         callers = tuple(i for i in ids if chosen[i].in_call)
         for replica_id in callers:
             self._healthy.close_call(replica_id, now)
+        members = tuple(chosen[i].as_believed for i in ids)
+        quorum = Quorum(*number, members, stands, self._first_quorum_id)
+        self._claims.formed(quorum)
         return QuorumFormed(
-            Quorum(*number, tuple(chosen[i].member for i in ids), stands, self._first_quorum_id),
+            quorum,
             sessions=self._sessions(i for i in ids if chosen[i].in_session),
             callers=callers,
             new_id=number.quorum_id != last_id,
             joined=tuple(sorted(self._last - last)),
             left=tuple(sorted(last - self._last)),
+            unproven=tuple(i for i in ids if chosen[i].is_unproven),
         )
 
     def _next_id(self, chosen: dict[str, _Join]) -> int:
@@ -792,6 +819,7 @@ class QuorumCore:
         self._healthy.forget(replica_id)
         self._links.forget(replica_id)
         self._identities.forget(replica_id)
+        self._claims.forget(replica_id)
         self._unjoin(replica_id)
 
     def _lose(self, replica_id: str, reason: str, now: float, decisions: list[Decision]) -> None:
@@ -936,7 +964,7 @@ def _can_stand(joins: Collection[_Join]) -> bool:
 
     One alone cannot: it would complete its collectives also where the lighthouse has gone on without it.
     """
-    members = [join.member for join in joins]
+    members = [join.as_believed for join in joins]
     return (
         len({(member.step, member.commit_quorum_id) for member in members}) == 1 < len(members)
         and all(join.in_session for join in joins)

@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class QuorumMember(_message.Message):
     REACHED_STEP_FIELD_NUMBER: _ClassVar[int]
     REACHED_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SECRET_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -49,23 +50,38 @@ class QuorumMember(_message.Message):
     reached_step: int
     reached_quorum_id: int
     has_fetched: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ...) -> None: ...
+    takes_secret: bool
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ...) -> None: ...
 
 class Quorum(_message.Message):
-    __slots__ = ("quorum_id", "participants", "created", "round", "stands", "first_quorum_id")
+    __slots__ = ("quorum_id", "participants", "created", "round", "stands", "first_quorum_id", "secret", "statement")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     PARTICIPANTS_FIELD_NUMBER: _ClassVar[int]
     CREATED_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     STANDS_FIELD_NUMBER: _ClassVar[int]
     FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    STATEMENT_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     participants: _containers.RepeatedCompositeFieldContainer[QuorumMember]
     created: _timestamp_pb2.Timestamp
     round: int
     stands: bool
     first_quorum_id: int
-    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ..., stands: bool = ..., first_quorum_id: _Optional[int] = ...) -> None: ...
+    secret: bytes
+    statement: Statement
+    def __init__(self, quorum_id: _Optional[int] = ..., participants: _Optional[_Iterable[_Union[QuorumMember, _Mapping]]] = ..., created: _Optional[_Union[datetime.datetime, _timestamp_pb2.Timestamp, _Mapping]] = ..., round: _Optional[int] = ..., stands: bool = ..., first_quorum_id: _Optional[int] = ..., secret: _Optional[bytes] = ..., statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
+
+class Statement(_message.Message):
+    __slots__ = ("step", "stands", "digest")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STANDS_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    stands: bool
+    digest: bytes
+    def __init__(self, step: _Optional[int] = ..., stands: bool = ..., digest: _Optional[bytes] = ...) -> None: ...
 
 class LighthouseQuorumRequest(_message.Message):
     __slots__ = ("requester",)
@@ -162,7 +178,7 @@ class BrokenLinks(_message.Message):
     def __init__(self, unreachable_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Register(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round", "last_quorum_stands", "spare", "kill_token")
+    __slots__ = ("replica_id", "address", "store_address", "world_size", "last_quorum_id", "last_quorum_replica_ids", "last_quorum_round", "last_quorum_stands", "spare", "kill_token", "last_quorum_statement")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -173,6 +189,7 @@ class Register(_message.Message):
     LAST_QUORUM_STANDS_FIELD_NUMBER: _ClassVar[int]
     SPARE_FIELD_NUMBER: _ClassVar[int]
     KILL_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    LAST_QUORUM_STATEMENT_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -183,7 +200,8 @@ class Register(_message.Message):
     last_quorum_stands: bool
     spare: bool
     kill_token: str
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ..., spare: bool = ..., kill_token: _Optional[str] = ...) -> None: ...
+    last_quorum_statement: Statement
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ..., spare: bool = ..., kill_token: _Optional[str] = ..., last_quorum_statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class Leave(_message.Message):
     __slots__ = ("reason", "step")
@@ -343,7 +361,7 @@ class FillVacancyResponse(_message.Message):
     def __init__(self, spare_id: _Optional[str] = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -363,6 +381,7 @@ class ManagerQuorumRequest(_message.Message):
     REACHED_STEP_FIELD_NUMBER: _ClassVar[int]
     REACHED_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    TAKES_SECRET_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -382,10 +401,11 @@ class ManagerQuorumRequest(_message.Message):
     reached_step: int
     reached_quorum_id: int
     has_fetched: bool
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ...) -> None: ...
+    takes_secret: bool
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helps", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helps", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited", "secret")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -412,6 +432,7 @@ class ManagerQuorumResponse(_message.Message):
     BEGINS_TO_CATCH_UP_FIELD_NUMBER: _ClassVar[int]
     CATCHES_UP_FIELD_NUMBER: _ClassVar[int]
     IS_AWAITED_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     recover_src_replica_rank: int
@@ -438,7 +459,8 @@ class ManagerQuorumResponse(_message.Message):
     begins_to_catch_up: bool
     catches_up: bool
     is_awaited: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helps: bool = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ...) -> None: ...
+    secret: bytes
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helps: bool = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Divergence(_message.Message):
     __slots__ = ("replica_ids", "group_ranks", "kept", "tied", "comparable", "heals")

@@ -18,6 +18,7 @@ import grpc
 from lighthouse import wire
 from lighthouse.address import parse_address
 from lighthouse.net import make_channel
+from lighthouse.trust import authorization
 from lighthouse.wire import torchft_pb2 as pb
 
 LIMIT_S = 30.0
@@ -34,6 +35,7 @@ class SessionClient:
         *,
         reads: bool = True,
         serves_at: str = "",
+        statement: pb.Statement | None = None,
     ) -> None:
         self.replica_id = replica_id
         self._channel = make_channel(parse_address(address))
@@ -44,7 +46,9 @@ class SessionClient:
             request_serializer=pb.SessionRequest.SerializeToString,
             response_deserializer=pb.SessionResponse.FromString,
         )
-        self._call = method(iter(self._requests.get, None))
+        token = authorization()
+        metadata = (("authorization", token),) if token else ()
+        self._call = method(iter(self._requests.get, None), metadata=metadata)
         self._reader = threading.Thread(target=self._read, daemon=True)
         if reads:
             self.start_reading()
@@ -55,6 +59,7 @@ class SessionClient:
                 last_quorum_id=last[0],
                 last_quorum_round=last[1],
                 last_quorum_replica_ids=last[2],
+                last_quorum_statement=statement,
             )
         )
 

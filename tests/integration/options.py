@@ -32,6 +32,7 @@ class WorkerOptions:
         on_divergence: name of an OnDivergence.
         width: of the model.
         began: the step, and the number of the first quorum, with which a trainer of another job comes.
+        claims: the step at which a trainer says that it is, which has done none.
         job_id: as the Manager takes it.
         steps_kept_max: how many steps the others do while this rank heals; 0: they wait.
     """
@@ -57,6 +58,7 @@ class WorkerOptions:
     on_divergence: str = "HEAL"
     width: int = WIDTH
     began: int = 0
+    claims: int = 0
     job_id: str = ""
     steps_kept_max: int = 0
 

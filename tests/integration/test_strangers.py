@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.integration, *CHECKED]
 
 TEXTS = make_texts()
 OBSERVER = f"Bearer {parse_trust(TEXTS[Role.OBSERVE], 'a text').shown}"
+PARTICIPANT = f"Bearer {parse_trust(TEXTS[Role.PARTICIPATE], 'a text').shown}"
 SILENT_CONNECTIONS, FAT_MEMBERS, FAT_BYTES = 60, 400, 20_000
 
 
@@ -107,6 +108,8 @@ def test_strangers_and_observers_cost_a_job_no_step(
                     with make_channel(server) as channel:
                         assert refusal(channel, method, said, header) in DISTRUST
                 assert not any(fetched(source, a.step, header, job) for source in sources)
+            # Who participates in the job, and not in the quorum.
+            assert not any(fetched(source, a.step, PARTICIPANT, job) for source in sources)
             fat = pb.LighthouseQuorumRequest(requester=pb.QuorumMember(data="x" * FAT_BYTES))
             with make_channel(lighthouse) as channel:
                 for _ in range(FAT_MEMBERS):
@@ -175,7 +178,7 @@ def fetched(source: Address, step: int, header: str | None, shows: Path | None) 
         ):
             connection.sendall(f"{request}\r\n".encode())
             found.append(connection.recv(4096).split()[1:2])
-    return any(status not in ([], [b"401"]) for status in found)
+    return any(status not in ([], [b"401"], [b"403"]) for status in found)
 
 
 def source_of(manager: Address) -> str:

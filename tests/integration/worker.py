@@ -51,6 +51,8 @@ def main() -> None:
     with make_manager(options, model, faults) as manager, stop_on_signals(manager) as stop:
         if options.began:
             manager.load_state_dict(dict.fromkeys(("step", "first_quorum_id"), options.began))
+        if options.claims:
+            manager.load_state_dict({"step": options.claims})
         loop = Loop(model, manager, journal, options.index, options.pause_s, faults.visit)
         if options.steps_kept_max:
             manager.register_replay(loop.replay(), options.steps_kept_max)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
@@ -19,6 +20,7 @@ from lighthouse.core.quorum import (
     LeftOut,
     Member,
     MemberLost,
+    Quorum,
     QuorumBroken,
     QuorumCore,
     QuorumFormed,
@@ -49,6 +51,7 @@ class SimLighthouse(Process):
         "_strangers",
         "_world",
         "desk",
+        "quorum",
         "sessions",
     )
 
@@ -71,6 +74,7 @@ class SimLighthouse(Process):
         self._numbers = self._strangers = 0
         self._life = 0
         self.sessions: dict[int, Session] = {}
+        self.quorum: Quorum | None = None  # the last one
         self._opening: dict[Session, None] = {}  # connected, not registered yet
         self._core: QuorumCore
         self.desk: Desk  # for spare ranks
@@ -123,7 +127,7 @@ class SimLighthouse(Process):
         self._opening[session] = None
 
     def hear_register(
-        self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...], stands: bool
+        self, session: Session, last: QuorumNumber, last_ids: tuple[str, ...], stands: bool, past: Past
     ) -> None:
         """Handle the first message of a session."""
         if session.lost_up or not session.server_open:
@@ -139,6 +143,7 @@ class SimLighthouse(Process):
         world.checker.connected(replica.replica_id, replica.is_spare and has_no_place)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
+        core.reported(replica.replica_id, past, is_stated=world.scenario.seed % 2 == 0)
         seen = last, last_ids, self._now, stands
         self._apply(core.register(session.number, replica.replica_id, *seen, replica.is_spare))
 
@@ -307,10 +312,13 @@ class SimLighthouse(Process):
 
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
+        self.quorum = quorum
         ids = tuple([member.replica_id for member in quorum.participants])
         if world.story is not None:
             verb = "forms, to stand," if quorum.stands else "forms"
             world.tell("lighthouse", verb, f"quorum {quorum.quorum_id}/{quorum.round} of {' '.join(ids)}")
+        if formed.unproven:
+            world.tell("lighthouse", "does not believe", *formed.unproven)
         shrinks = any(member.shrink_only for member in quorum.participants)
         last = QuorumNumber(quorum.quorum_id, quorum.round)
         world.checker.announced(last, ids, quorum.stands, shrinks)

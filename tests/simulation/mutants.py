@@ -12,7 +12,9 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.core.decisions import Decision, Link, QuorumOver, QuorumState
+from lighthouse.core.claims import Claims
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import Decision, Link, Member, QuorumOver, QuorumState
 from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
@@ -72,6 +74,17 @@ def hunt(mutant: Mutant, seeds: Iterable[int]) -> Catch:
 class _ReusesIds(QuorumCore):
     def _next_id(self, chosen: Any) -> int:
         return self._number.quorum_id if self._last else super()._next_id(chosen)
+
+
+class _Credulous(Claims):
+    def unproven(self, joined: Sequence[Member]) -> frozenset[str]:
+        return frozenset()
+
+
+class _BelievesClaims(QuorumCore):
+    def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
+        super().__init__(config, first_quorum_id)
+        self._claims = _Credulous()
 
 
 class _ForgetsReportedIds(QuorumCore):
@@ -319,6 +332,7 @@ class _ComparesStepsOnly(ReplicaGroup):
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
         return super().quorum_formed(quorum_id, same, round_number, stands, first_quorum_id)
@@ -435,6 +449,7 @@ class _ReleasesTheSameStepOnly(ReplicaGroup):
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         self.max_step = max([member.step for member in participants])
         return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
@@ -453,6 +468,7 @@ class _GoesOnTorn(ReplicaGroup):
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         self._is_torn = False
         return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
@@ -466,6 +482,7 @@ class _HealsFromManyGroups(ReplicaGroup):
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         by_id = {member.replica_id: member for member in participants}
         effects: list[Effect] = []
@@ -559,6 +576,7 @@ class _LetsSparesIn(QuorumCore):
         now: float,
         stands: bool = False,
         spare: bool = False,
+        is_stated: bool = False,
     ) -> list[Decision]:
         return super().register(session, replica_id, last, last_ids, now, stands)
 
@@ -872,6 +890,7 @@ class _LeadsToAnySuchStep(ReplicaGroup):
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         step, newest = max((member.step, member.commit_quorum_id) for member in participants)
         said = [
@@ -1036,6 +1055,7 @@ def _mutant(core: type[Any], lacks: str, seed: int, invariant: str) -> Mutant:
 # The seed, counted from 0, is the first one that catches the mutant.
 MUTANTS = (
     _mutant(_ReusesIds, "a new id for new members", 0, "monotonic"),
+    _mutant(_BelievesClaims, "a step counts where history shows it", 46, "no_regress"),
     _mutant(_ForgetsReportedIds, "ids above all that replicas have seen", 5, "monotonic"),
     _mutant(
         _ForgetsTheMajority, "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"

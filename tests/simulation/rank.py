@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lighthouse.core.decisions import DISOWNED
 from tests.simulation.fragments import Held, mix
 from tests.simulation.mesh import Mesh, mesh_of
 from tests.simulation.world import DEAD, PAUSED, Process
-from torchft_like.core.assignment import DISOWNED, QuorumResult
+from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
 from torchft_like.core.step import Join, Plan, StepRules

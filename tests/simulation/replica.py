@@ -11,10 +11,12 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from lighthouse.core.claims import Past
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import Member, Quorum
 from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.rank_line import RankLine
+from tests.simulation.scenario import LIE
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 
 BACKOFF_MIN_S = 0.01
 BACKOFF_MAX_S = 0.08
+LIARS_STEP = 1_000_000
 
 
 class JoinMessage(NamedTuple):
@@ -70,6 +73,7 @@ class Replica:
         "_is_away",
         "_lease",
         "_leaving",
+        "_past",
         "_suspects",
         "address",
         "core",
@@ -97,6 +101,7 @@ class Replica:
         self.session: Session | None = None
         self._connected = False
         self._leaving = False
+        self._past = Past(0, frozenset(), 0, False)  # the last quorum, as the lighthouse has stated it
         self._is_away = False  # it does without the lighthouse, while it waits for a rank
         self._suspects: set[int] = set()
         self._lease = 0  # changes when the lease that runs is ended or renewed
@@ -138,7 +143,7 @@ class Replica:
         lighthouse.accept(session)
         core = self.core
         number = QuorumNumber(core.last_quorum_id, core.last_quorum_round)
-        report = number, core.last_quorum_replica_ids, core.last_quorum_stands
+        report = number, core.last_quorum_replica_ids, core.last_quorum_stands, self._past
         world.send_up(session, lighthouse.hear_register, session, *report)
         if lighthouse.state == PAUSED:
             world.probe(session)
@@ -159,9 +164,16 @@ class Replica:
     def hear_quorum(self, session: Session, quorum: Quorum) -> None:
         """Handle the lighthouse's announcement of a quorum."""
         if session is self.session and not session.lost_down:
-            members = [cast(JoinMessage, member.message) for member in quorum.participants]
+            members = [
+                cast(JoinMessage, m.message)._replace(step=m.step, commit_quorum_id=m.commit_quorum_id)
+                for m in quorum.participants
+            ]
             facts = quorum.round, quorum.stands, quorum.first_quorum_id
             self.perform(self.core.quorum_formed(quorum.quorum_id, members, *facts))
+            if self.core.last_quorum_id == quorum.quorum_id:
+                ids = frozenset(member.replica_id for member in members)
+                step = max([member.step for member in members])
+                self._past = Past(quorum.quorum_id, ids, step, quorum.stands)
 
     def hear_hold(self, session: Session, number: QuorumNumber) -> None:
         """Handle the request to begin no further step in the quorum that stands."""
@@ -366,6 +378,9 @@ class Replica:
         if session is None or not self._connected:
             return  # the join is repeated when the session is open
         step, failures, quorum_id = join.step, join.commit_failures, join.commit_quorum_id
+        if self._lies():
+            self.world.feel(LIE)
+            step, quorum_id = LIARS_STEP, 0
         message = JoinMessage(
             self.replica_id,
             self.address,
@@ -391,6 +406,14 @@ class Replica:
             join.own_failures,
         )
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
+
+    def _lies(self) -> bool:
+        """Return whether it says that it is far ahead: it has yet to commit a step, and others have."""
+        is_liar = self.world.scenario.has_liars and self.incarnation > 0 and self.slot == 0
+        if not is_liar or any(rank.protocol.has_committed for rank in self.ranks):
+            return False
+        others = [home for home in self.world.homes.values() if home is not self and home._connected]
+        return sum(home.is_alive and home.ranks[0].protocol.has_committed for home in others) > 1
 
     def _tell(self, number: int, action: Action, *args: Any) -> None:
         rank = self.ranks[number]

@@ -77,11 +77,16 @@ HELD_UP = "held_up"
 
 RESTARTING = (10, 23)  # the seeds, modulo 32, of jobs whose processes run their functions again
 
+LYING = (14, 19)  # the seeds, modulo 32, of jobs in which some replica groups lie about their step
+
 CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which replica groups catch up
+
+# A replica group that has just started says that it is at a step far ahead: counted, not switched on.
+LIE = "lie"
 
 STRANGER = "stranger"  # the name of trainers of another job
 
-KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, *ORDER_KINDS, HELD_UP)
+KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, *ORDER_KINDS, HELD_UP, LIE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +126,8 @@ class Scenario:
         idle: how many sessions are open of which nobody ever asks for a quorum. With so many nobody has a
             majority until `join_timeout_s`, so only runs in which that is short have them.
         spares: how many replica groups wait for a place beside those of the job.
+        has_liars: whether replica groups that start again may say that they are at a step far ahead, while
+            others are there that can show how far the job is.
         fragments: how many fragments DiLoCo syncs in turn; 0: gradients are averaged in every step.
         inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
         delay_steps: the inner steps between the begin of a sync and its end.
@@ -181,6 +188,7 @@ class Scenario:
     rank_spares: int = 0
     waits_for_spares: bool = False
     spare_wait_s: float = 0.0
+    has_liars: bool = False
 
     @property
     def brief_s(self) -> float:
@@ -267,6 +275,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_syncs(scenario) if seed % 32 == 6 else scenario
     scenario = _with_catching_up(scenario) if seed % 32 in CATCHING_UP else scenario
     scenario = _with_restarts(scenario) if seed % 32 in RESTARTING else scenario
+    scenario = replace(scenario, has_liars=seed % 32 in LYING)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
 

@@ -16,6 +16,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lighthouse.core.decisions import NO_STATE
 from tests.simulation.cores import Cores
 from tests.simulation.faults import Faults
 from tests.simulation.lighthouse import SimLighthouse
@@ -117,8 +118,14 @@ class Simulation:
             self.world.checker.give_up()
 
     def _is_sick_and_ahead(self) -> bool:
-        """Return whether the replica group that stays sick alone has the newest state: no other gets on."""
-        versions = {r.slot: {rank.version for rank in r.ranks} for r in self._present()}
+        """Return whether the replica group that stays sick alone has the newest state that is believed:
+        no other gets on.
+        """
+        quorum = self.world.lighthouse.quorum
+        members = () if quorum is None else quorum.participants
+        unproven = {m.replica_id for m in members if m.commit_quorum_id == NO_STATE}
+        present = [r for r in self._present() if r.replica_id not in unproven]
+        versions = {r.slot: {rank.version for rank in r.ranks} for r in present}
         whole = {slot: min(some) for slot, some in versions.items() if len(some) == 1}
         return [slot for slot, version in whole.items() if version == max(whole.values())] == [self._sick]
 

@@ -38,6 +38,7 @@ EXAMPLES: dict[str, dict[str, Field]] = {
     "replaced": {"member": "host:1b4e28ba", "group": "5e1f", "rank": 3},
     "kill": {"member": "b:89abcde", "by": "somebody at 127.0.0.1"},
     "leave": {"member": "b:89abcde", "reason": "shutdown"},
+    "unproven": {"members": ["b:89abcde"]},
     "refused": {"member": "b:89abcde", "reason": "its job id is other"},
     "stands": {},
     "hold": {"member": "b:89abcde"},

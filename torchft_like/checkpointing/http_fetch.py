@@ -393,6 +393,8 @@ class Fetch:
         fields = f"Host: {source.address}\r\n"
         if token := authorization():
             fields += f"Authorization: {token}\r\n"
+        if key := self._destination.key:
+            fields += f"Quorum-Key: {key}\r\n"
         fields += f"Checkpoint-Fetch: {self._id} {self._unread_nbytes}\r\n"
         return f"GET /checkpoint/{self.step}/{what} HTTP/1.1\r\n{fields}\r\n".encode()
 

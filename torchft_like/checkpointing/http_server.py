@@ -12,6 +12,7 @@ It serves one snapshot at a time:
     400  not such a request
     401  the request shows no token of the job (`Authorization: Bearer`), where this process has some; where
          it has a certificate, it speaks TLS with those who show one, and to nobody else
+    403  the request does not show the key of the quorum (`Quorum-Key`), where there is one
     410  a later step is offered: this one will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again (with TLS the connection ends instead); or the server ends
@@ -28,6 +29,7 @@ memory until it ends; the last snapshot and the one before may be in transfer, o
 
 from __future__ import annotations
 
+import hmac
 import logging
 import re
 import select
@@ -66,6 +68,7 @@ _REQUEST = re.compile(
 _AUTHORIZATION = re.compile(rb"\r\nauthorization: *([^\r\n]*)", re.IGNORECASE)
 _FETCH = re.compile(rb"\r\ncheckpoint-fetch: *([0-9a-f]{1,32}) (\d{1,15})\r", re.IGNORECASE)
 _FETCHES_MAX = 64
+_KEY = re.compile(rb"\r\nquorum-key: *([^\r\n]*)", re.IGNORECASE)
 _ACCEPT_RETRY_S = 0.1
 
 LIVE_FROM = 16 * 1024 * 1024  # bytes of tensors whose copy is worth a wait; fewer are copied at once
@@ -120,18 +123,26 @@ class Offer:
     state: Snapshot | None
     refusal: str = ""
     receivers: int = 0
+    key: str = field(default="", repr=False)  # who shows no other is given it
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class CheckpointServer:
     """A server of the current offer, until `close`.
 
+    An offer has the key of the quorum in which it is made, and is given to those who show that: for as long
+    as it is offered, which may be in later quorums, and after that to those who have begun to fetch it. A key
+    that is neither an offer's nor that of the present quorum, in which an offer may come, is refused.
+
+    Args:
+        key: that of the present quorum, "" for none; may be set anew.
+
     Raises:
         BindError: the address is in use or not of this host.
     """
 
-    def __init__(self, bind: Address, limits: ServerLimits) -> None:
-        self.limits = limits
+    def __init__(self, bind: Address, limits: ServerLimits, key: str = "") -> None:
+        self.limits, self.key = limits, key
         warn_if_open(bind)
         self._listener = listen_tcp(bind)
         self.port: int = self._listener.getsockname()[1]
@@ -152,11 +163,11 @@ class CheckpointServer:
 
     def refuse(self, step: int, reason: str) -> None:
         """Tell clients that ask for the step, or wait for it, that this server will not offer it."""
-        self._announce(Offer(step, None, reason))
+        self._announce(Offer(step, None, reason, key=self.key))
 
     def offer(self, step: int, state: Snapshot, receivers: int = 0) -> None:
         """Offer `state` to all clients, also those that wait for it; `receivers` of them are expected."""
-        self._announce(Offer(step, state, receivers=receivers))
+        self._announce(Offer(step, state, receivers=receivers, key=self.key))
 
     def deliver(self, step: int, state: Snapshot, receivers: int) -> None:
         """Offer a state that does not change before this returns: when as many receivers have it as are
@@ -185,7 +196,8 @@ class CheckpointServer:
                 if offer is not None and offer.state is state and 0 < offer.receivers <= len(self._left):
                     left = sorted(self._left.values())[offer.receivers - 1]
                     if not left:
-                        self._offer = Offer(offer.step, None, "all for whom the state was offered have it")
+                        refusal = "all for whom the state was offered have it"
+                        self._offer = Offer(offer.step, None, refusal, key=offer.key)
                         return True
                 elapsed_s = time.monotonic() - began
                 limit_s = wait_s(elapsed_s, state.live_nbytes, left, copied, self._copy_bytes_per_s)
@@ -219,13 +231,21 @@ class CheckpointServer:
             self._offer = None
             self.changed.notify_all()
 
-    def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
+    def knows(self, key: str, offer: Offer | None) -> bool:
+        """Return whether who shows this key, and perhaps is being sent an offer, is given one, or may be.
+
+        How long that takes does not depend on the key.
+        """
+        offers = [one.key for one in (offer, self._offer) if one is not None]
+        return True in [_is_same(key, known) for known in (self.key, *offers)]
+
+    def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> Offer | None:
         """Wait for the offer of `step` or a later one, and return it; return None after `wait_s` seconds."""
         deadline = time.monotonic() + wait_s
         with self.changed:
             while not self.closing.is_set():
-                if self._offer is not None and self._offer.step >= step:
-                    return self._offer
+                if (offer := self._offer) is not None and offer.step >= step and _is_same(key, offer.key):
+                    return offer
                 remaining_s = deadline - time.monotonic()
                 if remaining_s <= 0:
                     return None
@@ -379,10 +399,11 @@ class _Connection:
             return self._refuse(
                 400, "expected GET /checkpoint/STEP/header, sums, done or payload?from=A&to=B"
             )
-        if (trust := process_trust()) is not None and _role(trust, head) < Role.PARTICIPATE:
-            return self._refuse(401, "this replica asks for a token of the job (TORCHFT_TOKEN_FILE)")
+        key = shown[1].decode("latin-1") if (shown := _KEY.search(head)) else ""
+        if (refusal := self._about_credentials(head, key)) is not None:
+            return self._refuse(*refusal)
         step, what = int(match[1]), match[2].decode()
-        offer = self._find_offer(step, int(match[5] or 0))
+        offer = self._find_offer(step, int(match[5] or 0), key)
         if offer is None:
             if self._owner.closing.is_set():
                 return self._refuse(503, "the server is shutting down")
@@ -398,10 +419,17 @@ class _Connection:
             self._send(offer, offer.state, what, int(match[3] or 0), int(match[4] or 0))
         return what != "done"
 
-    def _find_offer(self, step: int, wait_ms: int) -> Offer | None:
+    def _about_credentials(self, head: bytes, key: str) -> tuple[int, str] | None:
+        if (trust := process_trust()) is not None and _role(trust, head) < Role.PARTICIPATE:
+            return 401, "this replica asks for a token of the job (TORCHFT_TOKEN_FILE)"
+        if not self._owner.knows(key, self.offer):
+            return 403, "this is for members of the quorum, who show its key"
+        return None
+
+    def _find_offer(self, step: int, wait_ms: int, key: str) -> Offer | None:
         """Return the offer that this client has begun to fetch, or the one of the step."""
-        if self.offer is None or self.offer.step != step:
-            offer = self._owner.wait_for_offer(step, min(wait_ms / 1000, WAIT_S_MAX))
+        if self.offer is None or self.offer.step != step or not _is_same(key, self.offer.key):
+            offer = self._owner.wait_for_offer(step, min(wait_ms / 1000, WAIT_S_MAX), key)
             if offer is None or offer.state is None or offer.step != step:
                 return offer
             with self._owner.changed:
@@ -484,6 +512,10 @@ def _read_head(peer: socket.socket, limit_s: float) -> bytes:
             raise ConnectionError("the connection ended before the request did")
         head += received
     return head
+
+
+def _is_same(key: str, known: str) -> bool:
+    return hmac.compare_digest(key.encode(), known.encode())
 
 
 def _role(trust: Trust, head: bytes) -> Role:

@@ -77,6 +77,7 @@ class HTTPTransport(CheckpointTransport[T]):
             raise ValueError(f"timeout {timeout} and stall_timeout {stall_timeout} must be above 0")
         self._lines = num_chunks or LINES
         self._stall_s = stall_timeout.total_seconds()
+        self._key = ""
         self._limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
         self._bind_host = bind_host
         self._has_hostname = hostname is not None
@@ -101,6 +102,13 @@ class HTTPTransport(CheckpointTransport[T]):
             self._serving = self._serve(host)
         if before is not None:
             before[0].close(wait=True)
+
+    def use_key(self, key: str) -> None:
+        """Ask clients for this key in the header `Quorum-Key`, "" for none, from the next offer on."""
+        with self._lock:
+            self._key = key
+            if self._serving is not None:
+                self._serving[0].key = key
 
     def metadata(self) -> str:
         """Return the address of this rank's server, http://host:port, or https:// with a certificate."""
@@ -227,7 +235,7 @@ class HTTPTransport(CheckpointTransport[T]):
             return self._serving
 
     def _serve(self, host: str) -> tuple[CheckpointServer, Address]:
-        server = CheckpointServer(Address(self._bind_host or host, 0), self._limits)
+        server = CheckpointServer(Address(self._bind_host or host, 0), self._limits, self._key)
         return server, Address(host, server.port)
 
     def _check_open(self) -> None:

@@ -42,6 +42,7 @@ class Destination(Generic[T]):
         kept_nbytes: the bytes that were taken of what was kept.
         received: the bytes that came from each source, if the transport tells.
         refused: why the rest did not come from a source that had been asked for it.
+        key: what the sources ask for, "" for nothing.
     """
 
     own: T | None = None
@@ -51,6 +52,7 @@ class Destination(Generic[T]):
     kept_nbytes: int = 0
     received: dict[str, int] = field(default_factory=dict)
     refused: dict[str, str] = field(default_factory=dict)
+    key: str = field(default="", repr=False)
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -148,6 +150,13 @@ class CheckpointTransport(ABC, Generic[T]):
 
     def use_host(self, host: str) -> None:
         """Set the address of this machine under which peers reach it; the Manager calls this."""
+
+    def use_key(self, key: str) -> None:
+        """Give what is sent from now on to receivers that show this key, "" to all.
+
+        The Manager calls this with each quorum, whose members have the key, before they meet, from another
+        thread.
+        """
 
     def disallow_checkpoint(self) -> None:
         """Offer the state to no new receiver: the step is over."""

@@ -22,12 +22,12 @@ from collections.abc import Container, Sequence
 from operator import attrgetter
 from typing import NamedTuple, Protocol
 
+from lighthouse.core.decisions import DISOWNED
 from torchft_like.core.catch_up import NOWHERE, Version
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.state_comparison import Divergence, compare, is_described
 
 SOURCES_MAX = 4  # of one healing member: each may copy its state, and a few fill the member's link
-DISOWNED = -2  # in the place of the quorum in which a state was committed, of one that is of no version
-NO_STATE = -1  # in the place of the quorum in which its state was committed, of a rank that has none
 
 
 class QuorumMemberLike(Protocol):
@@ -91,6 +91,7 @@ class QuorumResult(NamedTuple):
         stands: whether the members go on in this quorum without asking for the next one.
         watched: whether all members watch for divergence.
         first_quorum_id: the first quorum of the job, 0 if the lighthouse does not say.
+        secret: what the members of this quorum alone know.
     """
 
     quorum_id: int
@@ -119,6 +120,20 @@ class QuorumResult(NamedTuple):
     begins_to_catch_up: bool = False
     catches_up: bool = False
     is_awaited: bool = False
+    secret: QuorumSecret = QuorumSecret()
+
+    def meeting_place(self, what: str) -> str:
+        """Return the store address, `host:port/prefix`, at which the members meet for a purpose.
+
+        It is torchft's where the quorum has no secret. Otherwise nobody else knows it.
+        """
+        key = self.secret.key("meeting")
+        return f"{self.store_address}/{what}" + (f"/secret={key}" if key else "")
+
+    @property
+    def checkpoint_key(self) -> str:
+        """What the members show to be given each other's state; "" where none is asked for."""
+        return self.secret.key("checkpoint")
 
     @property
     def healing_ranks(self) -> frozenset[int]:

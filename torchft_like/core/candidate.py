@@ -69,6 +69,7 @@ def request(shrink_only: bool, quorum_id: int, broken_quorum_id: int) -> RankJoi
         commit_failures=int(broken_quorum_id > 0),
         commit_quorum_id=quorum_id,
         broken_quorum_id=broken_quorum_id,
+        takes_secret=True,
     )
 
 

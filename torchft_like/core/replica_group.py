@@ -36,10 +36,12 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from lighthouse.core.decisions import NO_STATE
 from lighthouse.core.identity import Identity
 from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded
-from torchft_like.core.assignment import NO_STATE, QuorumMemberLike, QuorumResult, assign, none_if_empty
+from torchft_like.core.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
 from torchft_like.core.peer_links import PeerLinks, Probe
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.state_comparison import combine
 
 
@@ -65,6 +67,7 @@ class RankJoin(NamedTuple):
     reached_step: int = 0
     reached_quorum_id: int = 0
     has_fetched: bool = False
+    takes_secret: bool = False  # of a quorum, to meet and heal with it
 
 
 class GroupJoin(NamedTuple):
@@ -84,6 +87,7 @@ class GroupJoin(NamedTuple):
     reached_step: int = 0
     reached_quorum_id: int = 0
     has_fetched: bool = False
+    takes_secret: bool = False
 
 
 class GroupIdentity(NamedTuple):
@@ -318,6 +322,7 @@ class ReplicaGroup:
             may_stand=not self._is_torn and all(j.may_stand for j in joins),
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
+            takes_secret=all(j.takes_secret for j in joins),
             **self._catch_up(joins),
         )
         before, self._identity = self._identity, self._identify(joins)
@@ -480,6 +485,7 @@ class ReplicaGroup:
         round_number: int,
         stands: bool = False,
         first_quorum_id: int = 0,
+        secret: bytes = b"",
     ) -> list[Effect]:
         """Handle a quorum of the lighthouse; the round is 0 for torchft's, which does not count rounds."""
         replica_ids = tuple(sorted([member.replica_id for member in participants]))
@@ -497,7 +503,11 @@ class ReplicaGroup:
         # One may heal although all say that they hold the same state: if their fingerprints differ.
         stands = stands and not any(part.healing_replica_ids for _, part in parts)
         self.last_quorum_round, self.last_quorum_stands = round_number, stands
-        of_all: dict[str, Any] = {"stands": stands, "first_quorum_id": first_quorum_id}
+        of_all: dict[str, Any] = {
+            "stands": stands,
+            "first_quorum_id": first_quorum_id,
+            "secret": QuorumSecret(secret),
+        }
         answers = [RankQuorum(rank, part._replace(**of_all)) for rank, part in parts]
         if self._is_torn and not all(answer.result.heal for answer in answers):
             return [

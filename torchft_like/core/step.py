@@ -41,7 +41,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from torchft_like.core.assignment import DISOWNED, NO_STATE, QuorumResult
+from lighthouse.core.decisions import DISOWNED, NO_STATE
+from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
 
 

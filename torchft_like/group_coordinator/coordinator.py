@@ -47,6 +47,7 @@ from torchft_like.group_coordinator.creation import (
 )
 from torchft_like.message_queue import MessageQueue, members
 from torchft_like.process_group import create_store_client
+from torchft_like.process_group.store import without_secret
 from torchft_like.process_group.wrapper import as_timedelta
 
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
@@ -952,7 +953,7 @@ class Barriers:
         try:
             return question(self._store)
         except (RuntimeError, ValueError) as error:  # the store went with the process that served it
-            _logger.warning("the store of the barriers does not answer: %s", error)
+            _logger.warning("the store of the barriers does not answer: %s", without_secret(str(error)))
             return None
 
 
@@ -963,5 +964,6 @@ def _store_of(communicator: Communicator) -> Store | None:
     try:
         return create_store_client(str(address), as_timedelta(communicator.options.timeout))
     except (RuntimeError, ValueError) as error:
-        _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, error)
+        reason = without_secret(str(error))
+        _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, reason)
         return None

@@ -86,6 +86,9 @@ class Membership(NamedTuple):
     def __str__(self) -> str:
         return f"epoch {self.epoch} ({', '.join(self.members)})"
 
+    def __repr__(self) -> str:
+        return f"<Membership: {self}>"  # whoever knows the prefix could come to the store
+
 
 class EpochGroups(AbortSignal):
     """The process groups of one epoch, which end when this signal is set; on a CPU both are the same."""
@@ -476,7 +479,7 @@ class Member:
                         f"not all members of it have voted, and quorum {result.quorum_id} is next", answer
                     )
                     change = self._succeed(change)
-                place = f"{result.store_address}/elastic/{result.quorum_id}"
+                place = result.meeting_place(f"elastic/{result.quorum_id}")
                 change.prepare(Membership(result.quorum_id, place, result.replica_ids))
 
     def member_lost(self, notice: LossNotice) -> None:

@@ -318,6 +318,7 @@ class Manager:
             reached_step=own.reached.step,
             reached_quorum_id=own.reached.commit_quorum_id,
             has_fetched=own.has_fetched,
+            takes_secret=True,
         )
         self._driver.ask(attempt, join, self._link)
 

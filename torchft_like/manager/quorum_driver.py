@@ -236,6 +236,7 @@ class QuorumDriver:
         if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
+        self._exchange.agreed(result)
         self._exchange.copy_ahead(attempt, plan)
         if plan.configure:
             deferred = self._deferred()
@@ -381,7 +382,7 @@ class QuorumDriver:
 
     def _configure(self, attempt: Attempt, result: QuorumResult) -> None:
         rank, size = self._config.group_rank, self._config.group_world_size
-        prefix = f"{result.store_address}/torchft/{result.quorum_id}/{rank}"
+        prefix = result.meeting_place(f"torchft/{result.quorum_id}/{rank}")
         replica_id = result.replica_ids[result.replica_rank]
         configured = self._group.configure(result, prefix, replica_id, (rank, size))
         before, self._members = self._members, result.replica_ids

@@ -304,6 +304,7 @@ class StateExchange:
             None if own is None else {"user": own},
             partial(self._check, result),
             kept.leaves if kept is not None and self._protocol.takes(kept.version, result) else None,
+            key=result.checkpoint_key,
         )
         try:
             state = PeerState.of(
@@ -480,6 +481,10 @@ class StateExchange:
             self._transport.wait_fetched(timedelta(seconds=LINGER_S))
 
     # ------------------------------------------------------------------ from other threads
+
+    def agreed(self, result: QuorumResult) -> None:
+        """Ask receivers for the key of this quorum; runs on the coordination loop before the members meet."""
+        self._transport.use_key(result.checkpoint_key)
 
     def copy_ahead(self, attempt: Attempt, plan: Plan) -> None:
         """Begin to copy what this rank is to serve at the end of the step; runs on the coordination loop."""

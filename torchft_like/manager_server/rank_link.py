@@ -24,6 +24,7 @@ from lighthouse.net import DISTRUST, make_aio_channel
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
@@ -371,7 +372,8 @@ def quorum_result_from_wire(response: pb.ManagerQuorumResponse) -> QuorumResult:
     divergence = None
     if response.HasField("divergence"):
         divergence = Divergence(**codec.fields_of(response.divergence, Divergence))
-    return QuorumResult(**codec.fields_of(response, QuorumResult), divergence=divergence)
+    fields = {**codec.fields_of(response, QuorumResult), "secret": QuorumSecret(response.secret)}
+    return QuorumResult(**fields, divergence=divergence)
 
 
 def _check_ranks(response: pb.ManagerQuorumResponse) -> None:

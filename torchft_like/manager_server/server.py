@@ -111,6 +111,7 @@ class ManagerServer:
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._progress = ProgressLog()
+        self._statement = pb.Statement()  # of the lighthouse, on the members of the last quorum
         self._ranks: dict[int, RankListener] = {}
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
         # A lighthouse that shows a token of its own would give it to whoever claims an address.
@@ -268,6 +269,7 @@ class ManagerServer:
             last_quorum_stands=self._group.last_quorum_stands,
             spare=self._is_spare,
             kill_token=self._kill_token,
+            last_quorum_statement=self._statement,
         )
 
     def lighthouse_connected(self) -> None:
@@ -286,7 +288,10 @@ class ManagerServer:
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
         number = quorum.quorum_id, quorum.participants, quorum.round
-        self._perform(self._group.quorum_formed(*number, quorum.stands, quorum.first_quorum_id))
+        of_all = quorum.stands, quorum.first_quorum_id, quorum.secret
+        self._perform(self._group.quorum_formed(*number, *of_all))
+        if self._group.last_quorum_id == quorum.quorum_id:
+            self._statement = quorum.statement
 
     def refused(self, reason: str) -> None:
         self._perform(self._group.refused(reason))

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import select
 import socket
 import struct
@@ -46,18 +47,35 @@ POLL_MS_MAX = 2**31 - 1  # the system call takes a C int
 _NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
 
 _VALIDATION_MAGIC = 0x3C85F7CE
+_SECRET = re.compile(r"\bsecret=[^/]*")
 _READY = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StoreAddress:
-    """The address at which the store listens, and the prefix that all keys get."""
+    """The address at which the store listens, and the prefix that all keys get.
+
+    A part `secret=...` of the prefix keeps out who does not know it. It is in no text for people.
+    """
 
     server: Address
     prefix: str
 
     def __str__(self) -> str:
         return f"{self.server}/{self.prefix}"
+
+    def __repr__(self) -> str:
+        return f"{self.server}/{self.name}"
+
+    @property
+    def name(self) -> str:
+        """The prefix without its secret."""
+        return without_secret(self.prefix)
+
+
+def without_secret(text: str) -> str:
+    """Return a text in which no prefix has its secret."""
+    return _SECRET.sub("secret", text)
 
 
 def parse_store_address(text: str) -> StoreAddress:
@@ -68,13 +86,14 @@ def parse_store_address(text: str) -> StoreAddress:
     """
     if not isinstance(text, str):
         raise AddressError(f"store address {text!r:.200} is not host:port/prefix")
+    shown = repr(without_secret(text))
     scheme, separator, rest = text.rpartition("://")
     server, _, prefix = rest.partition("/")
     try:
         return StoreAddress(parse_address(scheme + separator + server), prefix)
     except AddressError as error:
         raise AddressError(
-            f"store address {text!r:.200} is not host:port/prefix (example: 127.0.0.1:29500/job)"
+            f"store address {shown:.200} is not host:port/prefix (example: 127.0.0.1:29500/job)"
         ) from error
 
 
@@ -92,7 +111,7 @@ class GroupMembers:
             raise ValueError(f"rank {self.rank} is not within a world of {self.world_size}")
 
     def __str__(self) -> str:
-        return f"rank {self.rank} of {self.world_size} at {self.store}"
+        return f"rank {self.rank} of {self.world_size} at {self.store!r}"
 
 
 def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
@@ -387,7 +406,7 @@ def meeting_store(members: GroupMembers, abort: AbortSignal) -> Iterator[Abortab
         store.connect()
         if store.add(f"configured/{members.rank}", 1) > 1:
             raise ProcessGroupError(
-                f"rank {members.rank} has already used the store prefix {members.store.prefix!r}; "
+                f"rank {members.rank} has already used the store prefix {members.store.name!r}; "
                 "every configure needs a fresh one"
             )
         yield store

@@ -415,9 +415,9 @@ class TestSteps:
         wait_for_offer = CheckpointServer.wait_for_offer
         asked_for: queue.Queue[int] = queue.Queue()
 
-        def watched(server: CheckpointServer, step: int, wait_s: float) -> http_server.Offer | None:
+        def watched(server: CheckpointServer, step: int, *how: Any) -> http_server.Offer | None:
             asked_for.put(step)
-            return wait_for_offer(server, step, wait_s)
+            return wait_for_offer(server, step, *how)
 
         monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.05)
         monkeypatch.setattr(CheckpointServer, "wait_for_offer", watched)
@@ -570,7 +570,7 @@ class TestFailures:
         ids = iter("abcdef")
 
         class Changing(CheckpointServer):
-            def wait_for_offer(self, step: int, wait_s: float) -> http_server.Offer | None:
+            def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> http_server.Offer | None:
                 return http_server.Offer(step, state, id=next(ids))
 
         server = Changing(Address(LOOPBACK, 0), ServerLimits())

@@ -5,7 +5,8 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
 
     new KEY=VALUE ...      a lighthouse (another `new` is its restart); keys of LighthouseConfig, or first_id
     wait MS                time passes, and what is due happens
-    register R [last=ID/ROUND:A,B] [stands=1] [spare=1]     what it saw last, if /ROUND it knows of rounds
+    register R [last=ID/ROUND:A,B] [stands=1] [at=STEP] [stated=1] [spare=1]
+                                    what it saw last, if /ROUND it knows of rounds
     join R [FIELD=VALUE ...]        over R's newest session, or over session N as R#N
     links R [S,...]                 R cannot reach these; the same
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
@@ -93,7 +95,13 @@ class _Player:
         return self._core.advance(self._now)
 
     def _register(
-        self, replica_id: str, last: str = "0:", stands: str = "", spare: str = ""
+        self,
+        replica_id: str,
+        last: str = "0:",
+        stands: str = "",
+        spare: str = "",
+        at: str = "0",
+        stated: str = "",
     ) -> list[Decision]:
         self._number += 1
         self._sessions[replica_id] = self._number
@@ -101,6 +109,8 @@ class _Player:
         number = _number(quorum)
         last_ids = [i for i in ids.split(",") if i]
         flags = bool(stands), bool(spare)
+        past = Past(number.quorum_id, frozenset(last_ids), int(at), bool(stands))
+        self._core.reported(replica_id, past, bool(stated))
         return self._core.register(self._number, replica_id, number, last_ids, self._now, *flags)
 
     def _join(self, who: str, **named: str) -> list[Decision]:
@@ -161,6 +171,7 @@ def _show(decision: Decision) -> str:
         number += ", which stands," if decision.quorum.stands else ""
         text = f"quorum {number} of {members}; answers {_sessions(decision.sessions)}"
         text += f" and calls of {' '.join(sorted(decision.callers))}" if decision.callers else ""
+        text += f"; unproven: {' '.join(decision.unproven)}" if decision.unproven else ""
         if not decision.new_id:
             return f"{text}; same id"
         joined, left = " ".join(decision.joined) or "nobody", " ".join(decision.left) or "nobody"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import cast
 
 import pytest
 
+from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
@@ -103,6 +105,12 @@ def _compare(seed: int) -> tuple[int, ...]:
 
 
 def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now: float) -> list[Decision]:
+    if name == "register":
+        number, replica_id, last, ids, stands = cast(
+            "tuple[int, str, QuorumNumber, list[str], bool]", arguments
+        )
+        past = Past(last.quorum_id, frozenset(ids), number % 3, stands)
+        who.reported(replica_id, past, len(ids) == 3)
     event: Callable[..., list[Decision]] = getattr(who, name)
     at = {"register": 4, "leave": 1}.get(name, len(arguments))  # the place of the time among the arguments
     return event(*arguments[:at], now, *arguments[at:])

@@ -5,9 +5,11 @@ It is slow, and short enough to be checked by reading. It keeps no counter and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 
+from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.identity import Identity, why_foreign
 from lighthouse.core.membership import QuorumNumber
@@ -52,6 +54,11 @@ class Joined:
     let_in: float
     left_out: bool = False
     told: bool = False
+    unproven: bool = False
+
+    @property
+    def believed(self) -> Member:
+        return self.member._replace(step=0, commit_quorum_id=-1) if self.unproven else self.member
 
 
 @dataclass
@@ -96,6 +103,9 @@ class Twin:
         self.looked: float | None = None  # when this lighthouse last looked for them
         self.began: float | None = None  # when the first event came
         self.since: dict[str, float] = {}  # of the healthy: when they registered, or were in a quorum
+        self.quorums: list[Quorum] = []  # all of them, in the order in which they were formed
+        # What those that were in none of them say of the quorum before, and whether that is stated.
+        self.reports: dict[str, tuple[Past, bool]] = {}
 
     # -- facts
 
@@ -121,6 +131,7 @@ class Twin:
         self.unreachable.pop(replica_id, None)
         if joined:
             self.identities.pop(replica_id, None)
+            self.reports.pop(replica_id, None)
             self.joined = [j for j in self.joined if j.member.replica_id != replica_id]
 
     # -- events
@@ -423,6 +434,8 @@ class Twin:
                 for replica_id, why in foreign.items():
                     self.refuse(replica_id, why, out)
                 return out + self.form(now)
+            unproven = self.unproven()
+            self.joined = [replace(j, unproven=j.member.replica_id in unproven) for j in self.joined]
             last_id = self.last[0].quorum_id
             pauses = {j.member.replica_id: j for j in self.joined if now < j.let_in}
             sick = {i: j.member for i, j in pauses.items()}
@@ -439,11 +452,11 @@ class Twin:
         return out
 
     def without_sick(self, joined: list[Joined], sick: dict[str, Member], counted: set[str]) -> list[Joined]:
-        stay = {j.member.replica_id: j.member for j in joined}
+        stay = {j.member.replica_id: j.believed for j in joined}
         versions = {i: (member.step, member.commit_quorum_id) for i, member in stay.items()}
         order = sorted(
             sorted(sick, reverse=True),
-            key=lambda i: (-sick[i].own_failures, sick[i].step, sick[i].commit_quorum_id),
+            key=lambda i: (-sick[i].own_failures, *versions.get(i, (0, 0))),
         )
         for i in [i for i in order if i in stay and stay.keys() - sick]:
             newest = [k for k in stay if versions[k] == max(versions.values())]
@@ -455,7 +468,7 @@ class Twin:
     def without_broken_links(
         self, joined: list[Joined], counted: set[str]
     ) -> tuple[list[Joined], list[tuple[str, str]]]:
-        members = {j.member.replica_id: j.member for j in joined}
+        members = {j.member.replica_id: j.believed for j in joined}
         links = {
             (min(one, other), max(one, other))
             for one, others in self.unreachable.items()
@@ -594,7 +607,7 @@ class Twin:
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
-        versions = {(j.member.step, j.member.commit_quorum_id) for j in chosen}
+        versions = {(j.believed.step, j.believed.commit_quorum_id) for j in chosen}
         stands = all(now < j.let_in for j in self.joined) and len(versions) == 1 < len(chosen)
         for j in chosen:
             stands = stands and j.in_session and j.member.may_stand and not j.member.commit_failures
@@ -603,14 +616,74 @@ class Twin:
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
             self.end_call(replica_id, now)
+        members = tuple(j.believed for j in chosen)
+        self.reports = {i: report for i, report in self.reports.items() if i not in ids}
+        self.quorums.append(Quorum(quorum_id, self.highest_round, members, stands, self.job_began))
         return QuorumFormed(
-            Quorum(quorum_id, self.highest_round, tuple(j.member for j in chosen), stands, self.job_began),
+            self.quorums[-1],
             self.numbers({j.member.replica_id for j in chosen if j.in_session}),
             tuple(callers),
             quorum_id != last_id,
             tuple(sorted(ids - last)),
             tuple(sorted(last - ids)),
+            tuple(j.member.replica_id for j in chosen if j.unproven),
         )
+
+    def unproven(self) -> set[str]:
+        """Return whose claims nothing shows, while those of others show how far the job is."""
+        claims = {j.member.replica_id: j.member for j in self.joined}
+        shown, is_known = {i for i, member in claims.items() if self.is_shown(member)}, False
+        if self.quorums:
+            there = [claims[i].step for i in shown]
+            last = self.quorums[-1].participants
+            is_known = bool(there) and max(there) >= max(m.step for m in last)
+            with_state = [m for m in last if m.replica_id in shown and claims[m.replica_id].step]
+            is_known = is_known or len(with_state) > len(last) / 2
+        reports = {i: report for i, report in self.reports.items() if i in claims}
+        said = [(past.quorum_id, past.members) for past, _ in reports.values()]
+        stated = {i: report for i, report in reports.items() if report[1]}
+        most = [r for r in said if all(said.count(r) > said.count(o) for o in said if o != r)]
+        is_most = len(most) > 1 and len(most) > len(most[0][1]) / 2
+        if stated:
+            reports = stated
+        elif is_most:
+            reports = {i: r for i, r in reports.items() if (r[0].quorum_id, r[0].members) in most}
+        for i, (past, _) in reports.items():
+            others = [
+                m.step
+                for m in claims.values()
+                if m.replica_id in past.members - {i} and m.commit_quorum_id != -1
+            ]
+            limit = past.step + 1 if not past.stood else max(others) + 1 if others else math.inf
+            if claims[i].commit_quorum_id != -1 and claims[i].step <= limit:
+                shown.add(i)
+                is_known = is_known or (claims[i].step > 0 and (bool(stated) or is_most))
+        return {i for i, m in claims.items() if m.step > 0 and i not in shown} if is_known else set()
+
+    def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
+        self.reports.pop(replica_id, None)
+        was_in = any(m.replica_id == replica_id for q in self.quorums for m in q.participants)
+        if replica_id in past.members and not was_in and past.quorum_id > 0:
+            self.reports[replica_id] = past, is_stated
+
+    def is_shown(self, member: Member) -> bool:
+        own = [(q, m) for q in self.quorums for m in q.participants if m.replica_id == member.replica_id]
+        if not own or member.commit_quorum_id == -1:
+            return False
+        last_rounds = {q.quorum_id: q for q, _ in own}
+        had = [(own[-1][1].step, own[-1][1].commit_quorum_id)]
+        had += [max((m.step, m.commit_quorum_id) for m in q.participants) for q in last_rounds.values()]
+        if member.step == 0 or (member.step, member.commit_quorum_id) in had:
+            return True
+        quorum_id = member.commit_quorum_id if member.commit_quorum_id > 0 else own[-1][0].quorum_id
+        if (quorum := last_rounds.get(quorum_id)) is None:
+            return False
+        if not quorum.stands:
+            return member.step <= max(m.step for m in quorum.participants) + 1
+        ids = {m.replica_id for m in quorum.participants} - {member.replica_id}
+        back = [j.member for j in self.joined if j.member.replica_id in ids]
+        others = [m.step for m in back if m.commit_quorum_id != -1]
+        return not others or member.step <= max(others) + 1
 
     # -- what events have in common
 

@@ -6,9 +6,10 @@ import random
 
 import pytest
 
+from lighthouse.core.decisions import DISOWNED
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
-from torchft_like.core.assignment import DISOWNED, NotAMemberError, QuorumResult, assign
+from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
 
 
 def result_of(

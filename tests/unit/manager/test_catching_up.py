@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from lighthouse.core.decisions import DISOWNED, NO_STATE
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_quorum_driver import LIMIT_S
 from tests.unit.manager.test_state_exchange import Replica, Transport, no_memory
-from torchft_like.core.assignment import DISOWNED, NO_STATE, QuorumResult, assign
+from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import GroupJoin, RankJoin, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from lighthouse.core.decisions import NO_STATE
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
-from torchft_like.core.assignment import NO_STATE
 from torchft_like.core.replica_group import (
     Effect,
     GroupAway,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, cast
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from lighthouse.wire import torchft_pb2 as pb
 from tests.waiting import wait_for
 from torchft_like import devices
+from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import Verdict
 from torchft_like.core.step import StepProtocol, StepRules
@@ -47,12 +49,13 @@ def config_of(name: str) -> ManagerConfig:
 
 @pytest.fixture
 def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
-    config, transport = config_of("a"), cast("Any", None)
+    config, transport = config_of("a"), HTTPTransport[Any](timedelta(seconds=LIMIT_S))
     group = ManagedGroup(ProcessGroupDummy(0, 1), protocol, ignore)
     exchange = StateExchange(config, protocol, group, StateRegistry(), transport, ignore)
     driver = QuorumDriver(config, protocol, group, exchange, ignore)
     yield driver
     driver.stop(ShutdownError("over"), LIMIT_S)
+    transport.shutdown()
 
 
 def quorum(quorum_id: int, **steps: int) -> QuorumResult:

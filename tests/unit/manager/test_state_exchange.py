@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
-from torchft_like.core.assignment import DISOWNED, NO_STATE
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,

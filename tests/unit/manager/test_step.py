@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from lighthouse.core.decisions import DISOWNED
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.core.assignment import DISOWNED, QuorumResult, assign
+from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules, WorldSizeMode
 
 

@@ -175,7 +175,7 @@ def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> Torch
     options._timeout = members.timeout
     options._threads = GLOO_THREADS_COUNT
     options._devices = [device.torch_device]
-    options.group_name = members.store.prefix
+    options.group_name = members.store.name
     return TorchGloo(store, members.rank, members.world_size, options)
 
 
@@ -183,9 +183,7 @@ def _shell_around(gloo: TorchGloo, members: GroupMembers) -> TorchProcessGroup:
     shell = TorchProcessGroup(members.rank, members.world_size)  # type: ignore[call-arg] # the stub lacks it
     shell._set_default_backend(TorchProcessGroup.BackendType.GLOO)
     shell._register_backend(CPU, TorchProcessGroup.BackendType.GLOO, gloo)
-    shell._set_group_name(
-        GroupName(members.store.prefix)
-    )  # torch's flight recorder uses this name, on all ranks
+    shell._set_group_name(GroupName(members.store.name))  # for torch's flight recorder, on all ranks
     shell._set_group_desc("torchft-gloo")
     return shell
 
