@@ -183,8 +183,8 @@ def received_over_group(data: bytes) -> object:
 class Impatient(CheckpointServer):
     """A source that lets nobody wait for a later step."""
 
-    def wait_for_offer(self, step: int, wait_s: float) -> Offer | None:
-        return super().wait_for_offer(step, 0.0)
+    def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> Offer | None:
+        return super().wait_for_offer(step, 0.0, key)
 
 
 @functools.cache
