@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-# Redundant aliases say that these are errors of this package, too.
 from lighthouse.errors import AddressError as AddressError
 from lighthouse.errors import BindError as BindError
 from lighthouse.errors import ConfigError as ConfigError
@@ -295,3 +294,32 @@ def _by_rank(texts: Mapping[int, str]) -> str:
 
 def _waiting(waiting: Mapping[int, Sequence[str]]) -> str:
     return f"waiting: {_by_rank({rank: ', '.join(texts) for rank, texts in waiting.items()}) or 'nobody'}"
+
+
+OWN_FAILURE_MAX = 400  # characters of an error that go to the lighthouse
+# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors, when a peer or its host is why.
+_OF_PEERS = ("connect", "peer", "pipe", "socket", "remote", "store", "timed out", "timeout")
+
+
+def is_own_error(error: BaseException) -> bool:
+    """Return whether an error comes from this process, its device or its host alone, and is not what the end
+    or the silence of a peer looks like from here.
+
+    A rank that has errors of its own, again and again, is left out of quorums for a while, so that the others
+    can go on (`lighthouse/core/sickness.py`). An error that is taken for the rank's own, and is not, costs
+    that rank a second. One that is, and is not taken for it, costs the others their steps for as long as it
+    lasts.
+    """
+    if isinstance(error, SubprocessLostError):  # this rank's subprocess
+        return True
+    if isinstance(error, FaultToleranceError | ConnectionError | TimeoutError):
+        return error.__cause__ is not None and is_own_error(error.__cause__)
+    if isinstance(error, RuntimeError):
+        text = str(error).lower()
+        return not any(word in text for word in _OF_PEERS)
+    return True
+
+
+def describe_own_error(error: BaseException) -> str:
+    """Return an error in words, as it goes to the lighthouse."""
+    return f"{type(error).__name__}: {error}"[:OWN_FAILURE_MAX]

@@ -1,27 +1,58 @@
-"""The HTTP server of the page, uvicorn, in the lighthouse's own event loop and at a port of its own.
+"""The page and its HTTP server: uvicorn, in the lighthouse's own event loop and at a port of its own.
 
 gRPC for Python hands no connection out that speaks HTTP/1.1, so one port for both would need a proxy in front
 of every session, whose PINGs then say nothing of the replica behind it. docs/lighthouse-page.md has more.
+
+    GET  /                    the page
+    GET  /status              the state of the job, JSON
+    GET  /metrics             the same for Prometheus
+    GET  /healthz             200 while the lighthouse works
+    POST /replica/ID/kill     end a replica group, as torchft's page does
+
+However many look, one document is made in SNAPSHOT_S at most, and only while somebody does.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import functools
+import gzip
+import hashlib
+import itertools
+import re
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, MutableMapping
+from dataclasses import dataclass
+from importlib import resources
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+import grpc.aio
 import uvicorn
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from lighthouse.address import Address
-from lighthouse.errors import ConfigError
+from lighthouse import __version__
+from lighthouse.address import Address, is_loopback
+from lighthouse.core.history import DURATION_BOUNDS_S, Durations
+from lighthouse.core.trust import Role
+from lighthouse.errors import AddressError, ConfigError
+from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
 from lighthouse.net import DESCRIPTORS_KEPT
-from lighthouse.page.app import Page
+from lighthouse.page.status import STATES, Snapshot, take
 from lighthouse.tls import page_context, scheme
 from lighthouse.trust import process_trust, warn_if_open
 
@@ -163,3 +194,274 @@ class _BoundedProtocol(H11Protocol):
             return
         self._answered = last
         self._watch = self.loop.call_later(SILENT_S, self._close_if_silent)
+
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+SNAPSHOT_S = 1.0
+KILL_HEADER = b"x-torchft-kill"
+_JSON, _TEXT = b"application/json", b"text/plain; charset=utf-8"
+_FORWARDED = (b"forwarded", b"x-forwarded-for", b"x-real-ip", b"via")
+_METRICS = b"text/plain; version=0.0.4; charset=utf-8"
+_KILL = re.compile(r"/replica/(.+)/kill", re.DOTALL)
+
+
+def role_of(scope: Scope, everybody_operates: bool) -> Role:
+    """Return the role of a request: the one place where that is decided.
+
+    A lighthouse that has tokens asks for one. Else everybody may observe, and only whoever is on the
+    lighthouse's own host may operate, or everybody, if the lighthouse was told so. A request through a proxy
+    on that host comes from elsewhere; and one for a name other than that of the loopback interface may come
+    from a page of a stranger in a browser on this host, which has given its name this address (DNS
+    rebinding).
+    """
+    if (trust := process_trust()) is not None:
+        return trust.role_of_header(_header(scope, b"authorization").decode("latin-1"))
+    client = (scope.get("client") or ("",))[0]
+    is_forwarded = any(_header(scope, name) for name in _FORWARDED)
+    is_local = is_loopback(client) and is_loopback(_host(scope)) and not is_forwarded
+    return Role.OPERATE if everybody_operates or is_local else Role.OBSERVE
+
+
+def _host(scope: Scope) -> str:
+    try:
+        return urlsplit(f"//{_header(scope, b'host').decode('latin-1')}").hostname or ""
+    except ValueError:
+        return ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An HTTP response."""
+
+    status: int
+    body: bytes
+    content_type: bytes = _TEXT
+    headers: tuple[tuple[bytes, bytes], ...] = ()
+
+
+class Page:
+    """The application.
+
+    Args:
+        lighthouse: the one that is shown.
+        everybody_operates: whether a request from anywhere may kill.
+    """
+
+    def __init__(self, lighthouse: Lighthouse, *, everybody_operates: bool = False) -> None:
+        self._lighthouse = lighthouse
+        self._everybody_operates = everybody_operates
+        self._metrics = JobMetrics(lighthouse)
+        self._html = _Html.load()
+        self._taken: asyncio.Task[Snapshot] | None = None
+        self._taken_at = 0.0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        answer = await self._answer(scope)
+        length = [] if answer.status == 304 else [(b"content-length", str(len(answer.body)).encode())]
+        headers = [(b"content-type", answer.content_type), *_ALWAYS, *answer.headers, *length]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        body = b"" if scope["method"] == "HEAD" else answer.body
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope) -> Answer:
+        path, method = scope["path"], scope["method"]
+        if path != "/healthz" and role_of(scope, self._everybody_operates) < Role.OBSERVE:
+            return _UNAUTHENTICATED
+        if (match := _KILL.fullmatch(path)) is not None:
+            return await self._kill(scope, match[1]) if method == "POST" else _not_allowed(b"POST")
+        serve = {"/": self._page, "/status": self._status, "/metrics": self._scrape, "/healthz": self._health}
+        if path not in serve:
+            return Answer(404, b"there are /, /status, /metrics and /healthz\n")
+        return await serve[path](scope) if method in ("GET", "HEAD") else _not_allowed(b"GET, HEAD")
+
+    async def _page(self, scope: Scope) -> Answer:
+        html = self._html
+        body, encoding = (html.compressed, _GZIP) if _takes_gzip(scope) else (html.body, ())
+        cache = (b"cache-control", b"no-cache")
+        return Answer(
+            200,
+            body,
+            b"text/html; charset=utf-8",
+            (*encoding, cache, (b"content-security-policy", html.policy)),
+        )
+
+    async def _status(self, scope: Scope) -> Answer:
+        snapshot = await self._snapshot()
+        tag = snapshot.tag.encode()
+        role = role_of(scope, self._everybody_operates).name.lower().encode()
+        now = str(round(time.time(), 3)).encode()
+        headers = (
+            (b"etag", tag),
+            (b"cache-control", b"no-cache"),
+            (b"torchft-role", role),
+            (b"torchft-time", now),
+        )
+        if _header(scope, b"if-none-match") == tag:
+            return Answer(304, b"", _JSON, headers)
+        if _takes_gzip(scope):
+            return Answer(200, snapshot.compressed, _JSON, (*headers, *_GZIP))
+        return Answer(200, snapshot.body, _JSON, headers)
+
+    async def _scrape(self, _: Scope) -> Answer:
+        return Answer(200, self._metrics.text(await self._snapshot()), _METRICS)
+
+    async def _health(self, _: Scope) -> Answer:
+        return Answer(200, b"ok\n")
+
+    async def _kill(self, scope: Scope, replica_id: str) -> Answer:
+        if role_of(scope, self._everybody_operates) < Role.OPERATE:
+            return _NO_OPERATOR if process_trust() is None else _OTHER_ROLE
+        if not _header(scope, KILL_HEADER):  # which a form of a stranger's page cannot send
+            return Answer(400, b"the request needs the header X-Torchft-Kill: yes\n")
+        try:
+            await self._lighthouse.kill(replica_id, f"somebody at {(scope.get('client') or ['?'])[0]}")
+        except AddressError:
+            return Answer(404, b"no replica group of this name is known, or it has told no address\n")
+        except grpc.aio.AioRpcError as error:
+            return Answer(
+                502, f"it does not answer: {printable(error.details() or error.code().name)}\n".encode()
+            )
+        return Answer(202, b"it was told to end itself\n")
+
+    async def _snapshot(self) -> Snapshot:
+        """Return the present document, which is made once for all who ask within SNAPSHOT_S."""
+        self._lighthouse.look()
+        now = asyncio.get_running_loop().time()
+        if self._taken is None or (self._taken.done() and now >= self._taken_at + SNAPSHOT_S):
+            self._taken_at = now
+            self._taken = asyncio.get_running_loop().create_task(take(self._lighthouse))
+        return await asyncio.shield(self._taken)
+
+
+@dataclass(frozen=True)
+class _Html:
+    """The page, and the policy by which a browser runs nothing else in it."""
+
+    body: bytes
+    compressed: bytes
+    policy: bytes
+
+    @classmethod
+    def load(cls) -> _Html:
+        body = resources.files("lighthouse.page").joinpath("page.html").read_bytes()
+        hashes = {
+            tag: " ".join(
+                f"'sha256-{_digest(text)}'"
+                for text in re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), body, re.DOTALL)
+            )
+            for tag in (b"script", b"style")
+        }
+        policy = (
+            f"default-src 'none'; script-src {hashes[b'script']}; style-src {hashes[b'style']}; "
+            "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        )
+        return cls(body, gzip.compress(body), policy.encode())
+
+
+_ALWAYS = (
+    (b"x-content-type-options", b"nosniff"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"vary", b"accept-encoding"),
+)
+_GZIP = ((b"content-encoding", b"gzip"),)
+# A browser asks the person for a password, and sends the token that is given as one.
+_UNAUTHENTICATED = Answer(
+    401,
+    b"this lighthouse asks for a token: as Bearer, or as the password of any name (docs/security.md)\n",
+    headers=((b"www-authenticate", b'Basic realm="torchft-like", charset="UTF-8"'),),
+)
+_NO_OPERATOR = Answer(403, b"only from the lighthouse's own host, or with --page_operators=everybody\n")
+_OTHER_ROLE = Answer(403, b"that takes the token of those who operate\n")
+
+
+def _digest(text: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(text).digest()).decode()
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    headers: Iterable[tuple[bytes, bytes]] = scope["headers"]
+    return next((value for key, value in headers if key == name), b"")
+
+
+def _takes_gzip(scope: Scope) -> bool:
+    return b"gzip" in _header(scope, b"accept-encoding")
+
+
+def _not_allowed(methods: bytes) -> Answer:
+    return Answer(405, b"use " + methods + b"\n", headers=((b"allow", methods),))
+
+
+_PREFIX = "torchft_lighthouse"
+# There is the same number of metrics whatever the job is. Names are as Prometheus's guide wants them: base
+# units, `_total` for what only grows. No label has a value that a replica chose.
+_COUNTED = {
+    "quorum": ("quorums", "quorums with a new id that were formed"),
+    "register": ("registrations", "sessions that replica groups have opened"),
+    "loss": ("losses", "replica groups that died or fell silent"),
+    "leave": ("leaves", "replica groups that left in good order"),
+    "heal": ("heals", "replica groups that took over the state of another one"),
+    "refused": ("refusals", "replica groups that were foreign to the job"),
+    "left_out": ("exclusions", "changes of the replica groups that quorums leave out"),
+    "kill": ("kills", "replica groups that an operator had killed"),
+}
+
+
+class JobMetrics(Collector):
+    """The metrics of one lighthouse."""
+
+    def __init__(self, lighthouse: Lighthouse) -> None:
+        self._lighthouse = lighthouse
+        self._snapshot: Snapshot | None = None
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+        ProcessCollector(registry=self._registry)
+
+    def text(self, snapshot: Snapshot) -> bytes:
+        """Return the metrics in Prometheus's text format."""
+        self._snapshot = snapshot
+        text: bytes = generate_latest(self._registry)
+        return text
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every metric of the last snapshot."""
+        if (snapshot := self._snapshot) is None:
+            return
+        yield InfoMetricFamily(_PREFIX, "the lighthouse", {"version": __version__})
+        replicas = GaugeMetricFamily(f"{_PREFIX}_replicas", "replica groups by state", labels=["state"])
+        for state in STATES:
+            replicas.add_metric([state.replace(" ", "_")], snapshot.states.get(state, 0))
+        yield replicas
+        job = snapshot.job
+        yield _gauge("quorum_members", "members of the last quorum", job["members"])
+        yield _gauge("quorum_members_gone", "members of the last quorum that are gone since", job["gone"])
+        yield _gauge("min_replicas", "the smallest quorum that may form", job["min_replicas"])
+        is_whole = job["state"] in ("formed", "stands")
+        yield _gauge("quorum_is_whole", "1 while there is a quorum of which no member is gone", is_whole)
+        yield _gauge("quorum_stands", "1 while its members ask for no other", job["state"] == "stands")
+        yield _gauge(
+            "quorum_formed_timestamp_seconds", "when the last quorum was formed", job["formed"] or 0.0
+        )
+        yield _gauge("step", "the newest step that a member has committed", job["step"])
+        yield _gauge("steps_per_second", "the median of the members' rates", job["steps_per_s"] or 0.0)
+        yield _gauge("is_starved", "1 if this process could not hear just now", self._lighthouse.is_starved)
+        history = self._lighthouse.history
+        for kind, (name, what) in _COUNTED.items():
+            yield CounterMetricFamily(f"{_PREFIX}_{name}", what, history.counts[kind])
+        what = "from the loss of a member to the quorum without it"
+        yield _histogram("recovery_to_quorum_seconds", what, history.to_quorum)
+        what = "from the loss of a member to the first step that was reported after it"
+        yield _histogram("recovery_to_step_seconds", what, history.to_step)
+
+
+def _gauge(name: str, what: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"{_PREFIX}_{name}", what, float(value))
+
+
+def _histogram(name: str, what: str, durations: Durations) -> Metric:
+    bounds = [*map(str, DURATION_BOUNDS_S), "+Inf"]
+    buckets = list(zip(bounds, itertools.accumulate(durations.counts), strict=True))
+    return HistogramMetricFamily(f"{_PREFIX}_{name}", what, buckets, durations.sum_s)

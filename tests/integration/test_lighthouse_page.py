@@ -17,8 +17,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lighthouse.core.trust import Role
-from lighthouse.page import app
-from lighthouse.page.server import CONNECTIONS_MAX
+from lighthouse.page.server import CONNECTIONS_MAX, SNAPSHOT_S, Scope, role_of
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
@@ -212,8 +211,8 @@ def test_who_may_kill(site: Site, headers: dict[str, str], status: int) -> None:
     ],
 )
 def test_who_is_elsewhere_observes(client: str, everybody: bool, role: Role) -> None:
-    scope: app.Scope = {"client": (client, 1), "headers": [(b"host", b"localhost:29511")]}
-    assert app.role_of(scope, everybody) is role
+    scope: Scope = {"client": (client, 1), "headers": [(b"host", b"localhost:29511")]}
+    assert role_of(scope, everybody) is role
 
 
 def test_silent_connections_shut_nobody_out_and_cost_no_session(site: Site) -> None:
@@ -278,7 +277,7 @@ def test_the_status_in_a_terminal(
             client.join(step=3, address=ADDRESS)
         for client in clients:
             client.quorum()
-        time.sleep(app.SNAPSHOT_S)  # the document may be that old
+        time.sleep(SNAPSHOT_S)  # the document may be that old
         assert main(["status", address]) == 0
         first, *_, table = capsys.readouterr().out.partition("quorum of 2, step 3\n")
         assert first.startswith("127.0.0.1")

@@ -35,8 +35,8 @@ from lighthouse.address import LOOPBACK, Address
 from lighthouse.core.trust import Role, make_texts, parse_trust
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import Event, read_events
-from lighthouse.page.app import Page
 from lighthouse.page.cli import lines_of, status_in
+from lighthouse.page.server import Page
 from lighthouse.tls import FILES
 from lighthouse.tls import _read as read_identity
 from lighthouse.wire import torchft_pb2 as pb

@@ -383,7 +383,7 @@ class StepProtocol:
         """Record an error in a quorum; return True if that is news and concerns the current one.
 
         Args:
-            own: the error in words, if it is this rank's own (`blame.py`).
+            own: the error in words, if it is this rank's own (`errors.is_own_error`).
         """
         if quorum_id < self.quorum_id:
             return False

@@ -17,10 +17,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.blame import described, is_own
 from torchft_like.core.replica_group import LossNotice
 from torchft_like.core.step import Plan, StepProtocol
-from torchft_like.errors import MemberLostError
+from torchft_like.errors import MemberLostError, describe_own_error, is_own_error
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.group import adopted
@@ -119,7 +118,7 @@ class ManagedGroup:
         """Record an error in a quorum, and release the peers that wait for this rank."""
         with self.lock:
             was_broken = self._protocol.is_broken(quorum_id)
-            own = described(reason) if group_broken and is_own(reason) else ""
+            own = describe_own_error(reason) if group_broken and is_own_error(reason) else ""
             is_news = self._protocol.fail(quorum_id, reason, group_broken=group_broken, own=own)
             if group_broken and not was_broken:
                 self._abort(quorum_id, f"{type(reason).__name__}: {reason}")
@@ -129,7 +128,7 @@ class ManagedGroup:
     def fail_current(self, reason: Exception) -> None:
         """Record an error that the training script reports in its current step."""
         with self.lock:
-            own = described(reason) if is_own(reason) else ""
+            own = describe_own_error(reason) if is_own_error(reason) else ""
             is_news = self._protocol.fail_current(reason, own)
             quorum_id = self._protocol.quorum_id
             if is_news:

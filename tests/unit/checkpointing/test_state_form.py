@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lighthouse.core.state_form import first_difference
-from torchft_like.checkpointing.state_form import form_of
+from torchft_like.manager.state_registry import form_of
 
 
 def a_model(width: int = 4, depth: int = 2, dtype: torch.dtype = torch.float32) -> torch.nn.Module:

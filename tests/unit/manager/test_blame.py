@@ -6,12 +6,14 @@ import errno
 
 import pytest
 
-from torchft_like.core.blame import OWN_FAILURE_MAX, described, is_own
 from torchft_like.errors import (
+    OWN_FAILURE_MAX,
     MemberLostError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
     SubprocessLostError,
+    describe_own_error,
+    is_own_error,
 )
 
 
@@ -34,7 +36,7 @@ def caused_by(error: Exception, cause: Exception) -> Exception:
     ids=str,
 )
 def test_an_error_of_the_process_its_device_or_its_host_is_its_own(error: Exception) -> None:
-    assert is_own(error)
+    assert is_own_error(error)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +54,8 @@ def test_an_error_of_the_process_its_device_or_its_host_is_its_own(error: Except
     ids=str,
 )
 def test_what_the_end_of_a_peer_looks_like_is_not(error: Exception) -> None:
-    assert not is_own(error)
+    assert not is_own_error(error)
 
 
 def test_a_long_error_is_cut() -> None:
-    assert len(described(ValueError("x" * 10_000))) == OWN_FAILURE_MAX
+    assert len(describe_own_error(ValueError("x" * 10_000))) == OWN_FAILURE_MAX
