@@ -52,10 +52,10 @@ def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
         (["--bind", "0.0.0.0:0"], "0.0.0.0:0 asks for no token and no certificate"),
         (["--page", "[::]:0"], "[::]:0 asks for no token and no certificate"),
         (["--bind", "192.0.2.1:1", "--insecure"], "cannot listen on 192.0.2.1:1: "),
-        (["--replicas_max", "401"], "may open 528 files, and --replicas_max 401 needs 529"),
+        (["--replicas_max", "401"], "may open 656 files, and --replicas_max 401 needs 657"),
         (
             ["--min_replicas", "401"],
-            "and --replicas_max 10000 needs 10128",
+            "and --replicas_max 10000 needs 10256",
         ),
     ],
 )
@@ -63,7 +63,7 @@ def test_a_bad_argument_is_one_line_and_status_2(
     arguments: list[str], complaint: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if " needs " in complaint:
-        monkeypatch.setattr(net, "allow_many_files", lambda: 528)
+        monkeypatch.setattr(net, "allow_many_files", lambda: 656)
     monkeypatch.setenv(INSECURE_ENV, "")
     assert main(arguments) == 2
     out, error = capfd.readouterr()
