@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Ids = tuple[str, ...]
+Attempt = tuple[str, int, int, Ids]  # at a try: the launch, the number of the try, a rank, and all processes
 
 
 class RunOverError(Exception):
@@ -38,11 +39,13 @@ class Checker:
         "_free",
         "_given_up",
         "_ids",
+        "_known",
         "_left_at",
         "_lives",
         "_newest",
         "_number",
         "_order",
+        "_orphans",
         "_previous",
         "_promised",
         "_seen",
@@ -55,8 +58,10 @@ class Checker:
         "_told_of",
         "_trained",
         "_tries",
+        "_unheard",
         "_verdicts",
         "_waiting",
+        "_whole",
         "_world",
         "commits",
         "is_over",
@@ -98,8 +103,14 @@ class Checker:
         self._trained: dict[str, int] = {}  # by process: the inner steps since its last sync
         # By process, of those that live: its last try, as the name of the launch, the number of the try, its
         # rank, and the processes of all ranks; and those that are in a try.
-        self._attempts: dict[str, tuple[str, int, int, Ids]] = {}
+        self._attempts: dict[str, Attempt] = {}
         self._tries: set[str] = set()
+        self._known: dict[str, set[str]] = {}  # by process: those with which it has begun tries
+        self._whole: dict[str, Ids] = {}  # by process: all those in its try, once they have come to it
+        self._unheard: set[str] = (
+            set()
+        )  # starts of replica groups in which a process answered nothing for long
+        self._orphans: dict[str, str] = {}  # processes without which their group has gone on: what they owe
         self._told_of: dict[str, tuple[str, int]] = {}  # by spare: the place of which it was told last
         self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
@@ -484,25 +495,73 @@ class Checker:
             self.violate("one_process_per_place", f"{process} begins try {attempt} without a rank: {members}")
         if members[number] != process:
             self.violate("one_process_per_place", f"{process} is rank {number} beside {members[number]}")
+        self._known.setdefault(process, set()).update(members)
         before = self._attempts.get(process)
         if before is not None and (attempt <= before[1] or before[0] != launch):
             self.violate(
                 "one_process_per_place", f"{process} begins try {attempt} of {launch} after {before}"
             )
-        for other, (its_launch, its_attempt, its_number, its_members) in self._attempts.items():
+        self._attempts[process] = this = launch, attempt, number, members
+        self._tries.add(process)
+        for other, its in self._attempts.items():
+            its_launch, its_attempt, its_number, its_members = its
             if its_launch != launch or other == process or not self._can_be(members, its_members):
+                continue
+            if launch in self._unheard and not self._may_both_be_whole(process, this, other, its):
                 continue
             if its_attempt == attempt and its_members != members:
                 text = f"{process} begins try {attempt} with {members}, {other} with {its_members}"
                 self.violate("one_process_per_place", text)
             if its_number == number and other in self._tries:
                 self.violate("one_process_per_place", f"{process} and {other} are both rank {number}")
-        self._attempts[process] = launch, attempt, number, members
-        self._tries.add(process)
+
+    def is_unheard(self, launch: str) -> None:
+        """Note that a process of this start of a replica group answered nothing for the dead time.
+
+        From then on some may go on from a meeting that others begin anew. Their try never is whole.
+        """
+        self._unheard.add(launch)
+
+    def try_begins(self, launch: str, members: Ids, group: str) -> None:
+        """Check that a replica group does not go on twice, now that all ranks have come to a try."""
+        for process in members:
+            self._whole[process] = members
+            self._orphans.pop(process, None)
+        for process, (its_launch, *_) in self._attempts.items():
+            if its_launch != launch or process in members:
+                continue
+            if not any(self._know_each_other(process, member) for member in members):
+                continue
+            others = self._whole.get(process, ())
+            if others and all(self._whole.get(other) == others for other in others):
+                self.violate(
+                    "one_process_per_place", f"{others} and {members} are both all ranks of {launch}"
+                )
+            self._orphans[process] = owed = f"{group}:{process}"
+            if self._awaited:
+                self._awaited[owed] = 1
+
+    @property
+    def orphans(self) -> list[str]:
+        """What processes owe without which their group has gone on: their end."""
+        return list(self._orphans.values())
 
     def _can_be(self, *tries: Ids) -> bool:
         """Return whether all processes of these tries live; otherwise the try never is whole."""
         return all(self._world.stores[process].is_open for members in tries for process in members)
+
+    def _may_both_be_whole(self, one: str, this: Attempt, other: str, its: Attempt) -> bool:
+        """Return whether all ranks of both tries may still come to them, by what they have begun."""
+        return self._know_each_other(one, other) and all(
+            known is None or known[1] < attempt or (known[3] == members and member in self._tries)
+            for _, attempt, _, members in (this, its)
+            for member in members
+            for known in (self._attempts.get(member),)
+        )
+
+    def _know_each_other(self, one: str, other: str) -> bool:
+        """Return whether a process lives that both have known: else neither can learn of the other."""
+        return any(self._world.stores[each].is_open for each in self._known[one] & self._known[other])
 
     def comes_to_try(self, process: str, attempt: int, members: Ids) -> None:
         """Check that a process comes to the try that it has begun."""
@@ -512,10 +571,15 @@ class Checker:
     def ends_try(self, process: str) -> None:
         """Note that a process has ended its try."""
         self._tries.discard(process)
+        self._whole.pop(process, None)
 
     def process_ended(self, process: str) -> None:
         """Note that a process has ended."""
         self._attempts.pop(process, None)
+        owed = self._awaited.pop(self._orphans.pop(process, ""), None)
+        if owed is not None and self._is_paid():
+            self.is_over = True
+            self._world.stop()
 
     # -- the quiet phase
 

@@ -21,6 +21,7 @@ from tests.simulation.scenario import EVENT_KINDS, FAULTS_MIN, ORDER_KINDS
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, RUNNING, Process
 
 if TYPE_CHECKING:
+    from tests.simulation.restarting import Launch, Trainer
     from tests.simulation.simulation import Simulation
 
 Draws = tuple[float, float, float]
@@ -49,6 +50,7 @@ class Faults:
             if kind in scenario.kinds
         ]
         self._cut: list[list[tuple[int, int]]] = []
+        self._torn: list[list[tuple[Trainer, Trainer]]] = []
         self._cut_off_s = 0.0  # for so long, a quorum that stands is to be cut off from the lighthouse
         self._is_over = False
         self.count = 0
@@ -81,6 +83,8 @@ class Faults:
         links = [link for cut in self._cut for link in cut]
         self._cut.clear()
         world.unblock(links)
+        for pairs in list(self._torn):
+            self._reunite(pairs)
         for process in self._simulation.processes():
             if process.state == PAUSED:
                 world.resume(process)
@@ -406,6 +410,53 @@ class Faults:
         victims = on_their_way or spares
         victims[int(draws[0] * len(victims))].kill()
         return victims[int(draws[0] * len(victims))].name
+
+    def _trainer_pause(self, draws: Draws) -> str | None:
+        """Stop a process, of those that meet others or are on their way to them if there are any."""
+        trainers = [t for t in self._simulation.trainers() if t.launch is not None and t.state == RUNNING]
+        victims = [trainer for trainer in trainers if trainer.rank is None] or trainers
+        if not victims:
+            return None
+        victim, time = victims[int(draws[0] * len(victims))], self._in_silence(draws)
+        self._stop(victim, time)
+        return f"{victim.name} for {time:.3f} s"
+
+    def _trainer_cut(self, draws: Draws) -> str | None:
+        """Cut the processes of a replica group into two sides, which do not hear each other for a while."""
+        world = self._world
+        launches = list(dict.fromkeys(t.launch for t in self._simulation.trainers() if t.launch is not None))
+        launch = launches[int(draws[0] * len(launches))] if launches else None
+        trainers = [] if launch is None else [each for each in launch.trainers if each.state != DEAD]
+        if launch is None or len(trainers) < 2 or any(one in trainers for one, _ in world.apart):
+            return None
+        number = 1 + int(draws[0] * 1000) % (2 ** len(trainers) - 2)
+        sides: tuple[list[Trainer], list[Trainer]] = [], []
+        for bit, trainer in enumerate(trainers):
+            sides[number >> bit & 1].append(trainer)
+        pairs, time = [(one, other) for one in sides[0] for other in sides[1]], self._in_silence(draws)
+        world.apart += pairs
+        self._torn.append(pairs)
+        world.after(time, world.nobody, self._reunite, pairs)
+        world.after(1.1 * world.scenario.dead_s, world.nobody, self._lose_try, launch, pairs)
+        names = [" and ".join(trainer.name for trainer in side) for side in sides]
+        return f"{names[0]} cannot hear {names[1]} for {time:.3f} s"
+
+    def _in_silence(self, draws: Draws) -> float:
+        """Return a time that is often longer than a process may be silent."""
+        scenario = self._world.scenario
+        return self._long(draws[1]) + 3 * draws[2] * min(scenario.dead_s, 3 * scenario.keepalive_s)
+
+    def _lose_try(self, launch: Launch, pairs: list[tuple[Trainer, Trainer]]) -> None:
+        """End the try of a replica group whose ranks do not hear each other."""
+        torn = [trainer for trainer in launch.trainers if trainer.is_torn] if pairs in self._torn else []
+        for trainer in torn:
+            if trainer.rank is not None and trainer.rank.state == RUNNING:
+                trainer.rank.die("its replica group is lost")
+
+    def _reunite(self, pairs: list[tuple[Trainer, Trainer]]) -> None:
+        if pairs in self._torn:
+            self._torn.remove(pairs)
+            self._world.reunite(pairs)
 
     # -- training scripts
 

@@ -1044,6 +1044,20 @@ class _BeginsWithoutARank(MeetingProtocol):
         return attempt, [lost if each.ending is Ending.GONE else each for each in everybody]
 
 
+class _GoesOnInSmallerSides(MeetingProtocol):
+    def silent(self, process: RankProcess, why: str) -> bool:
+        if not why or self._processes.get(process.rank) != process or process.rank in self._gone:
+            return False
+        self._gone[process.rank] = why
+        self._passed_over.add(process.rank)
+        return True
+
+
+class _AsksNobodyWhenItIsBack(MeetingProtocol):
+    def _ask_whether_passed_over(self, attempt: int) -> Steps[None]:
+        yield from ()
+
+
 def _mutant(core: type[Any], lacks: str, seed: int, invariant: str) -> Mutant:
     """Return the mutant that has this core; it is called as the class is."""
     name = re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
@@ -1183,17 +1197,19 @@ MUTANTS = (
     _mutant(_HealsWithoutGlobalParameters, "global parameters heal with the rest", 6, "heal_is_clean"),
     _mutant(_HealsWithoutLocalParameters, "the model heals with its global parameters", 6, "heal_is_clean"),
     _mutant(
-        _KeepsHalfAStep, "a state is kept once the script is done with its last step", 522, "heal_is_clean"
+        _KeepsHalfAStep, "a state is kept once the script is done with its last step", 2570, "heal_is_clean"
     ),
-    _mutant(_TakesAnyKeptState, "a kept state is of the step and quorum of the newest", 23, "heal_is_clean"),
-    _mutant(_TellsTwoOfAPlace, "a place is told to one spare", 759, "one_process_per_place"),
-    _mutant(_ForgetsLostSpares, "the place of a lost spare is told to another one", 1271, "progress"),
-    _mutant(_KeepsDecliningSpares, "a spare that has declined is free again", 682, "progress"),
-    _mutant(_TakesATakenPlace, "the first spare has the place", 919, "one_process_per_place"),
-    _mutant(_LeavesNoWord, "who has left a meeting says so in the next store", 2839, "progress"),
+    _mutant(_TakesAnyKeptState, "a kept state is of the step and quorum of the newest", 151, "heal_is_clean"),
+    _mutant(_TellsTwoOfAPlace, "a place is told to one spare", 1898, "one_process_per_place"),
+    _mutant(_ForgetsLostSpares, "the place of a lost spare is told to another one", 1143, "progress"),
+    _mutant(_KeepsDecliningSpares, "a spare that has declined is free again", 2391, "progress"),
+    _mutant(_TakesATakenPlace, "the first spare has the place", 87, "one_process_per_place"),
+    _mutant(_LeavesNoWord, "who has left a meeting says so in the next store", 6442, "progress"),
     _mutant(_SaysNothingOfTheDead, "the others speak for a rank that has ended", 10, "progress"),
-    _mutant(_KeepsTheDeadInMind, "a place that a spare has taken has a rank", 23, "one_process_per_place"),
-    _mutant(_GoesOnAlone, "a spare that finds nobody left gives up", 42967, "progress"),
+    _mutant(_KeepsTheDeadInMind, "a place that a spare has taken has a rank", 87, "one_process_per_place"),
+    _mutant(_GoesOnAlone, "a spare that finds nobody left gives up", 5002, "progress"),
+    _mutant(_GoesOnInSmallerSides, "of two sides of a cut one goes on", 234, "one_process_per_place"),
+    _mutant(_AsksNobodyWhenItIsBack, "who was passed over ends", 599, "progress"),
     _mutant(_BeginsWithoutARank, "no try begins without a rank", 10, "one_process_per_place"),
     Mutant(
         "counts its own absence",

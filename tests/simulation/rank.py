@@ -461,7 +461,10 @@ class Rank(Process):
             world.checker.synced(self, over, committed, before)
         if self._is_leaving:
             world.checker.left(self, committed)
-            self._leave()
+            if self.trainer is None:
+                self._leave()
+            else:  # once the others were told of the verdict, as the server tells all of one thing first
+                world.after(0.0, self, self._leave)
             return
         if committed and self._does("optimizer_error") is not None:
             self._spoil()

@@ -69,13 +69,13 @@ class RankLine:
         world = self._replica.world
         time = self._up_at = max(world.now + world.latency(), self._up_at)
         count = self._below.tell_count()
-        world.after(time - world.now, self._replica.server, self._come_up, self.life, count, message)
+        world.at(time, self._replica.server, self._come_up, self.life, count, message)
 
     def _send_down(self, message: Message | None) -> None:
         world = self._replica.world
         time = self._down_at = max(world.now + world.latency(), self._down_at)
         count = self._above.tell_count()
-        world.after(time - world.now, self._rank, self._come_down, self.life, count, message)
+        world.at(time, self._rank, self._come_down, self.life, count, message)
 
     def _come_up(self, life: int, count: int, message: Message | None) -> None:
         if life == self.life and self._above.arrived(count) and message is not None:
@@ -97,7 +97,7 @@ class RankLine:
         """Let the server find out that the rank's process is gone, after the last messages of it."""
         world = self._replica.world
         time = max(world.now + world.latency(), self._up_at)
-        world.after(time - world.now, self._replica.server, action, *args)
+        world.at(time, self._replica.server, action, *args)
 
     # -- sessions
 
@@ -149,7 +149,7 @@ class RankLine:
         world.tell(rank.name, "has another session")
         told = self._above.tell_count()
         time = self._down_at = max(world.now + world.latency(), self._down_at)
-        world.after(time - world.now, rank, self._hear_registered, self.life, told)
+        world.at(time, rank, self._hear_registered, self.life, told)
         repeat = self._above.to_repeat
         replica.trust(rank.number)
         for message in repeat:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lighthouse.core.vacancies import Decision, Filled, Vacancy
 from lighthouse.core.vacancies import Told as SpareTold
-from tests.simulation.world import DEAD, LIGHTHOUSE, Process
+from tests.simulation.replica import name_of
+from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, Process
 from torchft_like.core.catch_up import Version
 from torchft_like.core.meeting import (
     Ask,
@@ -66,30 +67,34 @@ class Store:
         if not self.is_open:
             return
         if isinstance(step, Check):
-            talk.send_answer(number, all(key in self._values for key in step.keys))
+            talk.send_answer(self, number, all(key in self._values for key in step.keys))
         elif isinstance(step, Read):
             self._readers.append((talk, number, step.keys))
         elif isinstance(step, Put):
-            talk.send_answer(number, self._values.setdefault(step.key, step.value.encode()))
+            talk.send_answer(self, number, self._values.setdefault(step.key, step.value.encode()))
         else:
             self._values[step.key] = step.value.encode()
-            talk.send_answer(number, None)
+            talk.send_answer(self, number, None)
         waiting, self._readers = self._readers, []
         for reader in waiting:
             client, asked, keys = reader
             if all(key in self._values for key in keys):
-                client.send_answer(asked, [self._values[key] for key in keys])
+                client.send_answer(self, asked, [self._values[key] for key in keys])
             else:
                 self._readers.append(reader)
 
     def close(self) -> None:
         """End with the process that serves it: connections end, and new ones are refused."""
         self.is_open = False
-        world, launch = self.owner.world, self.owner.launch
+        owner, world, launch = self.owner, self.owner.world, self.owner.launch
         for talk in self.clients:
-            world.after(world.latency(), talk.trainer, talk.hear_store_lost, self)
+            world.send(owner, talk.trainer, talk.hear_store_lost, self)
         for trainer in launch.audience if launch is not None else ():
-            world.after(world.latency(), trainer, trainer.hear_ended, self.owner.protocol.own)
+            world.send(owner, trainer, trainer.hear_ended, owner.protocol.own)
+
+    def greet(self, talk: Talk, number: int) -> None:
+        """Answer who connects."""
+        talk.send_answer(self, number, None)
 
 
 class Talk:
@@ -134,8 +139,8 @@ class Talk:
         """Take the first step, and look for processes that have ended before."""
         trainer, world = self.trainer, self.trainer.world
         for process in trainer.protocol.others if self.watches else ():
-            if not world.stores[process.address].is_open:
-                world.after(world.latency(), trainer, trainer.hear_ended, process)
+            if not (store := world.stores[process.address]).is_open:
+                world.send(store.owner, trainer, trainer.hear_ended, process)
         self._advance(None, None)
 
     def interrupt(self) -> None:
@@ -143,10 +148,9 @@ class Talk:
         if not self._is_settling:
             self._advance(None, NewsError())
 
-    def send_answer(self, number: int, answer: object) -> None:
+    def send_answer(self, store: Store, number: int, answer: object) -> None:
         """Answer a step from afar."""
-        world = self.trainer.world
-        world.after(world.latency(), self.trainer, self._hear, number, answer)
+        self.trainer.world.send(store.owner, self.trainer, self._hear, number, answer)
 
     def hear_store_lost(self, store: Store) -> None:
         """Handle the end of the connection to a store."""
@@ -189,13 +193,14 @@ class Talk:
             self._advance(None, None)
         elif isinstance(step, Settle):
             self._leave_store()
-            has_ended = not world.stores[step.address].is_open
+            store = world.stores[step.address]
+            has_ended = not store.is_open and not world.are_apart(trainer, store.owner)
             world.after(2 * world.latency(), trainer, self._hear, number, has_ended)
         elif isinstance(step, Open):
             self._leave_store()
             self._open(world.stores[step.address], step.briefly)
         elif self._store is not None and self._store.is_open:
-            world.after(world.latency(), self._store.owner, self._store.serve, self, number, step)
+            world.send(trainer, self._store.owner, self._store.serve, self, number, step)
         else:
             world.after(world.latency(), trainer, self._hear_lost, number)
         if self._is_brief and number == self._number:
@@ -206,8 +211,8 @@ class Talk:
         self._store, self._is_brief = store, is_brief
         store.clients[self] = None
         if store.is_open:
-            world.after(2 * world.latency(), self.trainer, self._hear, number, None)
-        elif is_brief:
+            world.send(self.trainer, store.owner, store.greet, self, number)
+        elif is_brief and not world.are_apart(self.trainer, store.owner):
             world.after(2 * world.latency(), self.trainer, self._hear_lost, number)
         # else it tries again and again, until there is news
 
@@ -226,6 +231,11 @@ class Try:
         self.attempt = attempt
         self.members = members
         self.arrived: dict[int, Trainer] = {}
+
+    def is_torn(self, world: World) -> bool:
+        """Return whether any two of those that have come do not hear each other."""
+        come = list(self.arrived.values())
+        return any(world.are_apart(one, other) for one in come for other in come)
 
 
 class Launch:
@@ -263,6 +273,7 @@ class Trainer(Process):
     __slots__ = (
         "_budget",
         "_desk",
+        "_heard",
         "_try",
         "_up_at",
         "attempt",
@@ -293,6 +304,7 @@ class Trainer(Process):
         self._try: Try | None = None
         self._budget = RestartBudget(world.scenario.restarts_max, None)
         self._desk: Desk | None = None
+        self._heard: dict[str, float] = {}  # by process: when it was heard last
         self._up_at = 0.0
 
     @property
@@ -304,6 +316,11 @@ class Trainer(Process):
     def is_spare(self) -> bool:
         """Whether it is no rank yet."""
         return self.launch is None or self not in self.launch.trainers
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether it is in a try with processes that do not hear each other."""
+        return self.rank is not None and self._try is not None and self._try.is_torn(self.world)
 
     # -- tries
 
@@ -329,7 +346,8 @@ class Trainer(Process):
         this = self._try = launch.tries[name]
         world.checker.comes_to_try(self.store.address, this.attempt, this.members)
         this.arrived[self.number] = self
-        if len(this.arrived) == world.scenario.ranks:
+        if len(this.arrived) == world.scenario.ranks and not this.is_torn(world):
+            world.checker.try_begins(launch.group_id, this.members, name_of(launch.slot))
             world.launcher.begin_try(launch, [this.arrived[rank] for rank in sorted(this.arrived)])
         else:
             world.after(world.scenario.meet_s, self, self._stop_waiting, this)
@@ -400,6 +418,38 @@ class Trainer(Process):
     ) -> None:
         talk = self.talk = Talk(self, steps, then, failed, watches)
         talk.start()
+        if watches:
+            self._heard.clear()
+            self._listen(talk)
+            self.world.after(self.world.scenario.look_again_s, self, self._look_again, talk)
+
+    def _look_again(self, talk: Talk) -> None:
+        """Let the protocol look again: this process may have been away, and passed over."""
+        if talk is self.talk:
+            self.world.after(self.world.scenario.look_again_s, self, self._look_again, talk)
+            talk.interrupt()
+
+    def _listen(self, talk: Talk) -> None:
+        """Find out who answers and who does not, while this process waits for others."""
+        if talk is not self.talk:
+            return
+        world, protocol = self.world, self.protocol
+        now, has_news = world.cores.heard(world, self), False
+        for process in protocol.others:
+            other = world.stores[process.address].owner
+            if other.state == RUNNING and not world.are_apart(self, other):
+                self._heard[process.address] = now
+            is_silent = now - self._heard.setdefault(process.address, now) > world.scenario.dead_s
+            if is_silent:
+                world.checker.is_unheard(self._of_launch().group_id)
+            has_news |= protocol.silent(process, "it answers nothing" if is_silent else "")
+        world.after(world.scenario.keepalive_s * 0.25, self, self._listen, talk)
+        if has_news:
+            world.felt["passed_over"] += 1
+            world.tell(
+                self.name, "goes on without", *(set(self._heard) - {p.address for p in protocol.others})
+            )
+            talk.interrupt()
 
     def end_talk(self) -> None:
         """Ask for spares no more."""
@@ -453,7 +503,7 @@ class Trainer(Process):
         """Send a message to the lighthouse, after all earlier ones."""
         world = self.world
         self._up_at = max(world.now + world.latency(), self._up_at)
-        world.after(self._up_at - world.now, world.lighthouse, action, *args)
+        world.at(self._up_at, world.lighthouse, action, *args)
 
     # -- as a spare
 

@@ -44,9 +44,17 @@ EVENT_KINDS = (
     "try_error",
     "trainer_crash",
     "spare_crash",
+    "trainer_pause",
+    "trainer_cut",
 )
 RANK_KINDS = ("rank_session_break", "rank_replaced")  # to what is between the ranks of a replica group
-RESTART_KINDS = ("try_error", "trainer_crash", "spare_crash")  # where processes run their functions again
+# Where processes run their functions again.
+RESTART_KINDS = (
+    "try_error",
+    "trainer_crash",
+    "spare_crash",
+    *(SILENCE_KINDS := ("trainer_pause", "trainer_cut")),
+)
 
 # What training scripts do at a place of their own, once a fault has told them to.
 ORDER_KINDS = (
@@ -61,7 +69,7 @@ ORDER_KINDS = (
 )
 
 # What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken,
-# heals to a state that the process has kept since its last try.
+# heals to a state that the process has kept since its last try, processes without which others have gone on.
 STEP_KINDS = (
     "bare_step",
     "long_step",
@@ -70,6 +78,7 @@ STEP_KINDS = (
     "started_again",
     "place_taken",
     "kept_state",
+    "passed_over",
 )
 
 # A message that a partition holds up: counted, not switched on.
@@ -196,6 +205,11 @@ class Scenario:
         return 2 * self.keepalive_s + 4 * self.delay_s
 
     @property
+    def look_again_s(self) -> float:
+        """After how long a process looks again that waits for others; much longer than a meeting takes."""
+        return self.dead_s + self.brief_s
+
+    @property
     def meet_s(self) -> float:
         """How long a rank that has begun a try waits for the others."""
         return 4 * self.keepalive_s + 10 * self.delay_s
@@ -215,7 +229,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-7] + ORDER_KINDS if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-9] + ORDER_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where no messages are held up, all of the same number of faults are events: they come faster, then.
@@ -334,9 +348,9 @@ def _with_restarts(scenario: Scenario) -> Scenario:
     if chance() < 0.3:  # all others are few then, and meetings come to their ends
         kinds += [kind for kind in ("delay", "lighthouse_crash") if chance() < 0.7]
     else:
-        others = {*kinds, *ORDER_KINDS, "give_up", "rank_replaced", "foreign"}
+        others = {*kinds, "rank_replaced", "foreign"}
         kinds += [kind for kind in scenario.kinds if kind not in others]
-    return replace(
+    scenario = replace(
         scenario,
         ranks=2 + int(chance() * 2),
         kinds=tuple(kinds),
@@ -349,6 +363,8 @@ def _with_restarts(scenario: Scenario) -> Scenario:
         waits_for_spares=chance() < 0.5,
         spare_wait_s=scenario.keepalive_s * (1 + 4 * chance()),
     )
+    silences = [kind for kind in SILENCE_KINDS if chance() < 0.5]
+    return replace(scenario, kinds=(*scenario.kinds, *silences))
 
 
 def _with_syncs(scenario: Scenario) -> Scenario:

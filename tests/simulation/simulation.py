@@ -231,7 +231,8 @@ class Simulation:
         meeting = [
             slot for slot, launch in enumerate(self._launches) if launch and not self.world.slots[slot]
         ]
-        return [rank.name for rank in ranks] + [f"{name_of(slot)}:{MEETS}" for slot in meeting]
+        names = [rank.name for rank in ranks] + [f"{name_of(slot)}:{MEETS}" for slot in meeting]
+        return names + self.world.checker.orphans
 
     def _has_to_commit(self, rank: Rank) -> bool:
         """Return whether a process is alive and no spare, or one for which there is a place."""

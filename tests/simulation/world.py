@@ -114,6 +114,9 @@ class World:
         self.homes: dict[str, Replica] = {}  # every incarnation, by its address
         self.saved: dict[tuple[int, int], tuple[int, dict[str, int]]] = {}
         self.stores: dict[str, Store] = {}  # in which processes meet between two tries
+        # Pairs of processes that cannot talk between two tries, and what they have sent each other.
+        self.apart: list[tuple[Trainer, Trainer]] = []
+        self._held: list[tuple[Trainer, Trainer, Action, tuple[Any, ...]]] = []
         self.meshes: dict[tuple[str, int, int], Mesh] = {}
         # From, to: the time since which no message gets through.
         self.blocked: dict[tuple[int, int], float] = {}
@@ -136,6 +139,11 @@ class World:
         """Call `action` in `delay` seconds, if `process` lives then."""
         self._sequence = sequence = self._sequence + 1
         heappush(self.heap, (self.now + delay, sequence, process, action, args))
+
+    def at(self, time: float, process: Process, action: Action, *args: Any) -> None:
+        """Call `action` at a time, after what is to happen then already, if `process` lives then."""
+        self._sequence = sequence = self._sequence + 1
+        heappush(self.heap, (time, sequence, process, action, args))
 
     def run(self, until: float, events_max: int) -> None:
         """Let time pass until `until`, until the checker has seen enough, or until `events_max` events have
@@ -258,6 +266,27 @@ class World:
             held, session.held_down = session.held_down, []
             for action, args in held:
                 self._down(session, action, args)
+
+    def are_apart(self, one: Trainer, other: Trainer) -> bool:
+        """Return whether two processes of a replica group cannot talk."""
+        apart = self.apart
+        return bool(apart) and ((one, other) in apart or (other, one) in apart)
+
+    def send(self, sender: Trainer, receiver: Trainer, action: Action, *args: Any) -> None:
+        """Send a message from one process to another, of those that meet between two tries."""
+        if self.apart and self.are_apart(sender, receiver):
+            self.feel(HELD_UP)
+            self._held.append((sender, receiver, action, args))
+        else:
+            self.after(self.latency(), receiver, action, *args)
+
+    def reunite(self, pairs: list[tuple[Trainer, Trainer]]) -> None:
+        """Let processes talk again: what they have sent arrives."""
+        for pair in pairs:
+            self.apart.remove(pair)
+        held, self._held = self._held, []
+        for sender, receiver, action, args in held:
+            self.send(sender, receiver, action, *args)
 
     def send_up(self, session: Session, action: Action, *args: Any) -> None:
         """Send a message to the lighthouse."""

@@ -21,7 +21,8 @@ others follow: no rank leaves a meeting before all have come to it.
 
 Nothing is sent from here. A method that talks to stores is a generator of steps: its caller
 (`in_process/meeting.py`, `tests/simulation/restarting.py`) carries out each, and sends the answer back. It
-throws NewsError at a step that was interrupted by news of another rank, StoreLostError at one that failed.
+throws NewsError at a step that was interrupted by news of another rank, and now and then by none, so that a
+process looks again which was away itself; and StoreLostError at one that failed.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ class MeetingProtocol:
         self._processes = {process.rank: process for process in processes}
         self._gone: dict[int, str] = {}  # why a rank counts as ended
         self._silent: dict[int, str] = {}  # why it may have
+        self._answered: set[int] = set()  # ranks that have answered since the last one fell silent
         self._passed_over: set[int] = set()  # those of the former that are so for silence
         self._admission: Record | None = None  # of a spare
         self._is_in = True  # as all are but a spare on its way
@@ -196,17 +198,23 @@ class MeetingProtocol:
     def silent(self, process: RankProcess, why: str) -> bool:
         """Note why a process may have ended, as it answers nothing, or "" where it does answer.
 
+        All of the other side of a cut fall silent at once, and are found to be one after the other: so only
+        those count as answering that have answered since.
+
         Returns:
             Whether the others go on without it, or without one that was silent before, from now on.
         """
-        if self._processes.get(process.rank) != process or process.rank in self._gone:
+        rank = process.rank
+        if self._processes.get(rank) != process or rank in self._gone:
             return False
-        self._silent.pop(process.rank, None)
-        if why:
-            self._silent[process.rank] = why
-        silent = self._silent.keys() | self._passed_over
+        if not why:
+            self._silent.pop(rank, None)
+            self._answered.add(rank)
+        elif rank not in self._silent:
+            self._silent[rank] = why
+            self._answered.clear()
         alive = [p for p in self._in_order() if p.rank not in self._gone or p.rank in self._passed_over]
-        answer = [each for each in alive if each.rank not in silent]
+        answer = [each for each in alive if each.rank in {*self._answered, self.own.rank} - self._passed_over]
         is_half = 2 * len(answer) == len(alive) and answer[0] == alive[0]
         if not self._silent or not (is_half or 2 * len(answer) > len(alive)):
             return False
@@ -281,14 +289,18 @@ class MeetingProtocol:
         Raises:
             GroupLostError: the process of another rank has ended, or there is no store any more.
         """
-        host = self._hosts()[0]
-        if lost := self._lost():
-            raise GroupLostError(lost)
-        try:
-            yield Open(host.address)
-            yield Write(self._try(attempt), value)
-        except (NewsError, StoreLostError) as error:
-            raise GroupLostError(_lost_store(host, error)) from error
+        while True:
+            host = self._hosts()[0]
+            if lost := self._lost():
+                raise GroupLostError(lost)
+            try:
+                yield Open(host.address)
+                yield Write(self._try(attempt), value)
+            except NewsError:
+                continue
+            except StoreLostError as error:
+                raise GroupLostError(_lost_store(host, error)) from error
+            return
 
     def find(self, attempt: int) -> Steps[str]:
         """Wait until rank 0 has said where the ranks of a try find each other, and return it.
@@ -307,7 +319,8 @@ class MeetingProtocol:
                 (value,) = yield Read(key)
                 return str(value, "utf-8", "backslashreplace")
             except NewsError:
-                continue
+                if not self._lost():
+                    yield from self._ask_whether_passed_over(attempt)
             except StoreLostError as error:
                 raise GroupLostError(_lost_store(host, error)) from error
 
@@ -320,7 +333,7 @@ class MeetingProtocol:
                 # Another spare on its way to this group may be as alone: they do not know each other.
                 raise GroupLostError("all ranks that were there have ended")
             try:
-                if host == self.own:
+                if host == self.own or self._passed_over:
                     yield from self._ask_whether_passed_over(attempt)
                 yield Open(host.address)
                 return (yield from self._agree_in(host, attempt, told))
@@ -334,16 +347,24 @@ class MeetingProtocol:
                 raise GroupLostError(f"the ranks of this group did not meet: {failure}") from failure
 
     def _ask_whether_passed_over(self, attempt: int) -> Steps[None]:
-        """Look into the stores in which the others would meet without this process."""
-        key = _ended(attempt, self.own.rank)
-        for host in self._hosts()[1 : 1 + TELL_MAX]:
+        """Look into the stores in which the others would meet without this process after this try, or have
+        met after the last one: it may have left a meeting that they have begun anew without it.
+
+        Raises:
+            GroupLostError: they have gone on without it.
+        """
+        keys = [_ended(each, self.own.rank) for each in (attempt - 1, attempt) if each >= self.own.since]
+        ended = {rank for rank in self._gone if rank not in self._passed_over}
+        others = [each for each in self._in_order() if each != self.own and each.rank not in ended]
+        for host in others[:TELL_MAX]:
             try:
                 yield Open(host.address, briefly=True)
-                if (yield Check([key])):
-                    (said,) = yield from _read([key])
-                    if said.address != self.own.address:
-                        raise GroupLostError(f"{WITHOUT} rank {self.own.rank}: {said.reason}")
-            except StoreLostError:
+                for key in keys:
+                    if (yield Check([key])):
+                        (said,) = yield from _read([key])
+                        if said.address != self.own.address:
+                            raise GroupLostError(f"{WITHOUT} rank {self.own.rank}: {said.reason}")
+            except (NewsError, StoreLostError):
                 continue
 
     def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:

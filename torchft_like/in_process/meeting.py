@@ -242,10 +242,16 @@ class Meeting:
                 tell(lambda process: self._protocol.silent(process, why), process)  # noqa: B023
                 await clock.sleep(HEAR_EVERY_S)
 
+        async def look_again(clock: SilenceClock) -> None:
+            while True:
+                await clock.sleep(self._dead_after_s)
+                self._interrupt()
+
         async def watch() -> None:
             clock = SilenceClock(asyncio.get_running_loop())
             try:
-                await asyncio.gather(*map(until_ended, others), *(hear(other, clock) for other in others))
+                heard = (hear(other, clock) for other in others)
+                await asyncio.gather(*map(until_ended, others), *heard, look_again(clock))
             finally:
                 clock.stop()
 

@@ -21,9 +21,16 @@ def ranks_of(size: int) -> list[RankProcess]:
 
 def goes_on_without(ranks: Sequence[RankProcess], lost: Sequence[RankProcess], own: RankProcess) -> bool:
     protocol = MeetingProtocol(own, ranks)
-    for process in lost:
-        protocol.silent(process, SILENT)
+    look(protocol, lost, ())
+    look(protocol, lost, [rank for rank in ranks if rank not in lost])
     return not set(lost).intersection(protocol.others)
+
+
+def look(protocol: MeetingProtocol, lost: Sequence[RankProcess], answer: Sequence[RankProcess]) -> bool:
+    """Find all of these silent, one after the other, and the others answering."""
+    news = [protocol.silent(process, SILENT) for process in lost]
+    news += [protocol.silent(process, "") for process in answer if process != protocol.own]
+    return any(news)
 
 
 @pytest.mark.parametrize("size", range(2, 6))
@@ -45,10 +52,18 @@ def test_one_that_answers_again_in_time_is_not_passed_over() -> None:
     protocol = MeetingProtocol(ranks[3], ranks)
     assert not protocol.silent(ranks[0], "")
     assert protocol.others == ranks[:3]
-    assert protocol.silent(ranks[0], SILENT)
-    assert not protocol.silent(ranks[1], SILENT), "two of four, without the first"
+    assert look(protocol, ranks[:1], ranks[1:])
+    assert not look(protocol, ranks[1:2], ranks[2:]), "two of four, without the first"
     assert not protocol.silent(ranks[1], "")
     assert protocol.others == ranks[1:3]
+
+
+def test_the_smaller_side_passes_over_nobody_whoever_it_finds_silent_first() -> None:
+    ranks = ranks_of(3)
+    protocol = MeetingProtocol(ranks[2], ranks)
+    assert not look(protocol, (), ranks[:2])
+    assert not look(protocol, ranks[:2], ()), "rank 1 has answered, but not since rank 0 fell silent"
+    assert protocol.others == ranks[:2]
 
 
 def test_a_process_that_has_ended_is_of_no_side() -> None:
