@@ -408,9 +408,9 @@ class Replica:
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 
     def _lies(self) -> bool:
-        """Return whether it says that it is far ahead: it has yet to commit a step, and others have."""
+        """Return whether it says that it is far ahead: it has yet to heal, and others have committed."""
         is_liar = self.world.scenario.has_liars and self.incarnation > 0 and self.slot == 0
-        if not is_liar or any(rank.protocol.has_committed for rank in self.ranks):
+        if not is_liar or any(rank.protocol.step > 0 for rank in self.ranks):
             return False
         others = [home for home in self.world.homes.values() if home is not self and home._connected]
         return sum(home.is_alive and home.ranks[0].protocol.has_committed for home in others) > 1
