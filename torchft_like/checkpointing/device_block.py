@@ -57,6 +57,7 @@ class DeviceBlock:
         place = own_place()
         offer: bytes = _OFFER.pack(size, offset, len(place), len(handle)) + place + handle
         if len(offer) > OFFER_BYTES:
+            self.release()
             raise NotSupportedError(f"the handle of the device's memory has {len(handle)} bytes")
         self.offer = offer.ljust(OFFER_BYTES, b"\0")
 

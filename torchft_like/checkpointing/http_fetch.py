@@ -68,7 +68,7 @@ STRIPE_CHUNKS_MAX = 4
 STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
 PATIENCE = 3.0  # how many times as long as the last stripe of another connection one may take at the end
 PATIENCE_S = 0.1
-KEPT_OPEN_S = 0.1  # for which a connection without a request is kept: its source would wait for the next one
+KEPT_OPEN_S = 2.0  # for which a connection without a request is kept, which its source ends some time later
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?\r\n")
 _FIELD = re.compile(rb"\r\n([a-z-]{1,40}): *([^\r\n]{0,200})", re.IGNORECASE)
 
@@ -124,6 +124,7 @@ class Fetch:
         self._lines = lines
         self._timeout_s = timeout_s
         self._stall_s = stall_s
+        self._kept_open_s = min(KEPT_OPEN_S, stall_s / 4)
         self._limits = limits
         self._destination = destination
         self._changed = threading.Condition()
@@ -187,10 +188,8 @@ class Fetch:
                 try:
                     self._start(pool, incoming, lines)
                     if self._sums is None and len(self._sources) == 1:
-                        since = time.monotonic()
-                        self._wait(lambda: self._unread_nbytes == 0)
-                        if time.monotonic() - since > KEPT_OPEN_S:
-                            line.close()
+                        # No longer: on another connection the source may offer something else by then.
+                        self._wait(lambda: self._unread_nbytes == 0, self._kept_open_s)
                     if self._sums is None:
                         self._read_sums(incoming, line)
                     self._wait(lambda: self._left_nbytes == 0)
@@ -214,9 +213,10 @@ class Fetch:
     def _take_kept(self, incoming: IncomingState, line: _Line) -> None:
         """Take what the receiver has kept, as far as the first source has the same; the rest stays open."""
         kept = self._destination.kept
-        if kept is None or not incoming.take(kept):
+        if kept is None or not incoming.is_laid_out_as(kept):
             return
         sums = self._read_sums(incoming, line)
+        incoming.take(kept)
         self._open = deque(stripe for stripe in self._open if not incoming.matches(sums, *stripe))
         with self._changed:
             self._left_nbytes = self._unread_nbytes = sum(stop - start for start, stop in self._open)
@@ -243,10 +243,10 @@ class Fetch:
             self._check(incoming)
         return sums
 
-    def _wait(self, has_come: Callable[[], bool]) -> None:
+    def _wait(self, has_come: Callable[[], bool], limit_s: float | None = None) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._ended is not None or has_come())
-            if not has_come():
+            self._changed.wait_for(lambda: self._ended is not None or has_come(), limit_s)
+            if self._ended is not None and not has_come():
                 raise CheckpointError("it has ended")  # `_ended` says why
 
     # -- on the thread of a connection
@@ -303,7 +303,7 @@ class Fetch:
                     self._under_way[line] = stripe, time.monotonic()
                     return stripe
                 limit_s = None if line.is_robbed else self._rob(source, took_s)
-                if (kept_s := since + KEPT_OPEN_S - time.monotonic()) <= 0:
+                if (kept_s := since + self._kept_open_s - time.monotonic()) <= 0:
                     line.close()
                 elif line.is_open:
                     limit_s = kept_s if limit_s is None else min(limit_s, kept_s)

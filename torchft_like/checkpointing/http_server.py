@@ -73,6 +73,7 @@ _ACCEPT_RETRY_S = 0.1
 
 LIVE_FROM = 16 * 1024 * 1024  # bytes of tensors whose copy is worth a wait; fewer are copied at once
 GRACE_S = 0.1
+PROGRESS_S = 1.0  # in which a receiver takes something, or is waited for no more
 COPY_BYTES_PER_S = 1e9  # until it was measured
 COPY_BYTES_PER_S_MIN = 0.5e9  # where it was measured while others had the processor
 
@@ -83,7 +84,8 @@ def wait_s(elapsed_s: float, nbytes: int, left: int, copied: int, copy_bytes_per
     It waits as long as at least as many bytes were taken and copied as could have been copied since it began.
     Receivers that come late are given a tenth of a second, but no longer than the whole copy takes. So the
     source goes on after twice the time of a copy at the latest, and this grace; if receivers are slow from
-    the beginning, after the time of a copy and the grace.
+    the beginning, after the time of a copy and the grace. Those who have taken nothing for PROGRESS_S it does
+    not wait for, whatever this says.
 
     Args:
         elapsed_s: seconds since the state was offered.
@@ -150,6 +152,7 @@ class CheckpointServer:
         self._offer: Offer | None = None
         # The bytes of the current offer that each receiver has yet to fetch, by the id of its fetch.
         self._left: dict[bytes, int] = {}
+        self._told_at = 0.0  # when one of them told last
         self._copy_bytes_per_s = COPY_BYTES_PER_S
         self._recent_ids: deque[str] = deque(maxlen=2)
         self._connections: dict[socket.socket, _Connection] = {}
@@ -201,6 +204,7 @@ class CheckpointServer:
                         return True
                 elapsed_s = time.monotonic() - began
                 limit_s = wait_s(elapsed_s, state.live_nbytes, left, copied, self._copy_bytes_per_s)
+                limit_s = min(limit_s, max(began, self._told_at) + PROGRESS_S - time.monotonic())
                 if limit_s <= 0:
                     return False
                 self.changed.wait(limit_s)
@@ -257,6 +261,7 @@ class CheckpointServer:
         with self.changed:
             if offer is self._offer and (fetch in self._left or len(self._left) < _FETCHES_MAX):
                 self._left[fetch] = min(left, self._left.get(fetch, left))
+                self._told_at = time.monotonic()
                 self.changed.notify_all()
 
     def wait_fetched(self, idle_s: float) -> None:

@@ -169,6 +169,12 @@ class PGTransport(CheckpointTransport[T]):
         source.expect(incoming.nbytes, sums_nbytes(incoming.nbytes))
         return cast(T, incoming.read_all(source))
 
+    def shutdown(self, wait: bool = True) -> None:
+        """Give back the memory of a transfer between devices that has failed."""
+        block, self._block = self._block, None
+        if block is not None:
+            block.release()
+
     def _line(self, ranks: list[int], timeout: timedelta | None) -> _Line:
         return _Line(self._pg, self._device, ranks, timeout or self._timeout)
 
@@ -179,10 +185,11 @@ class PGTransport(CheckpointTransport[T]):
         theirs on a device; return whether it was sent.
         """
         block = self._block_for(state)
-        line.send(bytearray(NO_OFFER if block is None else block.offer))
         if block is None:
+            line.send(bytearray(NO_OFFER))
             return False
         self._block = block  # until all goes well
+        line.send(bytearray(block.offer))
         is_taken = all(line.hear())
         line.send_numbers(is_taken)
         if is_taken:

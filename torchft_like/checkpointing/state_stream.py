@@ -354,7 +354,8 @@ class Snapshot(Copying, _OutgoingState):
         with self.changed:
             run = self._runs[number]
             if run.piece is None:
-                self.changed.wait_for(lambda: self._filled >= run.stop or self._is_given_up)
+                end = min(start + PIECE_BYTES, stop, run.stop)
+                self.changed.wait_for(lambda: self._filled >= end or self._is_given_up)
             elif run.piece.is_copied:
                 run = _settled(run)
             if self._is_given_up or run.memory is None:
@@ -543,14 +544,15 @@ class IncomingState:
         """A device on which a part of the state lands in the receiver's tensors; None if there is none."""
         return next((leaf.device for leaf in self._leaves if leaf is not None and devices.has(leaf)), None)
 
-    def take(self, kept: Sequence[Leaf]) -> bool:
-        """Copy leaves that should be those of the state into place, as if they had been read; `matches` tells
-        which are. Return False, without a copy, if they are laid out in another way.
+    def is_laid_out_as(self, leaves: Sequence[Leaf]) -> bool:
+        """Return whether the leaves may be those of the state."""
+        return [nbytes_of(leaf) for leaf in leaves] == [spec.nbytes for spec in self.specs]
+
+    def take(self, kept: Sequence[Leaf]) -> None:
+        """Copy leaves into place that are laid out alike, as if they had been read; `matches` tells which are
+        those of the state.
         """
-        if [nbytes_of(leaf) for leaf in kept] != [spec.nbytes for spec in self.specs]:
-            return False
         self.read(_Payload(kept), 0, self.nbytes)
-        return True
 
     def matches(self, sums: bytes, start: int, stop: int) -> bool:
         """Return whether all chunks in bytes [start, stop), which have been read, have those checksums."""

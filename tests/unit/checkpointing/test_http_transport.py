@@ -21,10 +21,18 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.listening import listen_tcp
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
-from torchft_like.checkpointing import HTTPTransport, http_server
+from tests.waiting import wait_for
+from torchft_like.checkpointing import HTTPTransport, http_fetch, http_server, state_stream
 from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.state_stream import CHUNK_BYTES, Expectation, Snapshot, flatten_state
+from torchft_like.checkpointing.state_stream import (
+    CHUNK_BYTES,
+    PIECE_BYTES,
+    Expectation,
+    IncomingState,
+    Snapshot,
+    flatten_state,
+)
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
@@ -116,6 +124,50 @@ class TestTransfer:
         before = state["model"]["w"].clone()
         state["model"]["w"].zero_()
         assert torch.equal(fetch(receiver, source)["model"]["w"], before)
+
+    @pytest.mark.parametrize("then", ["withdrawn", "replaced"])
+    def test_a_slow_fetch_goes_on_with_the_offer_with_which_it_began(
+        self, transports: Make, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, then: str
+    ) -> None:
+        """Its checksums included, which it asks for last."""
+        monkeypatch.setattr(http_fetch, "KEPT_OPEN_S", 0.01)
+        has_begun, may_go_on, fill = threading.Event(), threading.Event(), state_stream._fill
+
+        def slowly(source: Any, window: memoryview) -> None:
+            if len(window) == PIECE_BYTES:
+                has_begun.set()
+                assert may_go_on.wait(LIMIT.total_seconds())
+            fill(source, window)
+
+        monkeypatch.setattr(state_stream, "_fill", slowly)
+        source, receiver, state = transports(), transports(), make_state(8_000_000)
+        source.send_checkpoint([], 5, state, LIMIT)
+        fetching = pool.submit(fetch, receiver, source)
+        assert has_begun.wait(LIMIT.total_seconds())
+        if then == "withdrawn":
+            source.disallow_checkpoint()
+        else:
+            source.send_checkpoint([], 6, make_state(), LIMIT)
+        threading.Timer(0.1, may_go_on.set).start()  # by then it would have let its connection go
+        assert_same(fetching.result(LIMIT.total_seconds()), state)
+
+    def test_what_was_kept_is_taken_however_long_that_takes(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The source ends a connection that says nothing meanwhile."""
+        source, receiver, state = transports(stall_timeout=SOON), transports(), make_state()
+        source.send_checkpoint([], 5, state, LIMIT)
+        take = IncomingState.take
+
+        def slowly(incoming: IncomingState, kept: Any) -> None:
+            wait_for(lambda: not source._served()[0]._connections)
+            take(incoming, kept)
+
+        monkeypatch.setattr(IncomingState, "take", slowly)
+        destination = Destination[State](None, kept=flatten_state(state)[1])
+        sources = [Source(0, source.metadata())]
+        assert_same(receiver.recv_checkpoint_from(sources, 5, LIMIT, destination), state)
+        assert not sum(destination.received.values())
 
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("lands", [False, True])

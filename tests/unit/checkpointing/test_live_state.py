@@ -25,6 +25,7 @@ from torchft_like.checkpointing.http_server import wait_s
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
+from torchft_like.plain_data import Leaf
 
 LIMIT = timedelta(seconds=60)
 LIMIT_S = LIMIT.total_seconds()
@@ -53,8 +54,9 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
 
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sources that wait for ever."""
-    monkeypatch.setattr(http_server, "wait_s", lambda *_: LIMIT_S)
+    """Sources that wait for half a minute, and copy everything then."""
+    monkeypatch.setattr(http_server, "wait_s", lambda elapsed_s, *_: max(LIMIT_S / 2 - elapsed_s, 0.0))
+    monkeypatch.setattr(http_server, "PROGRESS_S", LIMIT_S)
 
 
 @pytest.fixture
@@ -230,6 +232,23 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
         assert sums == expected[-len(sums) :]
 
 
+def test_a_receiver_that_takes_nothing_any_more_is_not_waited_for(
+    transports: Callable[[], Transport],
+    pool: ThreadPoolExecutor,
+    copied: list[Piece],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However long it might be waited for, as the copy would take long."""
+    monkeypatch.setattr(http_server, "wait_s", lambda *_: LIMIT_S)
+    source, state = transports(), make_state(20_000_000)
+    sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)
+    with connect(parse_address(source.metadata()), LIMIT_S) as client:
+        client.sendall(asking("/checkpoint/5/payload?from=0&to=64"))
+        assert client.recv(64)
+        sending.result(LIMIT_S)
+    assert copied
+
+
 class TestSnapshot:
     @pytest.fixture(autouse=True)
     def _small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,6 +289,26 @@ class TestSnapshot:
         settling.result(LIMIT_S)
         with pytest.raises(CheckpointError, match="not kept"), snapshot.reading(0, 2000):
             pass
+
+    def test_it_is_sent_while_the_rest_is_copied(
+        self, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """What cannot be read from where it is comes as it is copied, piece by piece."""
+        may_end, copy = threading.Event(), state_stream._copy_on_host
+
+        def copy_in_time(leaf: Leaf, place: memoryview) -> None:
+            assert not (isinstance(leaf, torch.Tensor) and len(leaf) == 3) or may_end.wait(LIMIT_S)
+            copy(leaf, place)
+
+        monkeypatch.setattr(state_stream, "_copy_on_host", copy_in_time)
+        first = torch.arange(500_000, dtype=torch.float64)[::2]
+        snapshot = Snapshot([first, torch.ones(3)])
+        filling = pool.submit(snapshot.fill)
+        with snapshot.reading(0, snapshot.nbytes) as piece:
+            assert piece == first.numpy().tobytes()[: len(piece)]
+        assert not filling.done()
+        may_end.set()
+        filling.result(LIMIT_S)
 
     def test_a_sum_is_taken_once(self, monkeypatch: pytest.MonkeyPatch) -> None:
         snapshot = Snapshot([torch.randn(5000)])
