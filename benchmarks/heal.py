@@ -84,6 +84,8 @@ def _measure(result: Result, pairs: list[_Pair], megabytes: int, samples: int) -
             f"{state}, the offer alone", name, "ms", [transfer.offer_s * 1e3 for transfer in of_system]
         )
     if megabytes == MEGABYTES[-1]:
+        for pair in pairs[2:]:
+            pair.end()  # for their memory, of which they have given little back
         for name, sums in PLAIN.items():
             seconds = [pairs[0].pass_bytes(megabytes, sums) for _ in range(samples)]
             result.add(state, name, "ms", [one * 1e3 for one in seconds])
@@ -156,6 +158,11 @@ class _Pair:
         seconds = float(fetched["ended"]) - float(offered["began"])
         extra_bytes = int(withdrawn["bytes"]) + int(fetched["bytes"])
         return _Transfer(seconds, float(offered["seconds"]), extra_bytes)
+
+    def end(self) -> None:
+        """End both processes."""
+        self._source.kill()
+        self._sink.kill()
 
     def pass_bytes(self, megabytes: int, sums: bool) -> float:
         """Return the seconds that as many bytes take over a plain connection between the two processes."""
