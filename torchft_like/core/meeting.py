@@ -328,13 +328,13 @@ class MeetingProtocol:
 
     def _meet(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
         while True:
-            host = self._hosts()[0]
+            if self._hosts()[0] == self.own or self._passed_over:
+                yield from self._ask_whether_passed_over(attempt)
+            host = self._hosts()[0]  # another one may have ended meanwhile
             if host == self.own and not self._is_in:
                 # Another spare on its way to this group may be as alone: they do not know each other.
                 raise GroupLostError("all ranks that were there have ended")
             try:
-                if host == self.own or self._passed_over:
-                    yield from self._ask_whether_passed_over(attempt)
                 yield Open(host.address)
                 return (yield from self._agree_in(host, attempt, told))
             except NewsError:

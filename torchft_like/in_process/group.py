@@ -92,7 +92,7 @@ class RestartGroup:
             processes = [_process(other, text) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, place)
-            group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ))
+            group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
             group.is_alone = False
             group._until_closed = stack.pop_all()
         return group
@@ -110,7 +110,7 @@ class RestartGroup:
         asks = desk.asks_for(place.group_id, of_group)
         own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
         protocol = MeetingProtocol(own, [own])
-        meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ))
+        meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
         group = cls(place.rank, place.store, meeting, limit)
         group._until_closed.callback(id, own_store)
         return group, meeting.enter(place.store, place.world_size)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -71,10 +72,11 @@ class Meeting:
     Args:
         group_id: the prefix of their keys.
         protocol: this process's part.
-        limit: how long a rank waits for the others.
+        limit: how long a rank waits for the others, from when it begins to, or from the last news of them.
         ask_for_spare: asks for a spare for a vacant place, told the process that was there, the one in whose
           store the ranks meet, and the try that has ended. Its future has the reason for which none comes.
         dead_after_s: how long a process may answer nothing, in seconds.
+        spare_wait_s: how much longer a rank waits once it has asked for a spare, in seconds.
     """
 
     def __init__(
@@ -84,16 +86,19 @@ class Meeting:
         limit: timedelta,
         ask_for_spare: AskForSpare,
         dead_after_s: float = DEAD_S,
+        spare_wait_s: float = 0.0,
     ) -> None:
         self._group_id = group_id
         self._protocol = protocol
         self._limit = limit
         self._dead_after_s = dead_after_s
+        self._spare_wait_s = spare_wait_s
         self._ask_for_spare = ask_for_spare
         self._lock = threading.Lock()
         self._asked: list[Future[str]] = []
         self._store: AbortableStore | None = None
         self._has_news = False  # since the protocol has been asked last
+        self._ends_at = 0.0  # when the limit passes, by the monotonic clock
 
     def enter(self, store: Address, world_size: int) -> int:
         """Take the vacant place for which this spare has come; return the number of its first try.
@@ -142,6 +147,7 @@ class Meeting:
         """Carry out the steps of a protocol; return its result."""
         answer: object = None
         failure: Exception | None = None
+        self._ends_at = time.monotonic() + self._limit.total_seconds()
         try:
             while True:
                 with self._lock:
@@ -180,7 +186,7 @@ class Meeting:
         address = parse_address(step.address)
         if step.briefly and not is_listening(address):  # a client would wait for it to begin
             raise ProcessGroupError(f"no process serves a store at {address}")
-        store = self._store_at(address, BRIEFLY if step.briefly else self._limit)
+        store = self._store_at(address, BRIEFLY if step.briefly else self._left())
         with self._lock:
             self._store = store
             if self._has_news:
@@ -193,6 +199,13 @@ class Meeting:
         if store is not None:
             store.close()
 
+    def _left(self) -> timedelta:
+        return timedelta(seconds=max(0.0, self._ends_at - time.monotonic()))
+
+    def _wait_longer(self, spare_wait_s: float = 0.0) -> None:
+        until = time.monotonic() + self._limit.total_seconds() + spare_wait_s
+        self._ends_at = max(self._ends_at, until)
+
     def _store_at(self, address: Address, limit: timedelta) -> AbortableStore:
         return AbortableStore(StoreAddress(address, self._group_id), limit)
 
@@ -202,8 +215,13 @@ class Meeting:
                 reason = str(asked.exception() or "") or asked.result()
                 with self._lock:
                     self._protocol.answered(step, reason)
+                    self._wait_longer()
                 self._interrupt()
 
+        with self._lock:
+            self._wait_longer(self._spare_wait_s)
+            if self._store is not None:
+                self._store.set_timeout(self._left())
         asked = self._ask_for_spare(*step)
         self._asked.append(asked)
         asked.add_done_callback(note)
@@ -224,6 +242,7 @@ class Meeting:
             with self._lock:
                 if not is_news(process):
                     return
+                self._wait_longer()
             self._interrupt()
 
         async def until_ended(process: RankProcess) -> None:
@@ -245,7 +264,7 @@ class Meeting:
         async def look_again(clock: SilenceClock) -> None:
             while True:
                 await clock.sleep(self._dead_after_s)
-                self._interrupt()
+                self._interrupt()  # it is no news: the limit stays
 
         async def watch() -> None:
             clock = SilenceClock(asyncio.get_running_loop())

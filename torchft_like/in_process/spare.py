@@ -60,6 +60,11 @@ class SpareDesk:
         self._wait_s = None if spare_wait is None else seconds_of(spare_wait, "spare_wait")
         self.handed_over = tuple(handed_over)
 
+    @property
+    def wait_s(self) -> float:
+        """How long it may take to know whether a spare comes, in seconds."""
+        return self._wait_s if self._wait_s is not None else AWAY_S
+
     def asks_for(self, group_id: str, place: GroupPlace) -> AskForSpare:
         """Return the function with which the ranks of a group ask for spares."""
 
@@ -87,8 +92,7 @@ class SpareDesk:
             return f"no spare can be asked for: {error}"
         waits = self._wait_s is not None
         request = pb.FillVacancyRequest(vacancy=vacancy, waits=waits)
-        limit_s = self._wait_s if self._wait_s is not None else AWAY_S
-        ends_at, reason = time.monotonic() + limit_s, "no answer"
+        ends_at, reason = time.monotonic() + self.wait_s, "no answer"
         while (left_s := ends_at - time.monotonic()) > 0:
             channel = make_aio_channel(address)
             try:
@@ -104,7 +108,7 @@ class SpareDesk:
                 await channel.close(None)
             await asyncio.sleep(RETRY_S)
         if waits and time.monotonic() >= ends_at:
-            return f"no spare rank has come within spare_wait, {limit_s:g} s"
+            return f"no spare rank has come within spare_wait, {self.wait_s:g} s"
         return reason
 
 

@@ -6,6 +6,7 @@ import contextlib
 import random
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
 from datetime import timedelta
 from typing import Any
@@ -196,3 +197,68 @@ def test_who_leaves_tells_those_that_are_there_and_does_not_wait_for_one_that_ha
     lives.meeting._store_at = note
     lives.meeting.say(1, Told(Ending.LAST, "done"))
     assert told == [str(lives.address), str(job.processes[2].address)]
+
+
+def pair_of_ranks(
+    own: int, ask: Callable[..., Any], limit: timedelta
+) -> tuple[Meeting, list[RankProcess], Any]:
+    """Return the meeting of one of two ranks, of which the other does nothing, but serves its store.
+
+    It looks again several times before the limit has passed.
+    """
+    stores, addresses = zip(*(serve_store("127.0.0.1", LIMIT) for _ in range(2)), strict=True)
+    ranks = [RankProcess(rank, str(address)) for rank, address in enumerate(addresses)]
+    return (
+        Meeting(GROUP, MeetingProtocol(ranks[own], ranks), limit, ask, limit / timedelta(seconds=4)),
+        ranks,
+        stores,
+    )
+
+
+def outcome_of(call: Callable[[], object]) -> Future[object]:
+    future: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except GroupLostError as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+@pytest.mark.parametrize(
+    ("own", "wait"),
+    [
+        (0, lambda meeting: meeting.agree(0, SECONDHAND)),
+        (1, lambda meeting: meeting.agree(0, SECONDHAND)),
+        (1, lambda meeting: meeting.find(1)),
+    ],
+    ids=["agree as the first", "agree", "find"],
+)
+def test_one_that_lives_and_does_not_come_is_not_waited_for_for_ever(
+    own: int, wait: Callable[[Meeting], object]
+) -> None:
+    meeting, _, _stores = pair_of_ranks(own, lambda *_: Future(), timedelta(seconds=2))
+    with pytest.raises(GroupLostError, match="did not answer in time"):
+        outcome_of(lambda: wait(meeting)).result(LIMIT.total_seconds())
+
+
+def test_a_spare_may_take_longer_than_ranks_wait_for_each_other() -> None:
+    limit = timedelta(seconds=2)
+    asked, answer = threading.Event(), Future[str]()
+
+    def ask(*_: object) -> Future[str]:
+        asked.set()
+        return answer
+
+    meeting, ranks, _stores = pair_of_ranks(0, ask, limit)
+    meeting._spare_wait_s = LIMIT.total_seconds()
+    meeting._protocol.ended(ranks[1])
+    outcome = outcome_of(lambda: meeting.agree(0, SECONDHAND))
+    assert asked.wait(LIMIT.total_seconds())
+    time.sleep(2 * limit.total_seconds())
+    answer.set_result("no spare has come")
+    said: Any = outcome.result(LIMIT.total_seconds())
+    assert said[1][1].reason.endswith("no spare has come")
