@@ -8,11 +8,13 @@ either
 
 * a version that it had, or could take over, in one of them, or
 * of a step that was committed in one of them: the next one, or, where the quorum stood, in which all
-  members commit the same steps, one more than that of any other member that has come back from it.
+  members commit the same steps, one more than that of any other member whose state is from it; where there
+  is none, one more than the next quorum began with.
 
 A member whose state is at step 0 claims nothing. While one whose claim is shown is at least as far as the
 last quorum was, or more than half of its members are there and have a state, whoever claims what is not
-shown counts as one without a state: it heals. Otherwise nobody who has come can show how far the job is (all
+shown counts as one without a state: it heals; only where all of these are behind the last quorum, what is
+no newer than that is believed. Otherwise nobody who has come can show how far the job is (all
 are new, and begin from checkpoints; those that were ahead are gone), and all are believed, as the job could
 not go on otherwise.
 
@@ -28,16 +30,18 @@ from __future__ import annotations
 import hmac
 import json
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from heapq import nlargest
 from math import inf
 from typing import NamedTuple
 
-from lighthouse.core.decisions import NO_STATE, Member, Quorum
+from lighthouse.core.decisions import DISOWNED, NO_STATE, Member, Quorum
 
-QUORUMS_MAX = 16  # remembered, with ids of their own
+QUORUMS_MAX = 16  # remembered, with ids of their own; and reported, that differ
 
 Version = tuple[int, int]
+Limits = tuple[float, float]
 
 
 class Past(NamedTuple):
@@ -59,13 +63,6 @@ class Past(NamedTuple):
         return hmac.digest(key, said.encode(), "sha256")
 
 
-class _Report(NamedTuple):
-    """What a replica group says of the quorum of an earlier start in which it was."""
-
-    past: Past
-    is_stated: bool
-
-
 class Claims:
     """The memory of who was in the last quorums, and with what."""
 
@@ -73,7 +70,9 @@ class Claims:
         self._past: dict[int, Past] = {}  # by id, the last one last
         self._newest: dict[int, Version] = {}  # of these quorums
         self._versions: dict[str, Version] = {}  # in the last of these quorums that each was in
-        self._reports: dict[str, _Report] = {}  # of those that were in none of them
+        # Who of those that were in none of them says what of an earlier one, and whether it is stated. Each
+        # brings a set of its own of up to `replicas_max` ids: one is kept of those that are equal.
+        self._reports: dict[Past, dict[str, bool]] = {}
 
     def reported(self, replica_id: str, past: Past, *, is_stated: bool) -> None:
         """Record in which quorum of an earlier start a replica group says that it was last.
@@ -82,20 +81,25 @@ class Claims:
             is_stated: whether that start has stated it.
         """
         self.forget(replica_id)
-        if replica_id in past.members and replica_id not in self._versions and past.quorum_id > 0:
-            # One set for all who say the same: it is compared often.
-            sets = (report.past.members for report in self._reports.values())
-            members = next((ids for ids in sets if ids == past.members), past.members)
-            self._reports[replica_id] = _Report(past._replace(members=members), is_stated)
+        if replica_id not in past.members or replica_id in self._versions or past.quorum_id <= 0:
+            return
+        if (reporters := self._reports.get(past)) is not None:
+            reporters[replica_id] = is_stated
+        elif len(self._reports) < QUORUMS_MAX:
+            self._reports[past] = {replica_id: is_stated}
 
-    def forget(self, replica_id: str) -> None:
-        """Forget the report of a replica group that is gone. What it was in is remembered."""
-        self._reports.pop(replica_id, None)
+    def forget(self, *replica_ids: str) -> None:
+        """Forget the reports of replica groups that are gone. What they were in is remembered."""
+        for past, reporters in [*self._reports.items()]:
+            for replica_id in reporters.keys() & replica_ids:
+                del reporters[replica_id]
+            if not reporters:
+                del self._reports[past]
 
     def formed(self, quorum: Quorum) -> None:
         """Remember a quorum, whose members are as they were believed."""
         versions = {member.replica_id: _version(member) for member in quorum.participants}
-        self._reports = {i: report for i, report in self._reports.items() if i not in versions}
+        self.forget(*versions)
         number, newest = quorum.quorum_id, max(versions.values())
         self._past.pop(number, None)
         self._past[number] = Past(number, frozenset(versions), newest[0], quorum.stands)
@@ -109,62 +113,86 @@ class Claims:
 
     def unproven(self, joined: Sequence[Member]) -> frozenset[str]:
         """Return which of those that have joined are not believed."""
-        limits = {past: _limit(past, joined) for past in self._past.values()}
-        shown = {m.replica_id: m.step for m in joined if self._shows(m, limits)}
-        is_known = False
-        if self._past:
-            *_, last = self._past.values()
-            have_state = sum(step > 0 and i in last.members for i, step in shown.items())
-            is_known = max(shown.values(), default=-1) >= last.step or 2 * have_state > len(last.members)
         reports, are_certain = self._earlier({m.replica_id for m in joined})
-        limits = {report.past: _limit(report.past, joined) for report in {*reports.values()}}
-        for m in joined:
-            report = reports.get(m.replica_id)
-            if report is not None and m.commit_quorum_id != NO_STATE and m.step <= limits[report.past]:
-                shown[m.replica_id] = m.step
-                is_known = is_known or (are_certain and m.step > 0)
-        if not is_known:
+        pasts = [*sorted({*reports.values()}, key=lambda past: past[::2]), *self._past.values()]
+        limits: dict[Past, Limits] = {}
+        for n, past in enumerate(pasts):
+            later = next((later for later in pasts[n:] if later.quorum_id != past.quorum_id), None)
+            limits[past] = _limits(past, joined, later)
+        remembered = [m for m in joined if self._shows(m, limits)]
+        reported = [m for m in joined if m.replica_id in reports and m.commit_quorum_id != NO_STATE]
+        reported = [m for m in reported if _is_within(limits, reports[m.replica_id], m)]
+        if not (self._past or are_certain):
             return frozenset()
-        return frozenset(m.replica_id for m in joined if m.step > 0 and m.replica_id not in shown)
+        last = pasts[-1]
+        can_show = [m for m in (remembered if self._past else reported) if m.commit_quorum_id != DISOWNED]
+        newest = max((m.step for m in can_show), default=-1)
+        have_state = sum(m.step > 0 and m.replica_id in last.members for m in can_show)
+        if newest < last.step and 2 * have_state <= len(last.members):
+            return frozenset()
+        believed = {m.replica_id for m in [*remembered, *reported]}
+        # Where those that were ahead are gone, a checkpoint may have more than anybody who is there.
+        least = (last.step, last.quorum_id) if newest < last.step else (0, 0)
+        return frozenset(m.replica_id for m in joined if _version(m) > least and m.replica_id not in believed)
 
-    def _shows(self, member: Member, limits: Mapping[Past, float]) -> bool:
+    def _shows(self, member: Member, limits: Mapping[Past, Limits]) -> bool:
         replica_id, version = member.replica_id, _version(member)
         if replica_id not in self._versions or version[1] == NO_STATE:
             return False
-        if version[0] == 0 or version == self._versions[replica_id]:
+        if version <= (0, 0) or version == self._versions[replica_id]:
             return True
         own = {quorum_id: past for quorum_id, past in self._past.items() if replica_id in past.members}
         if any(version == self._newest[quorum_id] for quorum_id in own):
             return True
         # Callers of torchft's protocol, and those that disown their state, name no quorum: it is the last.
         past = own.get(version[1]) if version[1] > 0 else [*own.values()][-1]
-        return past is not None and version[0] <= limits[past]
+        return past is not None and _is_within(limits, past, member)
 
-    def _earlier(self, joined: Container[str]) -> tuple[dict[str, _Report], bool]:
+    def _earlier(self, joined: AbstractSet[str]) -> tuple[dict[str, Past], bool]:
         """Return the reports that are believed, and whether they show who the members of the last quorum are:
         by a statement, or as more than half of them say the same.
         """
-        reports = {i: report for i, report in self._reports.items() if i in joined}
-        if stated := {i: report for i, report in reports.items() if report.is_stated}:
+        said = [
+            (i, past, stated) for past, by in self._reports.items() for i, stated in by.items() if i in joined
+        ]
+        if stated := {i: past for i, past, is_stated in said if is_stated}:
             return stated, True
-        ranked = Counter(report.past[:2] for report in reports.values()).most_common(2)
+        ranked = Counter(past[:2] for _, past, _ in said).most_common(2)
         count, next_count = [*(count for _, count in ranked), 0, 0][:2]
         if count > max(1, next_count) and 2 * count > len((first := ranked[0][0])[1]):
-            return {i: report for i, report in reports.items() if report.past[:2] == first}, True
-        return reports, False
+            return {i: past for i, past, _ in said if past[:2] == first}, True
+        return {i: past for i, past, _ in said}, False
 
 
-def _limit(past: Past, joined: Sequence[Member]) -> float:
-    """Return the greatest step at which a member can be that has committed one in this quorum.
+def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:
+    """Return the greatest step at which a member can be that has committed one in this quorum: one of which
+    `_is_of` does not hold, and one of which it does.
 
-    Where the quorum stood, that is one more than where the second of its members is: who is further, alone,
-    is held against that.
+    Where the quorum stood, that is one more than where another one is of which it holds. Who is alone is held
+    against how far the next quorum was.
     """
     if not past.stood:
-        return past.step + 1
-    back = (m for m in joined if m.replica_id in past.members and m.commit_quorum_id != NO_STATE)
-    steps = nlargest(2, (m.step for m in back))
-    return steps[1] + 1 if len(steps) > 1 else inf
+        return past.step + 1, past.step + 1
+    alone = inf if later is None else max(past.step, later.step) + 1
+    first, second, *_ = [
+        *(step + 1 for step in nlargest(2, (m.step for m in joined if _is_of(past, m)))),
+        alone,
+        alone,
+    ]
+    return first, second
+
+
+def _is_of(past: Past, member: Member) -> bool:
+    """Return whether a member has its state from this quorum: whoever names another one has been in that
+    since, or has loaded a checkpoint.
+    """
+    if member.replica_id not in past.members or member.commit_quorum_id == NO_STATE:
+        return False
+    return member.commit_quorum_id in (past.quorum_id, DISOWNED) or member.step == past.step
+
+
+def _is_within(limits: Mapping[Past, Limits], past: Past, member: Member) -> bool:
+    return member.step <= limits[past][_is_of(past, member)]
 
 
 def _version(member: Member) -> Version:

@@ -32,6 +32,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
 from lighthouse.listening import listen_tcp
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
@@ -71,6 +72,13 @@ class StoreAddress:
     def name(self) -> str:
         """The prefix without its secret."""
         return without_secret(self.prefix)
+
+    @property
+    def shared(self) -> StoreAddress:
+        """The part that users share. torch's errors show its prefix, which does not tell the secret."""
+        key = _SECRET.search(self.prefix)
+        own = "/" + QuorumSecret(key[0].encode()).key("shared") if key else ""
+        return StoreAddress(self.server, f"{without_secret(self.prefix)}{own}/shared")
 
 
 def without_secret(text: str) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Self, TypeVar, Unpack
 
-from torch._C._distributed_c10d import PrefixStore, Store, Work
+from torch._C._distributed_c10d import Store, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
@@ -234,8 +234,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def get_group_store(self) -> Store:
         """Return a part of the store in which the members met."""
         if self._store is None:
-            store = str(_known(self._members).store)
-            self._store = PrefixStore("shared", create_store_client(store, self._timeout))
+            store = str(_known(self._members).store.shared)
+            self._store = create_store_client(store, self._timeout)
         return self._store
 
     def adopt_store(self, store: Store) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from lighthouse.core.claims import QUORUMS_MAX, Claims, Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
@@ -41,6 +42,21 @@ def test_the_survivors_of_a_mass_loss_form_a_quorum_at_once() -> None:
     [formed] = decisions
     assert isinstance(formed, QuorumFormed)
     assert len(formed.sessions) == len(formed.left) == REPLICAS // 2
+
+
+@pytest.mark.no_leak
+def test_a_bounded_number_of_different_reports_is_kept() -> None:
+    claims, liar = Claims(), Member("x", step=10**6)
+    made_up = {f"y{n}": Past(90, frozenset({f"y{n}"}), 1, stood=False) for n in range(QUORUMS_MAX)}
+    for replica_id, past in made_up.items():
+        claims.reported(replica_id, past, is_stated=False)
+    true = Past(100, frozenset("abc"), 49, stood=False)
+    members = [Member(i, step=50, commit_quorum_id=100) for i in "ab"]
+    for expected in (set(), {"x"}):
+        for member in members:
+            claims.reported(member.replica_id, true, is_stated=False)
+        assert claims.unproven([*members, liar]) == expected
+        claims.forget("y0")
 
 
 @pytest.mark.no_leak

@@ -632,13 +632,6 @@ class Twin:
     def unproven(self) -> set[str]:
         """Return whose claims nothing shows, while those of others show how far the job is."""
         claims = {j.member.replica_id: j.member for j in self.joined}
-        shown, is_known = {i for i, member in claims.items() if self.is_shown(member)}, False
-        if self.quorums:
-            there = [claims[i].step for i in shown]
-            last = self.quorums[-1].participants
-            is_known = bool(there) and max(there) >= max(m.step for m in last)
-            with_state = [m for m in last if m.replica_id in shown and claims[m.replica_id].step]
-            is_known = is_known or len(with_state) > len(last) / 2
         reports = {i: report for i, report in self.reports.items() if i in claims}
         said = [(past.quorum_id, past.members) for past, _ in reports.values()]
         stated = {i: report for i, report in reports.items() if report[1]}
@@ -648,17 +641,42 @@ class Twin:
             reports = stated
         elif is_most:
             reports = {i: r for i, r in reports.items() if (r[0].quorum_id, r[0].members) in most}
-        for i, (past, _) in reports.items():
-            others = [
-                m.step
-                for m in claims.values()
-                if m.replica_id in past.members - {i} and m.commit_quorum_id != -1
-            ]
-            limit = past.step + 1 if not past.stood else max(others) + 1 if others else math.inf
-            if claims[i].commit_quorum_id != -1 and claims[i].step <= limit:
-                shown.add(i)
-                is_known = is_known or (claims[i].step > 0 and (bool(stated) or is_most))
-        return {i for i, m in claims.items() if m.step > 0 and i not in shown} if is_known else set()
+        pasts = sorted((past for past, _ in reports.values()), key=lambda past: (past.quorum_id, past.step))
+        known: dict[int, Past] = {}
+        for quorum in self.quorums:
+            known.pop(quorum.quorum_id, None)
+            steps = {m.replica_id: m.step for m in quorum.participants}
+            numbers = quorum.quorum_id, frozenset(steps), max(steps.values())
+            known[quorum.quorum_id] = Past(*numbers, quorum.stands)
+        pasts += known.values()
+        remembered = {i for i, m in claims.items() if self.is_shown(m, known, pasts)}
+        reported = {
+            i
+            for i, (past, _) in reports.items()
+            if claims[i].commit_quorum_id != -1 and claims[i].step <= self.limit(past, claims[i], pasts)
+        }
+        if not self.quorums and not stated and not is_most:
+            return set()
+        showing = remembered if self.quorums else reported
+        there = {i: claims[i].step for i in showing if claims[i].commit_quorum_id != -2}
+        is_ahead = any(step >= pasts[-1].step for step in there.values())
+        with_state = [i for i in pasts[-1].members if there.get(i, 0) > 0]
+        if not is_ahead and len(with_state) <= len(pasts[-1].members) / 2:
+            return set()
+        least = (0, 0) if is_ahead else (pasts[-1].step, pasts[-1].quorum_id)
+        shown = remembered | reported
+        return {i for i, m in claims.items() if (m.step, m.commit_quorum_id) > least and i not in shown}
+
+    def limit(self, past: Past, member: Member, pasts: list[Past]) -> float:
+        """Return the greatest step that is believed of a member of this quorum that has committed in it."""
+        if not past.stood:
+            return past.step + 1
+        back = [j.member for j in self.joined if j.member.replica_id in past.members - {member.replica_id}]
+        others = [m.step for m in back if m.commit_quorum_id in (past.quorum_id, -2)]
+        others += [m.step for m in back if m.step == past.step and m.commit_quorum_id != -1]
+        after = pasts[len(pasts) - pasts[::-1].index(past) :]
+        later = [other.step for other in after if other.quorum_id != past.quorum_id]
+        return max(others) + 1 if others else max(past.step, later[0]) + 1 if later else math.inf
 
     def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
         self.reports.pop(replica_id, None)
@@ -666,24 +684,19 @@ class Twin:
         if replica_id in past.members and not was_in and past.quorum_id > 0:
             self.reports[replica_id] = past, is_stated
 
-    def is_shown(self, member: Member) -> bool:
+    def is_shown(self, member: Member, known: dict[int, Past], pasts: list[Past]) -> bool:
         own = [(q, m) for q in self.quorums for m in q.participants if m.replica_id == member.replica_id]
         if not own or member.commit_quorum_id == -1:
             return False
         last_rounds = {q.quorum_id: q for q, _ in own}
         had = [(own[-1][1].step, own[-1][1].commit_quorum_id)]
         had += [max((m.step, m.commit_quorum_id) for m in q.participants) for q in last_rounds.values()]
-        if member.step == 0 or (member.step, member.commit_quorum_id) in had:
+        version = member.step, member.commit_quorum_id
+        if version <= (0, 0) or version in had:
             return True
         quorum_id = member.commit_quorum_id if member.commit_quorum_id > 0 else own[-1][0].quorum_id
-        if (quorum := last_rounds.get(quorum_id)) is None:
-            return False
-        if not quorum.stands:
-            return member.step <= max(m.step for m in quorum.participants) + 1
-        ids = {m.replica_id for m in quorum.participants} - {member.replica_id}
-        back = [j.member for j in self.joined if j.member.replica_id in ids]
-        others = [m.step for m in back if m.commit_quorum_id != -1]
-        return not others or member.step <= max(others) + 1
+        past = known[quorum_id] if quorum_id in last_rounds else None
+        return past is not None and member.step <= self.limit(past, member, pasts)
 
     # -- what events have in common
 

@@ -42,6 +42,14 @@ def test_no_text_for_people_has_a_secret() -> None:
     with pytest.raises(ProcessGroupError) as refused:
         ProcessGroupGloo(LIMIT).configure(f"{LOOPBACK}:1/x/secret={key}", 0, 2)
     texts.append(str(refused.value))
+    server, address = serve_store(LOOPBACK, LIMIT)
+    group = ProcessGroupGloo(timedelta(seconds=1))
+    group.configure(f"{address}/x/secret={key}", 0, 1)
+    with pytest.raises(Exception, match="nobody sets this") as timed_out:  # torch's own
+        group.get_group_store().get("nobody sets this")
+    texts.append(str(timed_out.value))
+    group.shutdown()
+    del server
     assert all(one not in text for text in texts for one in (key, repr(bytes(SECRET))[2:-1]))
 
 
