@@ -9,7 +9,7 @@ either
 * a version that it had, or could take over, in one of them, or
 * of a step that was committed in one of them: the next one, or, where the quorum stood, in which all
   members commit the same steps, one more than that of any other member whose state is from it; where there
-  is none, one more than the next quorum began with.
+  is none, one more than the next quorum of some of them began with.
 
 A member whose state is at step 0 claims nothing. While one whose claim is shown is at least as far as the
 last quorum was, or more than half of its members are there and have a state, whoever claims what is not
@@ -117,7 +117,9 @@ class Claims:
         pasts = [*sorted({*reports.values()}, key=lambda past: past[::2]), *self._past.values()]
         limits: dict[Past, Limits] = {}
         for n, past in enumerate(pasts):
-            later = next((later for later in pasts[n:] if later.quorum_id != past.quorum_id), None)
+            # One in which none of its members was does not tell how far they went on, cut off.
+            others = (other for other in pasts[n:] if other.quorum_id != past.quorum_id)
+            later = next((other for other in others if not other.members.isdisjoint(past.members)), None)
             limits[past] = _limits(past, joined, later)
         remembered = [m for m in joined if self._shows(m, limits)]
         reported = [m for m in joined if m.replica_id in reports and m.commit_quorum_id != NO_STATE]
@@ -169,16 +171,14 @@ def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:
     `_is_of` does not hold, and one of which it does.
 
     Where the quorum stood, that is one more than where another one is of which it holds. Who is alone is held
-    against how far the next quorum was.
+    against how far the next quorum of some of its members was.
     """
     if not past.stood:
         return past.step + 1, past.step + 1
-    alone = inf if later is None else max(past.step, later.step) + 1
-    first, second, *_ = [
-        *(step + 1 for step in nlargest(2, (m.step for m in joined if _is_of(past, m)))),
-        alone,
-        alone,
-    ]
+    alone: float = inf if later is None else max(past.step, later.step) + 1
+    steps = nlargest(2, (m.step for m in joined if _is_of(past, m)))
+    first: float = steps[0] + 1 if steps else alone
+    second: float = steps[1] + 1 if len(steps) > 1 else alone
     return first, second
 
 

@@ -675,7 +675,11 @@ class Twin:
         others = [m.step for m in back if m.commit_quorum_id in (past.quorum_id, -2)]
         others += [m.step for m in back if m.step == past.step and m.commit_quorum_id != -1]
         after = pasts[len(pasts) - pasts[::-1].index(past) :]
-        later = [other.step for other in after if other.quorum_id != past.quorum_id]
+        later = [
+            other.step
+            for other in after
+            if other.quorum_id != past.quorum_id and other.members & past.members
+        ]
         return max(others) + 1 if others else max(past.step, later[0]) + 1 if later else math.inf
 
     def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
