@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -20,10 +21,10 @@ class LocalGroup:
     """A replica group under a torchrun of its own, which runs the present script, and its output."""
 
     def __init__(
-        self, index: int, ranks: int, lighthouse: str, kill_at_step: int | None, inside: Sequence[str]
+        self, index: int, ranks: int, lighthouse: str, kill_at_steps: range, inside: Sequence[str]
     ) -> None:
         self.index = index
-        self.kill_at_step = kill_at_step
+        self.kill_at_steps = kill_at_steps
         self.result: dict[str, Any] = {}
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
         torchrun += [f"--nproc_per_node={ranks}", "--max-restarts=3"]
@@ -50,14 +51,14 @@ class LocalGroup:
             print(f"group {self.index} | {line.rstrip()}", flush=True)
             if line.startswith("{"):
                 self.result = json.loads(line)
-            elif self.kill_at_step is not None and self.trains_with_others_at(self.kill_at_step, line):
-                self.kill_at_step = None
+            elif self.trains_with_others_in(self.kill_at_steps, line):
+                self.kill_at_steps = range(0)
                 self.kill_ranks()
 
     @staticmethod
-    def trains_with_others_at(step: int, line: str) -> bool:
+    def trains_with_others_in(steps: range, line: str) -> bool:
         match = re.match(r"step (\d+) .* participants (\d+)", line)
-        return match is not None and int(match[1]) >= step and int(match[2]) > 1
+        return match is not None and int(match[1]) in steps and int(match[2]) > 1
 
     def kill_ranks(self) -> None:
         """Send SIGKILL to every rank at once; torchrun starts them again."""
@@ -80,27 +81,33 @@ def kill(processes: list[psutil.Process]) -> None:
             process.kill()
 
 
-def run_groups(
-    ranks: int, lighthouse: str, kill_at_step: int | None, insides: Sequence[Sequence[str]]
-) -> int:
+def kill_steps(args: argparse.Namespace) -> range:
+    """Return the steps in which a group may be killed: none without --kill-at-step."""
+    return range(0) if args.kill_at_step is None else range(args.kill_at_step, args.steps - 1)
+
+
+def run_groups(ranks: int, lighthouse: str, kill_at_steps: range, insides: Sequence[Sequence[str]]) -> int:
     """Run the present script without --local as replica groups; return 0 if all end with the same bits.
 
     Args:
         ranks: the ranks of each group.
         lighthouse: its address.
-        kill_at_step: the step at which the last group is killed, once, while it trains with others.
+        kill_at_steps: the steps in which the last group is killed, once, as soon as it trains with others. If
+          it were killed later, the others would have ended, and it would wait for them to finish with it.
         insides: for each group the words to put in front of its command.
     """
     sys.argv.remove("--local")
     groups: list[LocalGroup] = []
     try:
         for index, inside in enumerate(insides):
-            own_kill = kill_at_step if index == len(insides) - 1 else None
+            own_kill = kill_at_steps if index == len(insides) - 1 else range(0)
             groups.append(LocalGroup(index, ranks, lighthouse, own_kill, inside))
         codes = [group.process.wait() for group in groups]
     finally:
         for group in groups:
             group.end()
+    if groups[-1].kill_at_steps:
+        print(f"no group was killed: they did not train together in steps {kill_at_steps}")
     digests = {group.result.get("digest") for group in groups}
     is_identical = len(digests) == 1 and None not in digests and not any(codes)
     print("all groups ended with the same bits" if is_identical else f"failed: {codes}, {digests}")

@@ -44,7 +44,7 @@ from typing import Any
 
 import torch
 from library_text import StandardLibraryText
-from local_groups import interrupt_at_sigterm, run_groups
+from local_groups import interrupt_at_sigterm, kill_steps, run_groups
 from tiny_gpt import TinyGPT, next_byte_loss
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
@@ -159,7 +159,7 @@ def run_locally(args: argparse.Namespace) -> int:
         lighthouse = RunningProcess([*insides[0], sys.executable, *command], folder / "lighthouse.log")
         stack.callback(lighthouse.kill)
         port = lighthouse.wait_for_output(r"listening on .*:(\d+)")[1]
-        return run_groups(1, f"http://{host}:{port}", args.kill_at_step, insides)
+        return run_groups(1, f"http://{host}:{port}", kill_steps(args), insides)
 
 
 def rules_of(link: str, names: list[str]) -> Rules:

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import Checkpoints
 from library_text import StandardLibraryText
-from local_groups import interrupt_at_sigterm, run_groups
+from local_groups import interrupt_at_sigterm, kill_steps, run_groups
 from local_ranks import run_ranks
 from step_loader import StepLoader
 from tiny_gpt import TinyGPT, next_byte_loss
@@ -169,7 +169,7 @@ def run_locally(args: argparse.Namespace) -> int:
         if args.spares:
             job = args.num_replicas, RANKS, args.spares, lighthouse.address()
             return run_ranks(*job, args.kill_at_step, args.picture)
-        return run_groups(RANKS, lighthouse.address(), args.kill_at_step, [()] * args.num_replicas)
+        return run_groups(RANKS, lighthouse.address(), kill_steps(args), [()] * args.num_replicas)
     finally:
         lighthouse.shutdown()
 

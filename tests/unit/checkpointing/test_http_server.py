@@ -68,13 +68,9 @@ class TestHostileClients:
             assert drain(client) == 0
 
     def test_a_request_without_end_is_cut_off_by_its_size(self, server: CheckpointServer) -> None:
-        with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
-            try:
-                for _ in range(10_000):
-                    client.sendall(b"a" * 4096)
-            except ConnectionError:
-                return
-        pytest.fail("40 MB of request were taken")
+        client = socket.create_connection((LOOPBACK, server.port), timeout=30)
+        with client, pytest.raises(ConnectionError):
+            client.sendall(b"a" * 40_000_000)
 
     def test_a_client_that_does_not_read_is_cut_off(self, server: CheckpointServer) -> None:
         state = Snapshot({"w": torch.zeros(20_000_000)}).fill()
@@ -189,8 +185,8 @@ class TestWaitForReceivers:
                 left = state.nbytes - 100
                 while left > 0:
                     left -= len(client.recv(1 << 20))
-                client.sendall(asking(self.PATH, "a 0"))
                 assert not waiting.done()
+                client.sendall(asking(self.PATH, "a 0"))
                 client.shutdown(socket.SHUT_WR)
                 drain(client)
             assert waiting.result(60) == [0]

@@ -25,6 +25,7 @@ from tests.waiting import wait_for
 from torchft_like.checkpointing import HTTPTransport, http_fetch, http_server, state_stream
 from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.http_transport import LINES
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     PIECE_BYTES,
@@ -131,24 +132,32 @@ class TestTransfer:
     ) -> None:
         """Its checksums included, which it asks for last."""
         monkeypatch.setattr(http_fetch, "KEPT_OPEN_S", 0.01)
-        has_begun, may_go_on, fill = threading.Event(), threading.Event(), state_stream._fill
+        begun, is_over, may_go_on = threading.Semaphore(0), threading.Event(), threading.Event()
+        fill, read_sums = state_stream._fill, Fetch._read_sums
 
         def slowly(source: Any, window: memoryview) -> None:
             if len(window) == PIECE_BYTES:
-                has_begun.set()
+                begun.release()
                 assert may_go_on.wait(LIMIT.total_seconds())
             fill(source, window)
 
+        def read_sums_then(of: Fetch, incoming: Any, line: _Line) -> bytes:
+            assert is_over.wait(LIMIT.total_seconds())
+            sums = read_sums(of, incoming, line)
+            may_go_on.set()
+            return sums
+
         monkeypatch.setattr(state_stream, "_fill", slowly)
+        monkeypatch.setattr(Fetch, "_read_sums", read_sums_then)
         source, receiver, state = transports(), transports(), make_state(8_000_000)
         source.send_checkpoint([], 5, state, LIMIT)
         fetching = pool.submit(fetch, receiver, source)
-        assert has_begun.wait(LIMIT.total_seconds())
+        assert all(begun.acquire(timeout=LIMIT.total_seconds()) for _ in range(LINES))
         if then == "withdrawn":
             source.disallow_checkpoint()
         else:
             source.send_checkpoint([], 6, make_state(), LIMIT)
-        threading.Timer(0.1, may_go_on.set).start()  # by then it would have let its connection go
+        is_over.set()
         assert_same(fetching.result(LIMIT.total_seconds()), state)
 
     def test_what_was_kept_is_taken_however_long_that_takes(
