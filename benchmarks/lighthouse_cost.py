@@ -34,6 +34,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.runtime.environment import environment
 
 BAR_REPLICAS = 1000
+MEMBERS_STEP = 123_456  # at which the simulated replicas ask for a quorum
 CPU_RATIO_MAX = 0.35
 IDLE_CPU_PERCENT_MAX = 8.0
 IDLE_MEMORY_MB_MAX = 100.0
@@ -159,7 +160,7 @@ def member_of(index: int) -> pb.QuorumMember:
         replica_id=f"{index:04}:0a1b2c3d-4e5f-6071-8293-a4b5c6d7e8f9",
         address=f"http://10.0.{index // 250}.{index % 250}:29511",
         store_address=f"10.0.{index // 250}.{index % 250}:29500",
-        step=123_456,
+        step=MEMBERS_STEP,
         world_size=8,
     )
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import grpc.aio
 
-from benchmarks.lighthouse_cost import channels_to, cpu_seconds, member_of, open_session
+from benchmarks.lighthouse_cost import MEMBERS_STEP, channels_to, cpu_seconds, member_of, open_session
 from benchmarks.processes import Fleet
 from benchmarks.report import Result
 from benchmarks.systems import OURS, start_lighthouse
@@ -183,7 +183,7 @@ def _newcomer(lighthouse: Lighthouse, replicas: int) -> None:
     (hold,) = lighthouse.hear(replicas, _join(replicas, True))
     if not isinstance(hold, HoldQuorum) or len(hold.sessions) != replicas:
         raise RuntimeError(f"the quorum does not stand: {hold}")
-    holds = pb.SessionRequest(holds=pb.Holds(quorum_id=hold.quorum_id, round=hold.round, step=7))
+    holds = pb.SessionRequest(holds=pb.Holds(quorum_id=hold.quorum_id, round=hold.round, step=MEMBERS_STEP))
     for number in range(replicas):
         lighthouse.hear(number, holds.SerializeToString())
     _join_all(lighthouse, range(replicas))
@@ -272,7 +272,9 @@ async def _ask(number: int, call: Call) -> None:
 
 async def _hold_and_ask(number: int, call: Call) -> None:
     hold = (await _read(call, "hold")).hold
-    await call.write(pb.SessionRequest(holds=pb.Holds(quorum_id=hold.quorum_id, round=hold.round, step=7)))
+    await call.write(
+        pb.SessionRequest(holds=pb.Holds(quorum_id=hold.quorum_id, round=hold.round, step=MEMBERS_STEP))
+    )
     await _read(call, "release")
     await _ask(number, call)
 
