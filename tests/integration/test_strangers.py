@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 
 from lighthouse import wire
@@ -108,8 +110,13 @@ def test_strangers_and_observers_cost_a_job_no_step(
                     with make_channel(server) as channel:
                         assert refusal(channel, method, said, header) in DISTRUST
                 assert not any(fetched(source, a.step, header, job) for source in sources)
-            # Who participates in the job, and not in the quorum.
+            # Who participates in the job, and neither in the quorum nor in a replica group.
             assert not any(fetched(source, a.step, PARTICIPANT, job) for source in sources)
+            no_rank = *DISTRUST, grpc.StatusCode.INVALID_ARGUMENT  # these groups have no rank 1
+            for server, (method, said) in itertools.product(managers, AT_MANAGER):
+                if method != wire.CHECKPOINT_METADATA:
+                    with make_channel(server) as channel:
+                        assert refusal(channel, method, said, PARTICIPANT) in no_rank
             fat = pb.LighthouseQuorumRequest(requester=pb.QuorumMember(data="x" * FAT_BYTES))
             with make_channel(lighthouse) as channel:
                 for _ in range(FAT_MEMBERS):
@@ -122,6 +129,12 @@ def test_strangers_and_observers_cost_a_job_no_step(
         canary.settimeout(0)
         with pytest.raises(BlockingIOError):  # nobody has come
             canary.accept()
+        files = [path for path in tmp_path.rglob("*") if path.suffix in (".log", ".events", ".journal")]
+        written = "".join(path.read_text(errors="replace") for path in files)
+        started = [" ".join(psutil.Process(rank.pid).cmdline()) for rank in (*a.ranks, *b.ranks)]
+        for text in (written, cluster.lighthouse.output, *started):
+            assert text
+            assert not any(parse_trust(token, "a text").shown in text for token in TEXTS.values())
 
 
 def test_a_replica_group_with_a_token_and_a_certificate_heals_from_others(

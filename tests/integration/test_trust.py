@@ -186,6 +186,20 @@ def test_a_rank_without_a_token_is_refused_at_once(job: Job) -> None:
         SessionLink(parse_address(job.manager.address()), 1, Ear(), 86400.0)
 
 
+def test_a_participant_of_another_group_is_no_rank_of_this_one(job: Job) -> None:
+    place, caller = parse_address(job.manager.address()), ManagerClient(job.manager.address())
+    for say in (
+        lambda: SessionLink(place, 1, Ear(), 86400.0),
+        lambda: SessionLink(place, 1, Ear(), 86400.0, key="0" * len(job.manager.rank_key)),
+        lambda: caller.should_commit(1, 1, False, LIMIT),
+        lambda: caller._quorum(1, 1, "", False, LIMIT),
+    ):
+        with pytest.raises(TrustError, match="only a rank of group says that") as refused:
+            say()
+        assert job.manager.rank_key not in str(refused.value)
+    caller.close()
+
+
 def test_a_state_is_sent_to_a_peer_with_a_token_and_not_to_a_stranger(
     file: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -25,7 +25,8 @@ def connect(
     if config.group_rank > 0:
         address = find_manager(store.shared, config)
         limits = config.connect_timeout_s, config.host, config.dead_after_s
-        return SessionLink(address, config.group_rank, listener, *limits), store
+        key = store.shared.get(_key_of_ranks(config)).decode(errors="backslashreplace")
+        return SessionLink(address, config.group_rank, listener, *limits, key), store
     if config.lighthouse is None:
         raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
     server = ManagerServer(
@@ -43,8 +44,14 @@ def connect(
         dead_after=timedelta(seconds=config.dead_after_s),
     )
     try:
+        store.shared.set(_key_of_ranks(config), server.rank_key)
         publish_manager(store.shared, config, server.address())
         return server.attach_local_rank(config.group_rank, listener), store
     except BaseException:
         server.close()  # the lighthouse knows the server already, and would wait for it
         raise
+
+
+def _key_of_ranks(config: ManagerConfig) -> str:
+    """Return the name of the key in the group's store that a rank shows to its ManagerServer."""
+    return f"torchft/rank_key/{config.incarnation}"

@@ -29,17 +29,23 @@ class DuplexCall(Generic[Request, Response]):
     Args:
         method: the full name, `/package.Service/Method`.
         request_type, response_type: the classes of the messages.
+        shown: metadata beside this process's token.
     """
 
     def __init__(
-        self, channel: grpc.aio.Channel, method: str, request_type: Any, response_type: type[Response]
+        self,
+        channel: grpc.aio.Channel,
+        method: str,
+        request_type: Any,
+        response_type: type[Response],
+        shown: tuple[tuple[str, str], ...] = (),
     ) -> None:
         open_call: Any = channel.stream_stream(
             method,
             request_serializer=request_type.SerializeToString,
             response_deserializer=reader(response_type),
         )
-        self._call: Any = open_call(metadata=credentials())
+        self._call: Any = open_call(metadata=(*credentials(), *shown))
         self._queue: asyncio.Queue[Request | None] = asyncio.Queue()
         self._writer = asyncio.create_task(self._write())
 

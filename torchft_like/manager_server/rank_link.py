@@ -34,6 +34,7 @@ from torchft_like.manager_server.suspicion import DEAD_S, until_dead
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05
+GROUP_KEY = "group-key"  # the header in which a rank shows the key of its replica group
 REFUSALS = (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.INVALID_ARGUMENT)
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the end for a death
 
@@ -119,6 +120,7 @@ class SessionLink:
     Args:
         host: the address of this host at which rank 0 finds out whether this process still exists.
         dead_s: how long rank 0 may be silent before the group is lost.
+        key: that of the replica group, as `ManagerServer.rank_key` is; "" for none.
 
     Raises:
         ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
@@ -132,12 +134,14 @@ class SessionLink:
         connect_timeout_s: float,
         host: str = LOOPBACK,
         dead_s: float = DEAD_S,
+        key: str = "",
     ) -> None:
         self._address = address
         self._group_rank = group_rank
         self._listener = listener
         self._host = host
         self._dead_s = dead_s
+        self._shown = ((GROUP_KEY, key),) if key else ()
         self._loop: LoopThread = coordination_loop()
         self._process = uuid.uuid4().bytes
         self._sign_of_life = listen_tcp(Address(host, 0))  # the kernel answers there until this process ends
@@ -245,7 +249,8 @@ class SessionLink:
         """Serve one session, from its register to its end."""
         channel = make_aio_channel(self._address)
         call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
-        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        types = pb.RankSessionRequest, pb.RankSessionResponse
+        call = DuplexCall(channel, wire.RANK_SESSION, *types, self._shown)
         register = pb.RankRegister(
             group_rank=self._group_rank,
             process=self._process,

@@ -83,6 +83,10 @@ class ManagerServer:
         spare: whether the group waits for a free place before it takes part.
         dead_after: how long a rank's process may be silent before the group is lost.
 
+    Attributes:
+        rank_key: a secret of the replica group, without which nobody is one of its ranks; "" for none, in a
+            process without tokens.
+
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
         ConnectError: the lighthouse did not answer within `connect_timeout`.
@@ -116,6 +120,7 @@ class ManagerServer:
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
         # A lighthouse that shows a token of its own would give it to whoever claims an address.
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
+        self.rank_key = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()

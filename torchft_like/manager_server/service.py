@@ -7,6 +7,7 @@ Each handler turns messages into calls of the server's methods and waits for the
 from __future__ import annotations
 
 import asyncio
+import hmac
 import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +23,12 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
-from torchft_like.manager_server.rank_link import quorum_result_to_wire, verdict_fields, verdict_from_wire
+from torchft_like.manager_server.rank_link import (
+    GROUP_KEY,
+    quorum_result_to_wire,
+    verdict_fields,
+    verdict_from_wire,
+)
 
 if TYPE_CHECKING:
     from torchft_like.manager_server.server import ManagerServer
@@ -103,6 +109,7 @@ class _Handlers:
         if register.replica_id not in ("", server.replica_id):
             text = f"{register.replica_id:.100} is gone: {server.replica_id} has its address"
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
+        await self._check_key(context)
         line = server.listener_of(register.group_rank)
         if isinstance(line, _SessionLine) and line.process == process:
             if not line.conversation.arrived(received):
@@ -193,6 +200,7 @@ class _Handlers:
 
     async def _attach_call(self, group_rank: int, context: Context) -> _UnaryCall:
         await self._check_rank(group_rank, context)
+        await self._check_key(context)
         call = _UnaryCall()
         if not self._server.rank_attached(group_rank, call):
             await self._refuse_second(group_rank, context)
@@ -201,6 +209,14 @@ class _Handlers:
     async def _refuse_second(self, group_rank: int, context: Context) -> None:
         reason = self._server.lost_reason or f"rank {group_rank} of {self._server.replica_id} is here already"
         await context.abort(grpc.StatusCode.ALREADY_EXISTS, reason)
+
+    async def _check_key(self, context: Context) -> None:
+        if not (key := self._server.rank_key):
+            return
+        shown = [str(value) for name, value in context.invocation_metadata() or () if name == GROUP_KEY]
+        if not hmac.compare_digest("".join(shown).encode(), key.encode()):
+            text = f"only a rank of {self._server.replica_id} says that: its store tells its ranks a key"
+            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
 
     async def _check_rank(self, group_rank: int, context: Context) -> None:
         if not 0 <= group_rank < self._server.world_size:
