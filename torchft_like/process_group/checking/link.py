@@ -52,7 +52,7 @@ MESSAGE_BYTES_MAX = REQUEST.size + BODY_BYTES_MAX
 # call may run.
 ANSWER = struct.Struct("<BQQI")
 TOKEN_BYTES = 16
-HELLO_SECONDS_MAX = 10.0
+CALLERS_MAX = 64  # beside the ranks, until they have said who they are
 JOIN_SECONDS_MAX = 5.0
 READ_BYTES = 1 << 16
 SILENCE_LOOK_MS = 1000
@@ -355,23 +355,78 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
     token = secrets.token_bytes(TOKEN_BYTES)
     own, theirs = socket.socketpair()
     connections = {0: theirs}
-    with listen_tcp(Address(host, 0)) as listener:
+    with listen_tcp(Address(host, 0)) as listener, selectors.DefaultSelector() as selector:
         for one in (own, theirs, listener):
             sockets.add(one)
         store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex(), predicts]))
+        callers = _Callers(listener, sockets, selector, CALLERS_MAX + members.world_size)
         while len(connections) < members.world_size:
-            listener.settimeout(_left_s(deadline_s, members, connections))
-            with contextlib.suppress(TimeoutError):
-                connection = listener.accept()[0]
-                sockets.add(connection)
-                rank, does_predict = _greeted(connection, token)
-                if not 0 < rank < members.world_size:
+            for connection, hello in callers.hear(_left_s(deadline_s, members, connections)):
+                secret, rank, does_predict = _HELLO.unpack(hello)
+                if not (secrets.compare_digest(secret, token) and 0 < rank < members.world_size):
                     sockets.drop(connection)
                     continue
                 if does_predict != predicts:
                     raise ProcessGroupError(f"ranks 0 and {rank} check collectives differently: {_HINT}")
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 connections[rank] = connection
+        callers.close()
     return Link(own, Hub([connections[rank] for rank in range(members.world_size)], predicts))
+
+
+class _Callers:
+    """Connections whose hello has not come; where there are too many, the oldest makes room. So whoever
+    connects and says nothing holds nobody up.
+    """
+
+    def __init__(
+        self, listener: socket.socket, sockets: Sockets, selector: selectors.BaseSelector, most: int
+    ) -> None:
+        self._listener, self._sockets, self._selector, self._most = listener, sockets, selector, most
+        self._heard: dict[socket.socket, bytes] = {}  # the oldest first
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
+
+    def hear(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
+        """Wait until somebody connects or speaks; return the connections whose whole hello has come."""
+        ready = [key.fileobj for key, _ in self._selector.select(min(limit_s, PATIENCE_S_MAX))]
+        with contextlib.suppress(BlockingIOError):
+            if self._listener in ready:
+                self._accept()
+        return [(one, said) for one in [*self._heard] if one in ready and (said := self._read(one))]
+
+    def close(self) -> None:
+        """Close the connections of those who have not said who they are."""
+        for one in [*self._heard]:
+            self._drop(one)
+
+    def _accept(self) -> None:
+        if len(self._heard) >= self._most:
+            self._drop(next(iter(self._heard)))
+        connection = self._listener.accept()[0]
+        self._sockets.add(connection)
+        connection.setblocking(False)
+        self._heard[connection] = b""
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, one: socket.socket) -> bytes:
+        """Read what has come; return the hello once it is whole."""
+        try:
+            part = one.recv(_HELLO.size - len(self._heard[one]))
+        except OSError:
+            part = b""
+        self._heard[one] += part
+        if not part:
+            self._drop(one)
+        elif len(self._heard[one]) == _HELLO.size:
+            self._selector.unregister(one)
+            return self._heard.pop(one)
+        return b""
+
+    def _drop(self, one: socket.socket) -> None:
+        del self._heard[one]
+        self._selector.unregister(one)
+        self._sockets.drop(one)
 
 
 def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]) -> float:
@@ -380,17 +435,6 @@ def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]
         missing = sorted({*range(members.world_size)} - {*connections})
         raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
     return left_s
-
-
-def _greeted(connection: socket.socket, token: bytes) -> tuple[int, bool]:
-    """Return the rank that has connected, and whether it predicts calls; rank 0 stands for a stranger."""
-    connection.settimeout(HELLO_SECONDS_MAX)
-    with contextlib.suppress(OSError):
-        secret, rank, predicts = _HELLO.unpack(_receive(connection, _HELLO.size))
-        if secrets.compare_digest(secret, token):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            return rank, predicts
-    return 0, False
 
 
 def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
