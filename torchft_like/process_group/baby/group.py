@@ -45,6 +45,7 @@ from torchft_like.process_group.baby.tensor_sharing import CallTensors, CpuExpor
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.gloo.device import require_transport
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import FOREVER, OperationWork
@@ -135,6 +136,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
     def _set_up(self) -> None:
+        require_transport()
         super()._set_up()
         self._staging = Staging()
 

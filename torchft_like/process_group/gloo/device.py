@@ -46,11 +46,15 @@ import weakref
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
+import torch
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from lighthouse.address import LOOPBACK
 from lighthouse.forks import Turn, in_each_fork, lock_of_each_process, replace_sockets
+from torchft_like.errors import ConfigError
 
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+TRANSPORT_ENV = "GLOO_DEVICE_TRANSPORT"
 ATTEMPTS_MAX = 20
 KNOCK_SECONDS_MAX = 0.2
 
@@ -78,6 +82,7 @@ _descriptors = "/proc/self/fd"
 _descriptor_info = "/proc/self/fdinfo"
 _creation = lock_of_each_process()  # keeps the devices of this package from being mistaken for each other
 _devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
+_transport: list[str] = []  # for which the environment asked at the first device
 
 
 class GlooDevice:
@@ -217,10 +222,38 @@ class _Epoll:
         os.close(self._own)
 
 
+def require_transport() -> None:
+    """Check that torch makes devices of the transport for which the environment asks, such as TCP_TLS.
+
+    Raises:
+        ConfigError: it does not; without the check traffic that was to be encrypted might be plain.
+    """
+    wanted = os.environ.get(TRANSPORT_ENV, "")
+    if _transport and _transport[0] != wanted:
+        raise ConfigError(
+            f"{TRANSPORT_ENV} is {wanted!r:.50}, and was {_transport[0]!r:.50} when the first group of this "
+            "process was made, which is when torch reads it: set it before"
+        )
+    if wanted:
+        _make_device(LOOPBACK)
+
+
 def _make_device(host: str) -> object:
-    if interface := os.environ.get(INTERFACE_ENV):
-        return TorchGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
-    return TorchGloo.create_device(hostname=host, lazy_init=False)
+    transport = os.environ.get(TRANSPORT_ENV, "")
+    _transport.extend([] if _transport else [transport])
+    try:
+        if interface := os.environ.get(INTERFACE_ENV):
+            return TorchGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
+        return TorchGloo.create_device(hostname=host, lazy_init=False)
+    except RuntimeError as error:
+        if not transport:
+            raise
+        raise ConfigError(
+            f"torch {torch.__version__} makes no device of Gloo for {TRANSPORT_ENV}={transport!r:.50} "
+            f"({str(error).splitlines()[0]:.200}). TCP_TLS takes a torch that was built with "
+            f"USE_GLOO_WITH_OPENSSL=1, and the files that {TRANSPORT_ENV}_TCP_TLS_PKEY, _CERT and _CA_FILE "
+            "name. Otherwise unset it, and encrypt the network, as by WireGuard (docs/security.md)"
+        ) from error
 
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, int, tuple[object, ...]]]:

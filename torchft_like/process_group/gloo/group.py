@@ -38,7 +38,7 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, AbandonableOperation
-from torchft_like.process_group.gloo.device import GlooDevice
+from torchft_like.process_group.gloo.device import GlooDevice, require_transport
 from torchft_like.process_group.gloo.gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
@@ -70,7 +70,13 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
 
     Args:
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
+
+    Raises:
+        ConfigError: the environment asks for a transport (GLOO_DEVICE_TRANSPORT) that this torch has not.
     """
+
+    def _set_up(self) -> None:
+        require_transport()
 
     def getBackendName(self) -> str:  # noqa: N802
         return "torchft-gloo"
