@@ -59,7 +59,8 @@ QUICK = Plan(members=200, block_s=3.0, blocks=1, loads=3)
 def main(plan: Plan | None = None) -> Result:
     """Measure, check against the bars, and save results/lighthouse_page.json."""
     plan = plan or Plan()
-    result = Result("lighthouse_page", "What does the lighthouse's page cost?", METHOD)
+    missing = [] if _has_chromium() else ["There was no Chromium (Debian's chromium and chromium-driver)."]
+    result = Result("lighthouse_page", "What does the lighthouse's page cost?", [*METHOD, *missing])
     for case, unit, samples in asyncio.run(_costs(plan)):
         if samples:
             result.add(case, OURS.name, unit, samples)
@@ -187,9 +188,13 @@ def _field(head: str, name: str) -> str:
     return next((value for key, _, value in lines if key.lower() == name), "")
 
 
+def _has_chromium() -> bool:
+    return bool(shutil.which("chromium") and shutil.which("chromedriver"))
+
+
 def _loads_in_browser(page: Address, plan: Plan) -> list[float]:
     """Return the seconds of each load in Chromium; none where it is not installed."""
-    if not (shutil.which("chromium") and shutil.which("chromedriver")):
+    if not _has_chromium():
         return []
     from tests.browser import Browser  # noqa: PLC0415 - it is not needed otherwise
 

@@ -149,6 +149,7 @@ class History:
         self._recovering: Recovery | None = None
         self._healing: dict[str, Heal] = {}
         self._newest_step = 0
+        self._members: frozenset[str] = frozenset()  # of the last quorum
 
     # -- what comes in
 
@@ -166,7 +167,7 @@ class History:
                 self.ends[moment.replica_id] = moment.text[:TEXT_MAX]
 
     def formed(self, quorum_id: int, steps: Mapping[str, int], time: float, now: float) -> None:
-        """Record a quorum, perhaps the same again, with the steps at which its members have joined."""
+        """Record a quorum, perhaps the same again, with the steps at which its members are believed to be."""
         if quorum_id != self._quorum_id:
             self.quorum_began, self._quorum_id = time, quorum_id
         self.ends = {}
@@ -174,7 +175,10 @@ class History:
         if (recovery := self._recovering) is not None and recovery.quorum_s is None:
             recovery.quorum_id, recovery.quorum_s = quorum_id, now - recovery.began
             self.to_quorum.add(recovery.quorum_s)
+        self._members = frozenset(steps)
         for replica_id, step in steps.items():
+            if (pace := self.paces.get(replica_id)) is not None and step < pace.step:
+                pace.saw(step, time, now)  # it claimed more
             if step < self._newest_step:
                 self._heal(replica_id, Report(quorum_id, step), time, now)
             elif replica_id in self._healing:
@@ -184,7 +188,8 @@ class History:
         """Record that a replica has committed so many steps."""
         self.paces.setdefault(replica_id, Pace()).saw(step, time, now)
         recovery = self._recovering
-        if recovery is not None and recovery.quorum_s is not None and step > self._newest_step:
+        is_new = replica_id in self._members and step > self._newest_step
+        if recovery is not None and recovery.quorum_s is not None and is_new:
             recovery.step_s, self._recovering = now - recovery.began, None
             self.to_step.add(recovery.step_s)
 

@@ -139,7 +139,8 @@ class _View:
         member, pace = self._members.get(replica_id), self._history.paces.get(replica_id)
         rate = None if pace is None else pace.steps_per_s(self._now)
         step = pace.step if pace is not None else member.step if member is not None else None
-        if state in ("member", "healing", "joined"):
+        # What newcomers say of their steps the next quorum believes, or not.
+        if replica_id in self._last and state in ("member", "healing", "joined"):
             self._newest = max(self._newest, step or 0)
             self._rates += [] if rate is None or state == "healing" else [rate]
         heal = self._history.healing().get(replica_id)

@@ -117,6 +117,22 @@ def test_it_shows_members_their_steps_a_loss_and_the_recovery(site: Site) -> Non
         assert site.samples()["torchft_lighthouse_losses_total"] >= 1
 
 
+def test_what_a_newcomer_claims_is_not_the_step_of_the_job(site: Site) -> None:
+    with registered(site.daemon.address, "a", "b") as members:
+        for client in members:
+            client.join(step=4, address=ADDRESS)
+        for client in members:
+            client.quorum()
+        with registered(site.daemon.address, "liar") as (liar,):
+            liar.join(step=10**6, address=ADDRESS)
+            claims = site.wait_for(lambda s: rows(s).get("liar", {}).get("step") == 10**6)
+            assert claims["job"]["step"] == 4
+            for client in members:
+                client.join(step=4, address=ADDRESS)
+            believed = site.wait_for(lambda s: s["job"]["members"] == 3)
+            assert (believed["job"]["step"], rows(believed)["liar"]["step"]) == (4, 0)
+
+
 def test_one_document_serves_all_and_is_sent_once_to_each(site: Site) -> None:
     answer, body = site.ask("/status")
     again, nothing = site.ask("/status", If_None_Match=answer.headers["ETag"])
