@@ -150,6 +150,19 @@ def heard(connection: socket.socket, request: bytes, shows: str | None, folders:
     return answer
 
 
+def test_nobody_speaks_an_older_tls(job: Job, folders: dict[str, Path]) -> None:
+    for server in (parse_address(job.source.metadata()), job.page.address):
+        context = stranger_context(folders["job"])
+        for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+            context.maximum_version = version
+            is_old = version is not ssl.TLSVersion.TLSv1_3
+            with (
+                socket.create_connection((server.host, server.port), LIMIT_S) as connection,
+                pytest.raises(ssl.SSLError) if is_old else contextlib.nullcontext(),
+            ):
+                context.wrap_socket(connection).close()
+
+
 def test_who_has_a_token_needs_no_certificate_for_the_page(
     job: Job, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

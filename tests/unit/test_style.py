@@ -61,21 +61,29 @@ IMPURE = (
     "time",
 )
 
-# Functions that make a channel, a server, a connection or a store, or encrypt one -> files that call them.
+# Functions and classes that make a channel, a server, a connection or a store, or encrypt one -> files that
+# call them, or have classes that derive from them.
 MAKERS = {
     "insecure_channel": {"lighthouse/net.py"},
     "secure_channel": {"lighthouse/net.py"},
     "server": {"lighthouse/net.py"},
     "create_server": {"lighthouse/listening.py"},
     "listen": {"torchft_like/message_queue/local.py"},  # a Unix socket
+    "add_insecure_port": {"lighthouse/net.py"},
+    "add_secure_port": {"lighthouse/net.py"},
     "start_server": set(),
-    "Server": set(),
+    "start_unix_server": set(),
+    "create_datagram_endpoint": set(),
+    "fromfd": set(),
+    "Server": {"lighthouse/page/server.py"},  # uvicorn's, which is given a listener
     "HTTPServer": set(),
-    "ThreadingHTTPServer": set(),
+    "ThreadingHTTPServer": {"torchft_like/parameter_server.py"},  # likewise
+    "FileStore": set(),
     "TCPStore": {"torchft_like/process_group/store.py", "torchft_like/manager/group_store.py"},
     "socket": {
         "lighthouse/forks.py",  # finds those of this process
         "lighthouse/listening.py",
+        "lighthouse/page/server.py",  # one that was made in listening.py
         "torchft_like/runtime/connecting.py",
         "torchft_like/runtime/hosts.py",  # asks the kernel for a route, and sends nothing
         "torchft_like/message_queue/local.py",  # Unix sockets
@@ -112,6 +120,21 @@ MAKERS = {
         "torchft_like/process_group/store.py",
     },
 }
+# Modules of the standard library and others that would make one by other names.
+OTHER_NETWORKING = (
+    "aiohttp",
+    "ftplib",
+    "httpx",
+    "multiprocessing.connection",
+    "requests",
+    "smtplib",
+    "socketserver",
+    "torch.distributed.rpc",
+    "urllib.request",
+    "urllib3",
+    "websockets",
+    "xmlrpc",
+)
 # Those that leave TLS out, as docs/security.md says.
 PLAIN = {
     "torchft_like/checkpointing/http_transport.py",  # says nothing: can the source be reached at all?
@@ -226,14 +249,29 @@ def test_libraries_import_only_what_their_place_allows() -> None:
 
 
 def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() -> None:
+    files = [path for path in LIBRARY if not any(path.is_relative_to(part) for part in KIT)]
     calls = [
-        (path, node, node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func))
-        for path in LIBRARY
-        if not any(path.is_relative_to(part) for part in KIT)
+        (path, node, ast.unparse(made).rpartition(".")[2])
+        for path in files
         for node in ast.walk(parse(path))
-        if isinstance(node, ast.Call)
+        if isinstance(node, ast.Call | ast.ClassDef)
+        for made in (node.bases if isinstance(node, ast.ClassDef) else [node.func])
     ]
     found = {(name, name_of(path)) for path, _, name in calls if name in MAKERS}
+    assert_none(
+        f"{name_of(path)}:{node.lineno} calls {alias.name} {alias.asname}, which hides it from this test"
+        for path in files
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in MAKERS and alias.asname
+    )
+    assert_none(
+        f"{name_of(path)} imports {module}"
+        for path in files
+        for module in imports(path)
+        if within(module, OTHER_NETWORKING)
+    )
     assert_none(
         f"{name_of(path)}:{node.lineno} calls {name}: lighthouse/net.py, listening.py or connecting.py should"
         for path, node, name in calls
