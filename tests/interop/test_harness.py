@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from benchmarks import run, tables
-from benchmarks.processes import Fleet, FleetProcess, NotReportedError
+from benchmarks.processes import Fleet
 from benchmarks.systems import System
 
 pytestmark = pytest.mark.integration
 
-SECONDS_MAX = 30.0
-REPORT_THEN_SLEEP = 'print(\'{"event": "up"}\', flush=True); import time; time.sleep(600)'
 PRINT_ORIGINS = """
 import json, sys
 from importlib.metadata import version
@@ -33,27 +30,6 @@ def test_a_peer_and_its_torch_are_in_an_environment_of_their_own(fleet: Fleet, p
     assert seen["version"] == peer.peer.version
 
 
-def test_a_record_is_awaited(fleet: Fleet) -> None:
-    process = _start(fleet, REPORT_THEN_SLEEP)
-    assert fleet.record(process) == {"event": "up"}
-
-
-def test_what_never_comes_is_an_error(fleet: Fleet) -> None:
-    _start(fleet, REPORT_THEN_SLEEP)
-    with pytest.raises(NotReportedError, match=r"no miracle within 0\.1 s"):
-        fleet.wait_for(lambda: None, "miracle", 0.1)
-
-
-def test_a_process_that_ends_by_itself_ends_the_wait_with_its_last_words(fleet: Fleet) -> None:
-    _start(fleet, "import sys; sys.exit('out of paper')")
-    with pytest.raises(NotReportedError, match=r"no miracle: a process has ended(.|\n)*out of paper"):
-        fleet.wait_for(lambda: None, "miracle", SECONDS_MAX)
-
-
 def test_the_readme_shows_the_saved_results() -> None:
     shown = tables.README.read_text()
     assert shown.endswith(tables.generated(run.saved_results())), "run: python -m benchmarks.run --tables"
-
-
-def _start(fleet: Fleet, code: str) -> FleetProcess:
-    return fleet.start("process", [sys.executable, "-c", code])

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-from tools.environments import CONSTRAINTS, ROOT, Environment, UnavailableError
-from tools.matrix import PAGE, ROWS, SUITES, Outcome, Row, Suite, page, run, run_suite, saved, verdict_of
+from tools.environments import CONSTRAINTS, ROOT
+from tools.matrix import PAGE, ROWS, Row, page, saved, verdict_of
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 REPORT = """<testsuites><testsuite>
@@ -78,33 +76,3 @@ def test_a_report_is_counted_and_none_at_all_is_a_suite_that_was_ended() -> None
     assert verdict_of("", 1.0).cut_off
     assert not verdict_of("", 1.0).is_good
     assert not verdict_of("<testsuites/>", 1.0).is_good, "no test ran"
-
-
-def test_a_row_that_cannot_be_had_is_not_run_and_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def refuse(_: object) -> None:
-        raise UnavailableError("no Python 3.99")
-
-    monkeypatch.setattr(Environment, "interpreter", refuse)
-    outcome = run(Row("x", "3.99"), SUITES, lambda _: pytest.fail("it ran"))
-    assert outcome == Outcome("x", taken=outcome.taken, not_run="no Python 3.99")
-    assert "NOT RUN: no Python 3.99" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("body", "limit_s", "told"),
-    [
-        ("def test(): pass", 60.0, "1 passed"),
-        ("def test(): assert False", 60.0, "**1 failed**"),
-        ("def test_a(): pass\ndef test_b(): raise KeyboardInterrupt", 60.0, "**ended after"),
-        ("import time\ndef test_a(): pass\ndef test_b(): time.sleep(600)", 3.0, "**ended after"),
-    ],
-    ids=["good", "bad", "interrupted", "too long"],
-)
-def test_a_suite_is_run_within_its_limit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, limit_s: float, told: str
-) -> None:
-    (tmp_path / "test_it.py").write_text(body)
-    suite = Suite("x", ("-c", "/dev/null", "--rootdir", str(tmp_path), str(tmp_path)), limit_s)
-    assert str(run_suite(Path(sys.executable), suite)).startswith(told)

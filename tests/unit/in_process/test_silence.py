@@ -47,25 +47,6 @@ def test_of_two_sides_of_a_cut_one_goes_on(size: int) -> None:
             assert 2 * count == size or ways[0] == {2 * count > size}
 
 
-def test_one_that_answers_again_in_time_is_not_passed_over() -> None:
-    ranks = ranks_of(4)
-    protocol = MeetingProtocol(ranks[3], ranks)
-    assert not protocol.silent(ranks[0], "")
-    assert protocol.others == ranks[:3]
-    assert look(protocol, ranks[:1], ranks[1:])
-    assert not look(protocol, ranks[1:2], ranks[2:]), "two of four, without the first"
-    assert not protocol.silent(ranks[1], "")
-    assert protocol.others == ranks[1:3]
-
-
-def test_the_smaller_side_passes_over_nobody_whoever_it_finds_silent_first() -> None:
-    ranks = ranks_of(3)
-    protocol = MeetingProtocol(ranks[2], ranks)
-    assert not look(protocol, (), ranks[:2])
-    assert not look(protocol, ranks[:2], ()), "rank 1 has answered, but not since rank 0 fell silent"
-    assert protocol.others == ranks[:2]
-
-
 def test_a_process_that_has_ended_is_of_no_side() -> None:
     ranks = ranks_of(4)
     protocol = MeetingProtocol(ranks[3], ranks)

@@ -33,29 +33,6 @@ def test_a_spare_on_the_same_host_goes_first_and_then_one_of_the_host_that_has_g
     assert told(made.ask(12, vacancy(2), waits=False)) == [2]
 
 
-def test_several_ranks_that_ask_for_the_same_place_get_one_spare() -> None:
-    made = desk("x", "x")
-    assert told(made.ask(10, vacancy(), waits=False)) == [0]
-    assert made.ask(11, vacancy(message=b"later"), waits=False) == []
-    assert made.taken(0) == [Filled((10, 11), "spare0", vacancy())]
-    assert (len(made), made.wanted) == (1, 0)
-
-
-def test_a_spare_is_told_of_one_place_at_a_time() -> None:
-    made = desk("x")
-    assert told(made.ask(10, vacancy(1, message=b"1"), waits=True)) == [0]
-    assert made.ask(11, vacancy(2, message=b"2"), waits=True) == []
-    assert made.declined(0) == [Told(0, "spare0", vacancy(2, message=b"2"))]
-
-
-def test_the_place_of_a_spare_that_is_gone_goes_to_another_one() -> None:
-    made = desk("x", "x")
-    assert told(made.ask(10, vacancy(), waits=False)) == [0]
-    assert told(made.lost(0)) == [1]
-    assert made.lost(1) == [NoSpare((10,))]
-    assert made.lost(1) == [], "it is gone already"
-
-
 def test_who_does_not_wait_is_told_that_there_is_no_spare_and_others_wait_for_one() -> None:
     made = desk()
     assert made.ask(10, vacancy(), waits=False) == [NoSpare((10,))]
@@ -69,13 +46,6 @@ def test_a_place_that_nobody_asks_for_any_more_is_told_to_nobody() -> None:
     made.ask(10, vacancy(), waits=True)
     made.withdraw(10)
     assert made.register(0, "spare0", "x") == []
-
-
-def test_a_spare_that_was_told_has_taken_the_place_although_nobody_waits_for_the_answer() -> None:
-    made = desk("x")
-    made.ask(10, vacancy(), waits=True)
-    made.withdraw(10)
-    assert made.taken(0) == [Filled((), "spare0", vacancy())]
 
 
 def test_a_spare_that_leaves_without_a_place_has_taken_none() -> None:

@@ -6,7 +6,6 @@ import random
 
 import pytest
 
-from lighthouse.core.decisions import DISOWNED
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
@@ -16,16 +15,6 @@ def result_of(
     members: list[pb.QuorumMember], replica_id: str, group_rank: int = 0, init_sync: bool = True
 ) -> QuorumResult:
     return assign(7, members, replica_id, group_rank, init_sync)
-
-
-def test_all_up_to_date_nobody_heals() -> None:
-    members = [member("a", 5, 3), member("b", 5, 3), member("c", 5, 3)]
-    results = [result_of(members, replica_id) for replica_id in "abc"]
-    assert [r.replica_rank for r in results] == [0, 1, 2]
-    assert [r.max_replica_rank for r in results] == [0, 1, 2]
-    assert not any(r.heal or r.recover_dst_replica_ranks for r in results)
-    assert {r.store_address for r in results} == {"a:2"}
-    assert {r.max_world_size for r in results} == {3}
 
 
 @pytest.mark.no_regress
@@ -42,35 +31,6 @@ def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
     assert source.recover_dst_replica_ranks == (0,)
     assert source.max_replica_rank == 0
     assert source.store_address == "b:2"
-
-
-@pytest.mark.no_regress
-def test_the_same_step_committed_in_an_older_quorum_is_behind() -> None:
-    """The replica committed step 4 in a quorum that broke; the others committed it again without it."""
-    members = [member("a", 5, 8), member("b", 5, 9), member("c", 5, 9)]
-    assert result_of(members, "a").heal
-    assert result_of(members, "b").recover_dst_replica_ranks == (0,)
-    assert not result_of(members, "c").heal
-
-
-@pytest.mark.agreement
-def test_at_step_zero_everybody_heals_from_the_first_when_init_sync_is_on() -> None:
-    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
-    results = {replica_id: result_of(members, replica_id) for replica_id in "abc"}
-    assert results["a"].recover_dst_replica_ranks == (1, 2)
-    assert results["b"].recover_src_replica_rank == results["c"].recover_src_replica_rank == 0
-    assert results["b"].max_replica_rank == 1, "they count as participants, as in torchft"
-    assert not result_of(members, "b", init_sync=False).heal
-
-
-@pytest.mark.heal_is_clean
-def test_states_of_no_version_are_not_equal_and_all_take_over_one_of_them() -> None:
-    """The optimizers of a and b raised after the same commit, and left each a state of its own."""
-    members = [member("a", 5, DISOWNED), member("b", 5, DISOWNED), member("c", 4, 9)]
-    assert result_of(members, "a", init_sync=False).recover_dst_replica_ranks == (1, 2)
-    assert result_of(members, "b", init_sync=False).recover_src_replica_rank == 0
-    owned = [*members, member("d", 5, 8)]
-    assert result_of(owned, "d").recover_dst_replica_ranks == (0, 1, 2)
 
 
 @pytest.mark.heal_is_clean

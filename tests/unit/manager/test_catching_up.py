@@ -16,7 +16,7 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S
 from tests.unit.manager.test_state_exchange import Replica, Transport, no_memory
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.catch_up import Version
-from torchft_like.core.replica_group import GroupJoin, RankJoin, RankVerdict, ReplicaGroup, Verdict
+from torchft_like.core.replica_group import RankVerdict, ReplicaGroup, Verdict
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ShutdownError
 from torchft_like.manager.attempt import Attempt
@@ -96,30 +96,6 @@ def test_steps_that_pass_are_kept_in_order_and_the_version_stays_until_they_are_
 
 
 @pytest.mark.heal_is_clean
-@pytest.mark.parametrize(
-    "newest", [Version(5, 9), Version(6, 11), Version(7, 10)], ids=["failed", "committed without it", "more"]
-)
-def test_a_replica_begins_anew_where_its_steps_do_not_lead_to_the_newest_state(newest: Version) -> None:
-    a = Follower()
-    a.enter(10, OTHERS)
-    a.leave("averages")
-    plan = a.enter(12, dict.fromkeys("bc", newest))
-    assert plan.heal
-    assert plan.catch_up
-    assert a.protocol.catch_up is not None
-    assert (a.protocol.catch_up.start, a.protocol.catch_up.kept) == (newest, [])
-
-
-@pytest.mark.heal_is_clean
-def test_nothing_is_kept_of_an_attempt_that_is_given_up_before_its_fetch() -> None:
-    a = Follower()
-    a.enter(10, OTHERS)
-    a.leave("averages")
-    a.protocol.agreed(quorum(12, a.said, OTHERS), allow_heal=True)
-    assert a.protocol.begin().reached == Version(0, 0)
-
-
-@pytest.mark.heal_is_clean
 def test_counters_of_another_state_are_refused() -> None:
     a = Follower()
     a.enter(10, OTHERS)
@@ -166,19 +142,6 @@ def test_a_source_keeps_its_offer_until_who_catches_up_has_the_state_and_offers_
         assert result.is_awaited is not has_fetched
         assert result.healing_replica_ids == ("a",)
         assert StepProtocol(StepRules(1)).agreed(result, allow_heal=True).hold is not has_fetched
-
-
-def join(group_rank: int, **changes: Any) -> RankJoin:
-    return RankJoin(group_rank, 4, "", may_catch_up=True, **changes)
-
-
-@pytest.mark.agreement
-def test_a_group_catches_up_where_all_ranks_have_kept_the_same_steps() -> None:
-    for other, reached in (({"reached_step": 6, "reached_quorum_id": 9}, 6), ({}, 0)):
-        group = ReplicaGroup("a", 2)
-        group.rank_joined(join(0, reached_step=6, reached_quorum_id=9, has_fetched=True))
-        said = next(e for e in group.rank_joined(join(1, **other)) if isinstance(e, GroupJoin))
-        assert (said.may_catch_up, said.reached_step, said.has_fetched) == (True, reached, False)
 
 
 @pytest.mark.agreement

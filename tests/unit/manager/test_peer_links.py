@@ -15,7 +15,6 @@ from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
     GroupJoin,
-    LeftOutNotice,
     LossNotice,
     ReplicaGroup,
 )
@@ -60,24 +59,6 @@ def after_a_failure(*others: str) -> Asking:
     return asking(group, group.rank_joined(join(0, commit_failures=1)))
 
 
-def test_a_join_after_a_good_step_is_said_at_once() -> None:
-    assert [type(effect) for effect in in_quorum().rank_joined(join(0))] == [GroupJoin]
-
-
-def test_a_join_after_a_failed_step_waits_until_the_others_were_probed() -> None:
-    group = in_quorum()
-    effects = group.rank_joined(join(0, commit_failures=1))
-    assert effects == [BOTH]
-    assert group.lighthouse_connected() == []
-    assert [type(effect) for effect in asking(group, effects).answered()] == [GroupJoin]
-
-
-def test_who_gives_no_answer_is_reported_before_the_join_and_probed_again() -> None:
-    effects = after_a_failure().answered("b")
-    assert effects[:2] == [BrokenLinks(("b",)), AGAIN]
-    assert [type(effect) for effect in effects[2:]] == [GroupJoin]
-
-
 def test_a_death_explains_a_failed_step() -> None:
     group = in_quorum()
     group.member_lost(7, "c", "gone")
@@ -103,14 +84,6 @@ def test_the_link_to_a_member_that_is_lost_is_probed_on() -> None:
     group = asking.group
     assert [type(effect) for effect in group.member_lost(7, "b", "its session broke")] == [LossNotice]
     assert group.probed(AGAIN, {"b"}) == [AGAIN]
-
-
-def test_who_answers_again_is_reported_no_more_and_probed_no_more() -> None:
-    asking = after_a_failure()
-    asking.answered("b")
-    group = asking.group
-    assert group.probed(AGAIN, {"b"}) == [AGAIN]
-    assert group.probed(AGAIN, ()) == [BrokenLinks(())]
 
 
 def test_who_is_known_to_be_unreachable_holds_up_no_join() -> None:
@@ -157,13 +130,6 @@ def test_the_lighthouse_takes_every_report(length: int) -> None:
     assert about_links(more) is not None, "no more is kept back than has to be"
 
 
-def test_being_left_out_is_told_while_the_join_is_open() -> None:
-    group = after_a_failure().group
-    assert group.left_out(8, ["b"]) == [LeftOutNotice(8, "a", ("b",))]
-    group.quorum_formed(9, members("a", "b"), 3)
-    assert group.left_out(8, ["b"]) == []
-
-
 def test_a_lost_group_says_nothing_of_links() -> None:
     asking = after_a_failure()
     asking.group.rank_lost(0, "gone")
@@ -174,14 +140,6 @@ def stalled(*others: str) -> Asking:
     """A group with a step that does not get on, and that has begun to probe."""
     group = in_quorum(*others)
     return asking(group, group.step_stalled(7))
-
-
-def test_a_step_that_does_not_get_on_has_everybody_probed_once_at_a_time() -> None:
-    asking = stalled()
-    assert asking.probe == BOTH
-    assert asking.group.step_stalled(7) == []
-    assert asking.answered() == []
-    assert asking.group.step_stalled(7) == [BOTH]
 
 
 def test_a_step_that_succeeds_clears_those_who_were_suspected() -> None:
@@ -251,14 +209,6 @@ def test_of_two_none_gives_up_before_long_for_none_could_be_left_out() -> None:
     assert of_kind(asking.answered("b"), LossNotice) == []
     assert asking.group.step_stalled(7) == []
     [notice] = asking.group.step_stalled(7, for_long=True)
-    assert isinstance(notice, LossNotice)
-
-
-def test_a_link_that_was_known_to_be_bad_loses_a_step_that_has_waited_for_long() -> None:
-    asking = after_a_failure("b", "c")
-    asking.answered("b")
-    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
-    [notice] = asking.group.step_stalled(8, for_long=True)
     assert isinstance(notice, LossNotice)
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import ANY
 
-import pytest
-
 from tests.unit.manager.test_group import join, members
 from tests.unit.manager.test_step import protocol, quorum
-from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import (
     GroupHolds,
     GroupJoin,
@@ -47,49 +44,8 @@ def going_on(p: StepProtocol) -> StepProtocol:
 
 
 class TestRank:
-    def test_it_goes_on_in_a_quorum_that_stands_and_commits(self) -> None:
-        p = standing()
-        for step in (1, 2, 3):
-            going_on(p)
-            assert p.enter()
-            p.bind()
-            assert p.vote()
-            p.decide(committed=True)
-            assert (p.step, p.commit_quorum_id) == (step + 1, 1)
-
-    def test_it_says_that_it_may_after_a_step_with_a_collective_of_all(self) -> None:
-        p = protocol()
-        assert not p.begin().may_stand
-        p.agreed(quorum(), allow_heal=True)
-        p.bind()
-        p.decide(committed=True)
-        assert p.begin().may_stand
-        p.agreed(quorum(), allow_heal=True)
-        p.decide(committed=True)
-        assert not p.begin().may_stand
-
     def test_it_never_may_with_a_synchronous_quorum(self) -> None:
         assert not standing(use_async_quorum=False).begin().may_stand
-
-    @pytest.mark.parametrize("change", ["restore", "disown"])
-    def test_it_asks_with_another_state(self, change: str) -> None:
-        p = standing()
-        if change == "restore":
-            p.restore(p.counters())
-        else:
-            p.disown_state()
-        assert not p.goes_on
-
-    def test_an_attempt_that_was_not_entered_becomes_one_that_asks(self) -> None:
-        p = going_on(standing())
-        assert p.hold(1) == 1
-        assert p.released(1, 1)
-        assert p.is_due
-        assert p.ask_instead()
-        assert not p.enter()
-        plan = p.agreed(quorum(2), allow_heal=True)
-        assert plan.configure
-        assert p.enter()
 
     def test_an_error_is_not_forgotten_when_the_attempt_asks(self) -> None:
         p = going_on(standing())
@@ -112,20 +68,6 @@ class TestRank:
         p.agreed(quorum(2), allow_heal=True)
         p.bind()
         assert p.vote()
-
-    def test_without_a_lighthouse_it_goes_on(self) -> None:
-        p = going_on(standing())
-        p.hold(1)
-        p.resume()
-        assert p.enter()
-
-    def test_it_commits_nothing_alone(self) -> None:
-        p = going_on(standing())
-        assert p.needs_asking
-        assert not p.vote()
-        p.enter()
-        assert p.needs_asking
-        assert p.ask_instead()
 
     def test_what_is_lost_need_not_be_asked_for(self) -> None:
         p = going_on(standing())
@@ -174,15 +116,6 @@ class TestGroup:
         assert group.rank_joined(join(0)) == [GroupJoin(4, False, 0, 2)]
         assert group.hold(9, 1) == []
 
-    def test_where_a_rank_asks_the_others_hold(self) -> None:
-        group = formed(3)
-        assert group.rank_joined(join(1)) == [HoldRanks((0, 2), 9)]
-        assert group.rank_holds(0, 9, 4) == []
-        assert group.rank_holds(2, 9, 4) == [GroupHolds(9, 1, 4)]
-        assert group.released(9, 1, 4) == [ReleaseRanks((0, 2), 9, 4)]
-        assert group.rank_joined(join(0)) == []
-        assert group.rank_joined(join(2)) == [GroupJoin(4, False, 0, 2)]
-
     def test_a_rank_that_asks_for_a_step_which_another_has_begun_breaks_the_quorum(self) -> None:
         group = formed(3)
         group.rank_joined(join(1))
@@ -197,20 +130,6 @@ class TestGroup:
             RankVerdict(0, Verdict(4, committed=False))
         ]
 
-    def test_ranks_that_hold_go_on_when_another_one_breaks_the_quorum(self) -> None:
-        group = formed(3)
-        group.rank_joined(join(1))
-        group.rank_holds(0, 9, 5)
-        notice, release = group.rank_holds(2, 9, 4)
-        assert isinstance(notice, LossNotice)
-        assert release == ReleaseRanks((0, 2), 9, None)
-        group = formed(2)
-        group.rank_joined(join(1))
-        assert group.rank_holds(0, 9, 4) == [GroupHolds(9, 1, 4)]
-        notice, release = group.released(9, 1, 5)  # another group has begun step 4
-        assert isinstance(notice, LossNotice)
-        assert release == ReleaseRanks((0,), 9, None)
-
     def test_who_was_told_a_step_holds_for_a_lighthouse_that_does_not_know_it(self) -> None:
         group = formed(1)
         group.hold(9, 1)
@@ -220,12 +139,6 @@ class TestGroup:
         assert group.hold(9, 1) == [HoldRanks((0,), 9)]
         assert group.rank_holds(0, 9, 5) == [GroupHolds(9, 1, 5)]
         assert group.released(9, 1, 6) == [ReleaseRanks((0,), 9, 6)]
-
-    def test_a_rank_that_leaves_lets_those_that_hold_go_on(self) -> None:
-        group = formed(2)
-        group.hold(9, 1)
-        group.rank_holds(0, 9, 5)
-        assert group.rank_left(1, "done") == [ReleaseRanks((0, 1), 9, None), GroupLeftNotice((), ANY)]
 
     def test_a_rank_that_leaves_after_a_loss_ends_those_that_hold(self) -> None:
         group = formed(3)
@@ -247,28 +160,6 @@ class TestGroup:
         assert isinstance(asked, GroupJoin)
         assert not asked.may_stand
 
-    def test_a_loss_makes_all_ranks_ask_at_the_same_step(self) -> None:
-        group = formed(2)
-        notice, hold = group.member_lost(9, "b", "gone")[:2]
-        assert isinstance(notice, LossNotice)
-        assert hold == HoldRanks((0, 1), 9)
-        assert group.rank_holds(0, 9, 4) == []
-        assert group.rank_holds(1, 9, 5) == [ReleaseRanks((0, 1), 9, 5)]
-
-    def test_a_loss_releases_ranks_that_hold_already(self) -> None:
-        group = formed(1)
-        group.hold(9, 1)
-        group.rank_holds(0, 9, 6)
-        assert ReleaseRanks((0,), 9, 6) in group.member_lost(9, "b", "gone")
-
-    def test_a_group_that_waits_for_its_lighthouse_holds_until_it_is_back(self) -> None:
-        group = formed(2, waits_for_lighthouse=True)
-        assert group.lighthouse_disconnected() == [HoldRanks((0, 1), 9)]
-        assert group.rank_holds(0, 9, 5) == []
-        assert group.lighthouse_disconnected() == []
-        assert group.lighthouse_connected() == [ReleaseRanks((0, 1), 9, None)]
-        assert group.hold(9, 1) == [HoldRanks((0, 1), 9)]
-
     def test_an_answer_to_an_earlier_request_to_hold_does_not_count(self) -> None:
         group = formed(2)
         group.hold(9, 1)
@@ -279,23 +170,9 @@ class TestGroup:
         assert group.rank_holds(1, 9, 4) == []  # of the first request; then it went on
         assert group.rank_holds(1, 9, 5) == [GroupHolds(9, 1, 5)]
 
-    def test_a_quorum_that_stands_is_given_up_when_its_lease_has_ended(self) -> None:
-        group = formed(1)
-        (notice,) = group.lease_ended()
-        assert isinstance(notice, LossNotice)
-        assert notice.is_alive
-        assert "--standing_lease_ms" in notice.reason
-        group.rank_joined(join(0))
-        assert group.lease_ended() == []
-
     def test_a_step_that_waits_for_too_long_is_given_up(self) -> None:
         group = formed(1)
         (notice,) = group.step_overdue(9, 60.0)
         assert isinstance(notice, LossNotice)
         assert notice.is_alive
         assert group.step_overdue(8, 60.0) == []
-
-
-def test_a_result_without_the_field_does_not_stand() -> None:
-    result: QuorumResult = quorum()
-    assert not result.stands

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from lighthouse.core.decisions import DISOWNED
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.step import Join, Plan, StepProtocol, StepRules, WorldSizeMode
@@ -43,50 +42,6 @@ def ready(p: StepProtocol, quorum_id: int = 1, **changes: Any) -> None:
     p.begin()
     if p.agreed(quorum(quorum_id, **changes), allow_heal=True).configure:
         p.configured(quorum_id)
-
-
-def test_a_step_without_trouble_commits() -> None:
-    p = protocol()
-    ready(p)
-    assert p.can_communicate
-    assert p.vote()
-    p.decide(committed=True)
-    assert (p.step, p.commit_quorum_id, p.batches_committed, p.commit_failures) == (1, 1, 3, 0)
-
-
-@pytest.mark.heal_is_clean
-def test_the_version_of_a_state_is_certain_from_the_beginning_of_a_step_to_its_commit() -> None:
-    """In between the optimizer may have done any part of its step."""
-    p = protocol()
-    ready(p)
-    assert p.held is None, "of no version yet"
-    p.decide(committed=True)
-    assert p.held is None, "the optimizer is to step"
-    ready(p, quorum_id=2, max_step=1)
-    assert p.held == (1, 1)
-    p.decide(committed=False)
-    assert p.held == (1, 1), "nobody has changed it"
-    ready(p, quorum_id=3, max_step=1)
-    p.decide(committed=True)
-    assert p.held is None
-    p.settle()
-    assert p.held == (2, 3), "as the script begins another step, whose quorum never comes"
-
-
-@pytest.mark.heal_is_clean
-def test_a_state_that_was_disowned_lost_or_loaded_by_the_script_is_of_no_certain_version() -> None:
-    counters = {"step": 7, "commit_quorum_id": 2}
-    for change in (StepProtocol.disown_state, StepProtocol.lose_state, lambda p: p.restore(counters)):
-        p = protocol()
-        ready(p)
-        p.heal(counters)
-        assert p.held == (7, 2)
-        change(p)
-        assert p.held is None
-    p = protocol(use_async_quorum=False)
-    ready(p)
-    p.heal(counters)
-    assert p.held is None, "such scripts may change it between two commits"
 
 
 def test_a_rank_that_spoils_quorums_by_itself_says_so_in_its_joins_and_once_less_after_each_commit() -> None:
@@ -140,19 +95,6 @@ def test_the_same_quorum_is_configured_once() -> None:
     assert p.agreed(quorum(2), allow_heal=True) == Plan(configure=True, serve=False, heal=False)
 
 
-@pytest.mark.no_zombie
-def test_a_failed_configure_is_not_recorded_as_configured() -> None:
-    p = protocol()
-    p.begin()
-    p.agreed(quorum(1), allow_heal=True)
-    assert p.fail(1, RuntimeError("no route"))
-    assert not p.can_communicate
-    assert not p.vote()
-    p.decide(committed=False)
-    assert p.begin().commit_failures == 1
-    assert p.agreed(quorum(2), allow_heal=True).configure
-
-
 def test_the_first_error_of_a_quorum_is_kept() -> None:
     p = protocol()
     ready(p)
@@ -181,32 +123,12 @@ def test_a_failed_heal_does_not_break_the_group() -> None:
     assert not p.vote()
 
 
-@pytest.mark.heal_is_clean
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_who_has_to_heal_is_counted_by_the_others_in_a_synchronous_quorum(use_async_quorum: bool) -> None:
-    p = protocol(use_async_quorum=use_async_quorum)
-    ready(p, heal=True, max_replica_rank=None, max_world_size=2)
-    assert p.is_counted_on is not use_async_quorum
-    assert p.num_participants == (2 if use_async_quorum else 3)
-
-
 def test_a_group_that_breaks_after_a_failed_heal_is_news() -> None:
     p = protocol()
     ready(p)
     p.fail(1, RuntimeError("source died"), group_broken=False)
     assert p.fail(1, RuntimeError("peer died"))
     assert not p.can_communicate
-
-
-@pytest.mark.heal_is_clean
-def test_with_a_synchronous_quorum_a_healed_replica_takes_part_at_once() -> None:
-    p = protocol(use_async_quorum=False)
-    ready(p, heal=True, replica_rank=2, max_replica_rank=None, max_world_size=2)
-    assert p.num_participants == 3
-    assert not p.is_participating
-    p.heal({"step": 9, "batches_committed": 20, "commit_quorum_id": 2})
-    assert p.is_participating
-    assert p.participating_rank == 2
 
 
 def test_without_allow_heal_nothing_is_served_or_fetched() -> None:
@@ -223,28 +145,6 @@ def test_fewer_participants_than_min_replica_size_do_not_commit() -> None:
     assert not p.vote()
 
 
-def test_spares_contribute_nothing_with_a_fixed_world_size() -> None:
-    p = protocol(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
-    ready(p, replica_rank=2, max_replica_rank=2)
-    assert p.num_participants == 2
-    assert p.participating_rank is None
-    assert not p.is_participating
-    assert p.vote()
-
-
-def test_max_retries_counts_failures_in_a_row() -> None:
-    p = protocol(max_retries=1)
-    for quorum_id in (1, 2):
-        ready(p, quorum_id)
-        p.fail(quorum_id, RuntimeError("again"))
-        assert not p.out_of_retries
-        p.decide(p.vote())
-    assert p.out_of_retries
-    ready(p, 3)
-    p.decide(p.vote())
-    assert not p.out_of_retries
-
-
 def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     p, q = protocol(), protocol()
     ready(p)
@@ -253,18 +153,6 @@ def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     assert q.counters() == p.counters()
     with pytest.raises(ValueError, match="step='five'"):
         q.restore({"step": "five"})
-
-
-@pytest.mark.heal_is_clean
-def test_a_state_that_was_changed_in_part_is_of_no_version_and_its_quorum_does_not_stand() -> None:
-    p = protocol()
-    ready(p)
-    p.bind()
-    p.decide(committed=True)
-    p.disown_state()
-    join = p.begin()
-    assert join.commit_quorum_id == DISOWNED
-    assert not join.may_stand
 
 
 def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
