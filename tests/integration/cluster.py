@@ -21,6 +21,11 @@ CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
 PATIENT_MS = 20_000
 
 
+def also_slow(*values: object) -> Any:
+    """Return a row of a test that only `make slow` runs: other rows show the same sooner."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class Cluster(cluster.Cluster):
     """A cluster of workers.
 

@@ -17,11 +17,9 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_diloco.py"
 LIMIT_S = 280.0  # twenty seconds on a machine that does nothing else
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize(
-    "link",
-    [pytest.param("", id="on one host"), pytest.param("100,20", marks=pytest.mark.slow, id="over a link")],
-)
+@pytest.mark.parametrize("link", ["", "100,20"], ids=["on one host", "over a link"])
 def test_a_killed_group_heals_and_both_end_with_the_same_bits(
     tmp_path: Path, processes: Processes, link: str
 ) -> None:

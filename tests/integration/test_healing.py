@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.options import WorkerOptions
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+@pytest.mark.parametrize(
+    ("size", "use_async_quorum"), [(1, False), (2, True), also_slow(1, True), also_slow(2, False)]
+)
 def test_joiners_heal_in_the_middle_of_training(tmp_path: Path, size: int, use_async_quorum: bool) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum, ballast_mb=4)
@@ -46,7 +47,7 @@ def test_a_joiner_heals_from_another_peer_when_its_source_fails_midway(tmp_path:
             cluster.wait_for_quorum_of(a, b, c)
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+@pytest.mark.parametrize("size", [also_slow(1), 2])
 def test_the_others_commit_while_a_joiner_catches_up(tmp_path: Path, size: int) -> None:
     with Cluster(tmp_path, is_patient=True) as cluster:
         hang = WorkerOptions(ballast_mb=8, faults=("hang@heal",), steps_kept_max=100)

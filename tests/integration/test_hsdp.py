@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE, WAYS, Replayed, replay
 from torchft_like.testing.cluster import Rank
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
 LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 
 
-@pytest.mark.parametrize("state", ["shards", "dtensors", "full"])
+@pytest.mark.parametrize("state", ["shards", "dtensors", also_slow("full")])
 def test_sharded_models_survive_a_death_and_arrive_as_plain_training(tmp_path: Path, state: str) -> None:
     options = WorkerOptions(reduce="sharded", state=state, pause_s=0.3)
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:

@@ -13,6 +13,7 @@ import pytest
 
 from lighthouse.address import LOOPBACK
 from lighthouse.events import read_events
+from tests.integration.cluster import also_slow
 from torchft_like.testing.cluster import Cluster, Group
 from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -88,7 +89,9 @@ def test_an_error_that_nobody_knows_ends_all_ranks_and_each_says_why(tmp_path: P
         assert "in fail_oddly" in group.ranks[1].output, "it is this rank's own error that it ends with"
 
 
-@pytest.mark.parametrize(("size", "tp", "killed"), [(3, 1, [1]), (4, 2, [0]), (3, 1, [0, 1])], ids=str)
+@pytest.mark.parametrize(
+    ("size", "tp", "killed"), [(3, 1, [0, 1]), also_slow(3, 1, [1]), also_slow(4, 2, [0])], ids=str
+)
 def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
     tmp_path: Path, size: int, tp: int, killed: list[int]
 ) -> None:
@@ -125,7 +128,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
         }
 
 
-@pytest.mark.parametrize("min_replicas", [2, 1], ids=str)
+@pytest.mark.parametrize("min_replicas", [2, also_slow(1)], ids=str)
 def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_on(
     tmp_path: Path, min_replicas: int
 ) -> None:
@@ -156,7 +159,7 @@ def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_o
         assert len(digests[0]) == 3
 
 
-@pytest.mark.parametrize("stopped", [1, 0], ids=str)
+@pytest.mark.parametrize("stopped", [0, also_slow(1)], ids=str)
 def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, stopped: int) -> None:
     """When it goes on again it finds that the others have gone on without it, and ends."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
@@ -180,6 +183,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
         assert [said(rank.output, "finished")[0]["finished"] for rank in others] == [60, 60, 60]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_its_own(
     processes: Processes,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.lighthouse_clients import SessionClient
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
@@ -17,7 +17,6 @@ from torchft_like.testing.cluster import Group
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 ASYNC_AND_SYNC = pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
-KILL_AND_STOP = pytest.mark.parametrize("act", ["kill", "stop"])
 
 
 def assert_lost(lost: Group, by: list[Group], since: float = 0.0) -> None:
@@ -132,7 +131,7 @@ def test_a_replica_stopped_in_a_collective_heals_afterwards(tmp_path: Path, use_
         assert zombie.events("heal", since)
 
 
-@KILL_AND_STOP
+@pytest.mark.parametrize("act", ["kill", also_slow("stop")])
 def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_path: Path, act: str) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
@@ -146,7 +145,7 @@ def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_p
             cluster.wait_for_quorum_of(a, b, c)
 
 
-@KILL_AND_STOP
+@pytest.mark.parametrize("act", [also_slow("kill"), "stop"])
 def test_a_joiner_commits_after_a_member_fails_as_the_group_is_made(tmp_path: Path, act: str) -> None:
     with Cluster(tmp_path) as cluster:
         a, b = groups = cluster.start_all(
@@ -198,7 +197,7 @@ def test_a_spare_takes_over_for_a_participant_that_dies(tmp_path: Path) -> None:
         assert {commit.participants for commit in cluster.history().commits} == {2}
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [also_slow(1), 2])
 def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -219,8 +218,15 @@ def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
 # Replica groups of two ranks: one rank fails, its whole group leaves, the others go on.
 
 
-@pytest.mark.parametrize("lost_rank", [0, 1])
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    ("lost_rank", "number"),
+    [
+        (0, signal.SIGKILL),
+        (1, signal.SIGSTOP),
+        also_slow(1, signal.SIGKILL),
+        also_slow(0, signal.SIGSTOP),
+    ],
+)
 def test_a_group_that_lost_a_rank_leaves(
     tmp_path: Path, lost_rank: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -239,7 +245,7 @@ def test_a_group_that_lost_a_rank_leaves(
 
 
 @pytest.mark.suspicion
-@pytest.mark.parametrize(("reduce", "stopped_rank"), [("ddp", 0), ("ddp", 1), ("sharded", 1)])
+@pytest.mark.parametrize(("reduce", "stopped_rank"), [("ddp", 0), also_slow("ddp", 1), ("sharded", 1)])
 def test_a_group_does_no_step_without_a_rank_that_is_stopped_and_goes_on_with_it(
     tmp_path: Path, stopped_rank: int, reduce: str
 ) -> None:

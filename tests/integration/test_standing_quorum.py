@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
 
@@ -32,7 +32,7 @@ def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
     )
 
 
-@pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
+@pytest.mark.parametrize("size", [also_slow(1), 2], ids=["groups of 1", "groups of 2"])
 def test_a_replica_joins_and_the_lighthouse_dies_and_stops_at_the_cost_of_no_step(
     tmp_path: Path, size: int
 ) -> None:
@@ -114,7 +114,7 @@ def test_a_replica_joins_after_the_lighthouse_restarted_under_its_quorum(tmp_pat
         assert [group.failures(since) for group in (a, b)] == [[], []]
 
 
-@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+@pytest.mark.parametrize("use_async_quorum", [True, also_slow(False)], ids=["async", "sync"])
 def test_ids_grow_over_the_death_of_a_lighthouse(tmp_path: Path, use_async_quorum: bool) -> None:
     with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)

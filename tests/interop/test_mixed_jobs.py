@@ -32,7 +32,7 @@ LIMITS = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=10000")
 WITH_OUR_GROUPS = ("--groups=torchft_like", f"--beside={sysconfig.get_path('purelib')}")  # gRPC is there
 THEIRS = [
     pytest.param(TORCHFT, (), id="torchft"),
-    pytest.param(TORCHFT_NIGHTLY, WITH_OUR_GROUPS, id="nightly over our groups"),
+    pytest.param(TORCHFT_NIGHTLY, WITH_OUR_GROUPS, id="nightly over our groups", marks=pytest.mark.slow),
 ]
 
 
