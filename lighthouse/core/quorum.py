@@ -205,6 +205,7 @@ class QuorumCore:
         )
 
         self._joined: dict[str, _Join] = {}  # in the order of `since`
+        self._paused: dict[str, _Join] = {}  # those of them that have a pause, be it over or not
         self._missing = 0  # members of the last quorum that have not joined
         self._shrinking = 0  # joined members that want to shrink only
         self._deadline = math.inf
@@ -394,7 +395,7 @@ class QuorumCore:
                 self._lose(replica_id, "no heartbeat within heartbeat_timeout", now, decisions)
             for replica_id in missed:
                 self._lose(replica_id, "did not come back within reconnect_grace", now, decisions)
-            for replica_id in sorted(i for i, join in self._joined.items() if now >= join.let_in_at > 0):
+            for replica_id in sorted(i for i, join in self._paused.items() if now >= join.let_in_at):
                 self._hold(replica_id, decisions)
             self._form(now, decisions)
         return decisions
@@ -569,7 +570,7 @@ class QuorumCore:
             if links or sick or self._last_left_out != _NONE_LEFT_OUT:
                 self._tell_left_out(links, sick, decisions)
             self._fill_places(now, decisions)
-        pauses = [join.let_in_at for join in self._joined.values() if join.let_in_at > now]
+        pauses = [join.let_in_at for join in self._paused.values() if join.let_in_at > now]
         ends = () if self._last else (spare.since + self._join_timeout for spare in self._spares)
         self._deadline = min([self._healthy.next_expiry(), *pauses, *(end for end in ends if end > now)])
         if state is QuorumState.STARTING:
@@ -755,6 +756,7 @@ class QuorumCore:
     def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
         """Keep the replicas that were not chosen joined; the clock of the new round starts for them now."""
         self._joined = {i: join for i, join in self._joined.items() if i not in chosen}
+        self._paused = {i: join for i, join in self._paused.items() if i not in chosen}
         for join in self._joined.values():
             join.since = now
         self._shrinking = sum(join.member.shrink_only for join in self._joined.values())
@@ -795,8 +797,10 @@ class QuorumCore:
         self._shrinking += member.shrink_only
         if is_news and (pause := pause_s(member, *self._pauses_s)):
             join.pause_s, join.let_in_at = pause, now + pause
+            self._paused[member.replica_id] = join
         elif is_news:
             join.pause_s = join.let_in_at = 0.0
+            self._paused.pop(member.replica_id, None)
         return join
 
     def _answer_no_more(self, replica_id: str, *, session: bool) -> None:
@@ -811,6 +815,7 @@ class QuorumCore:
 
     def _unjoin(self, replica_id: str) -> None:
         join = self._joined.pop(replica_id, None)
+        self._paused.pop(replica_id, None)
         if join is not None:
             self._shrinking -= join.member.shrink_only
             self._missing += replica_id in self._last

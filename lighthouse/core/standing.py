@@ -43,6 +43,7 @@ class StandingQuorum:
         self.ask_at: int | None = None
         self._not_begun: dict[str, int] = {}  # by member that holds: the first step that it has not begun
         self._not_done: dict[str, int] = {}  # by member that has asked or left: the first that it will not do
+        self._ends: set[int] = set()  # all of these steps
 
     def hold(self, replica_id: str) -> list[str]:
         """Begin to hold for a replica; return the members to be asked, none if they were asked before."""
@@ -60,6 +61,7 @@ class StandingQuorum:
         """Record that a member has asked for a quorum at this step, or has left before it."""
         self._not_begun.pop(member, None)
         self._not_done[member] = step
+        self._ends.add(step)
 
     def came_back(self, member: str) -> None:
         """Forget what a member promised in a session that has ended."""
@@ -96,5 +98,7 @@ class StandingQuorum:
         """Return a member, if there is one, that has asked or left before a step which others do, or at a
         later one, to which it has not come with them: by a state that it loaded.
         """
+        if self._ends <= {step}:  # as a rule: each member that asks comes here
+            return None
         others = {member: ended for member, ended in self._not_done.items() if ended != step}
         return min(others, key=others.__getitem__, default=None)
