@@ -1,0 +1,286 @@
+"""The Python blocks of the pages run, each with the names that its page presupposes."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed import ReduceOp
+from torch.utils.data import DataLoader, TensorDataset
+
+import torchft_like
+from tests.conftest import ROOT
+from tests.pages import PAGES, blocks
+from tests.stores import serve_store
+from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.collectives import allreduce_quantized
+from torchft_like.coordination import LighthouseServer
+from torchft_like.data import GlobalBatches, GlobalBatchLoader
+from torchft_like.gang import (
+    ElasticGangs,
+    GangError,
+    ManagedGang,
+    ReduceOperation,
+    TopologyError,
+    create_parallel_gangs,
+)
+from torchft_like.group_coordinator import GroupCoordinator
+from torchft_like.local_sgd import DiLoCo
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+
+LIMIT_S = 60.0
+Names = dict[str, Any]
+Number = tuple[str, int]
+
+# Blocks that take several processes, the file in which a test runs the same, and a call that shows it.
+ELSEWHERE: dict[Number, tuple[str, str]] = {
+    ("gangs.md", 0): ("tests/integration/gang_job.py", "create_parallel_gangs("),
+    ("group-coordinator.md", 0): ("tests/integration/coordinator_cases.py", ".broadcast_tensor_dict("),
+    ("group-coordinator.md", 2): ("tests/integration/test_group_coordinator.py", "all_gather_tensors"),
+    ("package-page.md", 0): ("tests/integration/test_first_step.py", "package-page.md"),
+    ("process-groups.md", 1): ("tests/integration/torch_job.py", "dist._reconfigure("),
+    ("process-groups.md", 2): ("tests/integration/torch_job.py", "new_group("),
+    ("quickstart.md", 0): ("tests/integration/test_first_step.py", "quickstart.md"),
+    ("sharded-training.md", 0): ("examples/train_hsdp.py", "ft_init_device_mesh("),
+    ("testing.md", 0): ("tests/integration/test_first_step.py", "cluster.launch("),
+    ("testing.md", 1): ("torchft_like/testing/training.py", "._witness.testify("),
+    ("testing.md", 2): ("tests/integration/test_managed_gang.py", "with running("),
+}
+
+
+@dataclass
+class Scene:
+    """What surrounds a block.
+
+    Attributes:
+        before: makes more names, from the usual ones.
+        instead: what stands for a placeholder, or for more than one machine has.
+        after: looks at what came of it.
+    """
+
+    before: Callable[[Names], Names] = lambda _: {}
+    instead: Mapping[str, str] = field(default_factory=dict)
+    after: Callable[[Names], None] = lambda _: None
+
+
+class Serving:
+    """True three times."""
+
+    def __init__(self) -> None:
+        self._left = 3
+
+    def __bool__(self) -> bool:
+        self._left -= 1
+        return self._left >= 0
+
+
+def trains(names: Names) -> None:
+    """Check that the manager of a block commits a step."""
+    manager, optimizer = names["manager"], names["optimizer"]
+    before = manager.current_step()
+    optimizer.zero_grad()
+    names["loss"](names["model"](names["inputs"])).backward()
+    optimizer.step()
+    assert manager.current_step() == before + 1
+
+
+def with_optimizer(names: Names) -> Names:
+    manager = names["make_manager"]()
+    return {"manager": manager, "optimizer": torchft_like.Optimizer(manager, names["adamw"])}
+
+
+def in_a_step(names: Names) -> Names:
+    manager = names["make_manager"](use_async_quorum=False)
+    manager.start_quorum()
+    return {"manager": manager, "process_group": names["make_group"]()}
+
+
+def has_committed(names: Names) -> None:
+    assert names["manager"].current_step() > 0
+
+
+def ends(names: Names) -> None:
+    names["coordinator"].destroy()
+    names["group"].shutdown()
+
+
+def queue_is_read(names: Names) -> None:
+    assert [message["step"] for message in names["messages"]] == [7] * 3
+
+
+TWO_WORKERS = {"num_workers=4": "num_workers=2"}  # torch warns of more than this machine has processors
+SCENES: dict[Number, Scene] = {
+    ("README.md", 0): Scene(
+        instead={"= ...": "= model, adamw", "10_000": "3", "min_replica_size=2": "min_replica_size=1"},
+        after=has_committed,
+    ),
+    ("divergence.md", 0): Scene(with_optimizer, {"[optimizer]": "[adamw]"}, trains),
+    ("elastic-coordinator.md", 0): Scene(
+        lambda _: {"serving": Serving()}, after=lambda names: names["coordinator"].destroy()
+    ),
+    ("gangs.md", 1): Scene(
+        lambda names: {"manager": names["make_manager"](use_async_quorum=False), "optimizer": names["adamw"]},
+        {"tp_size=2": "tp_size=1"},
+        has_committed,
+    ),
+    ("group-coordinator.md", 1): Scene(after=ends),
+    ("healing.md", 0): Scene(
+        lambda names: {"manager": names["make_manager"]()},
+        after=trains,
+    ),
+    ("in-process-restart.md", 0): Scene(
+        lambda _: {"parse_args": list},
+        {"Manager(...)": "make_manager()", '"/checkpoints", 10**10': '".", 1'},
+    ),
+    ("loaders.md", 0): Scene(lambda _: {"data": range(8)}, {"Manager(...)": "make_manager()", **TWO_WORKERS}),
+    ("loaders.md", 1): Scene(
+        lambda names: {
+            **with_optimizer(names),
+            "dataset": TensorDataset(torch.rand(1024, 2), torch.rand(1024, 1)),
+            "loss": torch.nn.functional.mse_loss,
+        },
+        TWO_WORKERS,
+        after=has_committed,
+    ),
+    ("low-communication.md", 0): Scene(
+        lambda _: {"batches": [torch.ones(4, 2)] * 500},
+        {"Manager(..., ": "make_manager("},
+        has_committed,
+    ),
+    ("low-communication.md", 1): Scene(
+        lambda names: {
+            **in_a_step(names),
+            "inner": names["adamw"],
+            "outer": torch.optim.SGD(names["model"].parameters(), lr=0.7),
+        }
+    ),
+    ("message-queue.md", 0): Scene(after=queue_is_read),
+    ("process-groups.md", 0): Scene(
+        instead={"10.0.0.1:29500": "STORE"}, after=lambda names: names["group"].shutdown()
+    ),
+}
+
+
+def python_blocks() -> dict[Number, str]:
+    found = {}
+    for page in PAGES:
+        texts = [block.text for block in blocks(page) if block.language == "python"]
+        found.update({(page.name, number): text for number, text in enumerate(texts)})
+    return found
+
+
+def test_every_block_runs_here_or_elsewhere() -> None:
+    assert set(python_blocks()) == {*SCENES, *ELSEWHERE}
+    assert [(file, call) for file, call in ELSEWHERE.values() if call not in (ROOT / file).read_text()] == []
+
+
+@pytest.fixture
+def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Names]:
+    """What all pages presuppose: a lighthouse, a store, a small model, and the public names."""
+    monkeypatch.chdir(tmp_path)
+    with ExitStack() as stack:
+        lighthouse = LighthouseServer(min_replicas=1)
+        stack.callback(lighthouse.shutdown)
+        monkeypatch.setenv("TORCHFT_LIGHTHOUSE", lighthouse.address())
+        store = serve_store()
+        model = torch.nn.Linear(2, 1)
+
+        def make_manager(**settings: Any) -> Manager:
+            manager = Manager(
+                pg=ProcessGroupGloo(LIMIT_S),
+                load_state_dict=model.load_state_dict,
+                state_dict=model.state_dict,
+                min_replica_size=1,
+                **settings,
+            )
+            stack.callback(manager.shutdown)
+            return manager
+
+        def make_group() -> ProcessGroupGloo:
+            group = ProcessGroupGloo(LIMIT_S)
+            stack.callback(group.shutdown)
+            group.configure(f"127.0.0.1:{store.port}/{time.monotonic_ns()}", 0, 1)
+            return group
+
+        public = {name: getattr(torchft_like, name) for name in torchft_like.__all__}
+        own = (
+            DataLoader,
+            GlobalBatches,
+            GlobalBatchLoader,
+            ElasticGangs,
+            GangError,
+            ManagedGang,
+            TopologyError,
+        )
+        functions = (create_parallel_gangs, GroupCoordinator, allreduce_quantized)
+        yield {
+            **public,
+            **{one.__name__: one for one in (*own, *functions)},
+            "AdamW": torch.optim.AdamW,
+            "ReduceOp": ReduceOp,
+            "ReduceOperation": ReduceOperation,
+            "DiLoCo": DiLoCo,
+            "os": os,
+            "time": time,
+            "torch": torch,
+            "model": model,
+            "adamw": torch.optim.AdamW(model.parameters()),
+            "loss": lambda outputs: outputs.square().mean(),
+            "inputs": torch.ones(4, 2),
+            "batches": itertools.repeat(torch.ones(4, 2)),
+            "gradient": torch.ones(4),
+            "tensor": torch.ones(4),
+            "steps": 2,
+            "rank": 0,
+            "world_size": 1,
+            "new_rank": 0,
+            "new_world_size": 1,
+            "store_address": f"127.0.0.1:{store.port}/snippet",
+            "STORE": f"127.0.0.1:{store.port}",
+            "make_manager": make_manager,
+            "make_group": make_group,
+            "__name__": "__main__",
+        }
+
+
+@pytest.mark.parametrize("number", SCENES, ids=lambda number: f"{number[0]}-{number[1]}")
+def test_a_block_does_what_it_says(number: Number, usual: Names) -> None:
+    scene, text = SCENES[number], python_blocks()[number]
+    for old, new in scene.instead.items():
+        assert old in text
+        text = text.replace(old, usual.get(new, new))
+    names = {**usual, **scene.before(usual)}
+    if number[0] == "message-queue.md":
+        run_queue(text, names)
+    else:
+        exec(compile(text, number[0], "exec"), names)
+    scene.after(names)
+
+
+def run_queue(text: str, names: Names) -> None:
+    """Run the writer's part, and beside it that of each reader, which has the handle."""
+    imports, writer, reader = text.split("\n\n")
+    make, hand_out, *write = writer.splitlines(keepends=True)
+    exec(imports + "\n" + make + hand_out, names)
+
+    def read(rank: int) -> object:
+        own = {**names, "rank": rank}
+        exec(reader, own)
+        own["reader"].shutdown()
+        return own["message"]
+
+    with ThreadPoolExecutor(3) as readers:
+        reading = [readers.submit(read, rank) for rank in range(3)]
+        exec("".join(write), names)
+        names["messages"] = [one.result(LIMIT_S) for one in reading]
+    names["queue"].shutdown()
