@@ -43,10 +43,11 @@ def describe(facts: Facts) -> str:
     """Describe the last quorum, who has joined, is awaited or left out, and why there is no quorum yet."""
     joined, expected = set(facts.joined), set(facts.expected)
     awaited = [i for i in facts.healthy if i not in joined and i not in expected and i not in facts.idle]
+    gone = [i for i in facts.departed if i not in joined]
     links = [f"{one} - {other}" for one, other in facts.links]
     lines = [
         f"last quorum {facts.last_id}: {_names(facts.last)}" if facts.last else "no quorum so far",
-        f"gone since: {_names(facts.departed)}" if facts.departed else "",
+        f"gone since: {_names(gone)}" if gone else "",
         facts.standing,
         f"joined: {_names(joined)}",
         f"awaited: {_names(awaited)}",

@@ -200,7 +200,7 @@ class _View:
             "round": quorum.round,
             "formed": round(self._history.quorum_began, 3) or None,
             "members": len(facts.last),
-            "gone": len(facts.departed),
+            "gone": len(self._departed - self._joined),  # who gave it up is there, and asks for another
             "min_replicas": facts.min_replicas,
             "step": self._newest,
             "steps_per_s": _rounded(statistics.median(self._rates) if self._rates else None),

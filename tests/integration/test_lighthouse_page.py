@@ -117,6 +117,19 @@ def test_it_shows_members_their_steps_a_loss_and_the_recovery(site: Site) -> Non
         assert site.samples()["torchft_lighthouse_losses_total"] >= 1
 
 
+def test_a_member_that_gives_a_quorum_up_is_not_gone(site: Site) -> None:
+    with registered(site.daemon.address, "a") as (a,):
+        with registered(site.daemon.address, "b") as (b,):
+            for client in (a, b):
+                client.join(step=4, address=ADDRESS)
+            quorum_id = {client.quorum().quorum_id for client in (a, b)}.pop()
+            a.join(step=4, address=ADDRESS, broken_quorum_id=quorum_id)
+            broken = site.wait_for(lambda s: s["job"]["state"] == "broken")
+            assert (broken["job"]["gone"], rows(broken)["a"]["state"]) == (0, "joined")
+        lost = site.wait_for(lambda s: s["job"]["gone"])
+        assert (lost["job"]["gone"], rows(lost)["b"]["state"]) == (1, "gone")
+
+
 def test_what_a_newcomer_claims_is_not_the_step_of_the_job(site: Site) -> None:
     with registered(site.daemon.address, "a", "b") as members:
         for client in members:
