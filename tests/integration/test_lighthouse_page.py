@@ -20,6 +20,7 @@ from lighthouse.core.trust import Role
 from lighthouse.page.server import CONNECTIONS_MAX, SNAPSHOT_S, Scope, role_of
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
+from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
 from torchft_like import LighthouseServer
 from torchft_like.testing.chaos.cli import main
@@ -179,6 +180,10 @@ def test_no_metric_grows_with_the_replicas_or_has_their_names(site: Site) -> Non
         many = site.samples()
     assert many.keys() == few.keys()
     assert (many["torchft_lighthouse_quorum_members"], many["torchft_lighthouse_step"]) == (3, 3)
+    dashboard = (ROOT / "docs" / "grafana-dashboard.json").read_text()
+    shown = set(re.findall(r"torchft_lighthouse_\w+", dashboard))
+    assert shown
+    assert shown <= {name.partition("{")[0] for name in many}
 
 
 def test_members_tell_their_steps_while_somebody_looks(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:

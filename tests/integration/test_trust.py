@@ -23,8 +23,10 @@ from lighthouse.page import cli
 from lighthouse.page.cli import NoPageError, Pages
 from lighthouse.page.server import PageServer
 from lighthouse.trust import ROLES, TOKEN_ENV, TOKEN_FILE_ENV
-from tests.integration.lighthouse_clients import LIMIT_S
+from lighthouse.wire import torchft_pb2 as pb
+from tests.integration.lighthouse_clients import LIMIT_S, registered
 from tests.unit.manager.test_service import Ear
+from tests.waiting import wait_for
 from torchft_like.checkpointing import http_fetch
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.coordination import LighthouseClient, LighthouseServer
@@ -305,15 +307,18 @@ def test_a_token_that_replaces_another_is_good_at_once_and_the_other_no_longer(j
     old, new = (f"Bearer {token}" for token in (TOKENS[Role.PARTICIPATE], "new-" * 8))
     server = job.server_of(wire.HEARTBEAT)
     before = file.read_text()
-    try:
-        file.write_text(f"participate {'new-' * 8}\n{before}")
-        for header in (old, new):
-            assert refusal(server, wire.HEARTBEAT, header) is grpc.StatusCode.INVALID_ARGUMENT
-        file.write_text(f"participate {'new-' * 8}\n")
-        assert refusal(server, wire.HEARTBEAT, new) is grpc.StatusCode.INVALID_ARGUMENT
-        assert refusal(server, wire.HEARTBEAT, old) is grpc.StatusCode.UNAUTHENTICATED
-    finally:
-        file.write_text(before)
+    with registered(job.lighthouse.address(), "stays") as (stays,):
+        try:
+            file.write_text(f"participate {'new-' * 8}\n{before}")
+            for header in (old, new):
+                assert refusal(server, wire.HEARTBEAT, header) is grpc.StatusCode.INVALID_ARGUMENT
+            file.write_text(f"participate {'new-' * 8}\n")
+            assert refusal(server, wire.HEARTBEAT, new) is grpc.StatusCode.INVALID_ARGUMENT
+            assert refusal(server, wire.HEARTBEAT, old) is grpc.StatusCode.UNAUTHENTICATED
+            stays.send(leave=pb.Leave(reason="heard to the end"))
+            wait_for(lambda: "heard to the end" in str(job.lighthouse._lighthouse.history.moments))
+        finally:
+            file.write_text(before)
 
 
 def test_a_server_that_others_may_reach_without_a_token_says_so_once(
