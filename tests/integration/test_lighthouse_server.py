@@ -104,13 +104,6 @@ def test_sessions_get_the_job_config_and_the_quorum(fresh: str) -> None:
         assert quorum.created.seconds > 1_700_000_000
 
 
-def test_sessions_and_unary_callers_share_a_quorum(fresh: str) -> None:
-    with registered(fresh, "a") as (a,), UnaryClient(fresh) as client:
-        call = client.join("u")
-        a.join()
-        assert a.quorum() == call.result().quorum
-
-
 def test_a_cancelled_unary_call_has_not_joined(embedded: Embedded) -> None:
     with registered(embedded.address, "a", "b") as (a, b), UnaryClient(embedded.address) as client:
         call = client.join("u", step=1)
@@ -238,15 +231,6 @@ def test_a_session_with_a_bad_first_message_is_refused(
     assert complaint in (refused.value.details() or "")
 
 
-@pytest.mark.parametrize("replica_id", ["", "somebody else"])
-def test_a_join_for_another_replica_ends_the_session(two: str, replica_id: str) -> None:
-    with registered(two, "joins-for-others") as (a,):
-        a.send(join=pb.QuorumMember(replica_id=replica_id))
-        code, text = a.end()
-        assert code == grpc.StatusCode.INVALID_ARGUMENT
-        assert "unexpected join in the session of 'joins-for-others'" in text
-
-
 def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: str) -> None:
     register = pb.SessionRequest(register=pb.Register(replica_id="hasty"))
     wrong = pb.SessionRequest(join=pb.QuorumMember(replica_id="somebody else"))
@@ -255,14 +239,6 @@ def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: st
             with pytest.raises(grpc.RpcError) as refused:
                 client.session(register, wrong)
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-
-
-def test_unary_calls_without_a_replica_id_are_refused(two: str) -> None:
-    with UnaryClient(two) as client, pytest.raises(grpc.RpcError) as refused:
-        client.heartbeat("")
-    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
-    with UnaryClient(two) as client, pytest.raises(grpc.RpcError, match="replica_id is empty"):
-        client.join("").result()
 
 
 def test_more_replicas_than_the_limit_are_refused() -> None:

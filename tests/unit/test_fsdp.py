@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.versions import NEEDS_RESET_OF_FSDP
-from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas
@@ -81,23 +80,6 @@ def test_an_optimizer_may_keep_plain_dicts_for_a_sharded_parameter() -> None:
     assert optimizer.state[net.inner.weight]["counts"] == counts
 
 
-def test_a_fresh_model_takes_over_the_shards_and_the_optimizer() -> None:
-    source = ShardedState(*trained(seed=1))
-    net = sharded(seed=2)
-    optimizer = torch.optim.AdamW(net.parameters())
-    healed = ShardedState(net, optimizer)
-    assert state_digest(healed.state_dict()) != state_digest(source.state_dict())
-    healed.load_state_dict(source.state_dict())
-    assert state_digest(healed.state_dict()) == state_digest(source.state_dict())
-    for parameter in net.parameters():
-        moment = optimizer.state[parameter]["exp_avg"]
-        assert isinstance(parameter, DTensor)
-        assert isinstance(moment, DTensor)
-        assert (moment.shape, moment.placements) == (parameter.shape, parameter.placements)
-    net(torch.ones(5, 4)).sum().backward()
-    optimizer.step()
-
-
 def alone(seed: int) -> tuple[Net, torch.optim.Optimizer]:
     """Sharded over this rank only: what it gathers is all there is, so its outputs are right."""
     net, mesh = Net(seed), DeviceMesh("cpu", [dist.get_rank()])
@@ -132,15 +114,6 @@ def test_a_state_that_is_made_after_an_evaluation_is_that_of_the_shards() -> Non
     weight = net.outer.weight
     assert isinstance(weight, DTensor)
     assert torch.equal(state.state_dict()["model"]["outer.weight"], weight.to_local())
-
-
-def test_the_state_is_the_ranks_own_shards_in_types_that_travel() -> None:
-    net, optimizer = trained(seed=1)
-    state = ShardedState(net, optimizer).state_dict()
-    assert state["model"]["inner.weight"].shape == (1, 4)  # rows 2 to 3 of 3
-    assert state["model"]["scale"].shape == ()
-    assert {type(tensor) for tensor in state["model"].values()} == {Tensor}
-    flatten_state(state)
 
 
 def test_loading_keeps_the_memory_that_fsdp_gathers_from() -> None:
@@ -222,15 +195,6 @@ class Sevens:
         self.numels.append(tensor.numel())
         tensor.fill_(7.0)
         return finished_work([tensor])
-
-
-def test_the_hook_averages_the_shards_of_every_fsdp_module_once() -> None:
-    net, manager = sharded(seed=1), Sevens()
-    average_over_replicas(manager, net)
-    net(torch.ones(5, 4)).sum().backward()
-    assert sorted(manager.numels) == [3 + 1, 2 * (4 + 1)]  # of the outer layer; of the inner one, padded
-    gradients = [p.grad for p in net.parameters()]
-    assert all(isinstance(g, DTensor) and torch.all(g.to_local() == 7.0) for g in gradients)
 
 
 def not_sharded() -> Net:

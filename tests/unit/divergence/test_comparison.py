@@ -39,12 +39,6 @@ def found(fingerprints: Sequence[bytes]) -> Divergence:
     return divergence
 
 
-def test_equal_replicas_have_not_diverged() -> None:
-    assert compare(members(group(1), group(1), group(1))) is None
-    assert compare(members(group(1))) is None
-    assert compare([]) is None
-
-
 @pytest.mark.parametrize("values", sorted(set(permutations([1, 1, 1, 2]))))
 def test_the_one_that_differs_is_wrong_wherever_it_stands(values: tuple[int, ...]) -> None:
     divergence = found([group(value) for value in values])
@@ -93,13 +87,6 @@ def test_whatever_comes_from_the_network_is_compared_or_counts_as_nothing(finger
         assert len(divergence.kept) + len(divergence.replica_ids) == len(fingerprints)
 
 
-def test_different_things_are_reported_and_nobody_heals() -> None:
-    divergence = found([group(1), group(1), group(1, layout=OTHER_LAYOUT)])
-    assert divergence.replica_ids == ("c",)
-    assert not divergence.comparable
-    assert not divergence.heals
-
-
 def test_a_difference_in_one_that_is_not_comparable_is_not_a_difference_of_values() -> None:
     divergence = found([group(1), group(2), group(1, layout=OTHER_LAYOUT)])
     assert divergence.replica_ids == ("c",)
@@ -113,12 +100,6 @@ def test_nobody_heals_where_one_wants_reports_only() -> None:
 
 def test_another_wish_alone_is_no_divergence() -> None:
     assert compare(members(group(1), group(1, heals=False))) is None
-
-
-def test_a_group_says_nothing_until_all_of_its_ranks_do() -> None:
-    rank = RankFingerprint(True, LAYOUT, 1).to_bytes()
-    assert combine([rank, b""]) == b""
-    assert combine([rank, rank]) != b""
 
 
 @given(st.lists(VALUES, min_size=1, max_size=300), st.data())

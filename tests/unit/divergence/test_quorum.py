@@ -6,15 +6,11 @@ import random
 
 import pytest
 
-from lighthouse import codec
-from lighthouse.core.quorum import Quorum
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.assignment import QuorumResult, assign
-from torchft_like.core.replica_group import GroupJoin, RankJoin, RankQuorum, ReplicaGroup
-from torchft_like.core.state_comparison import Divergence, RankFingerprint, combine
-from torchft_like.manager_server.rank_link import quorum_result_from_wire, quorum_result_to_wire
-from torchft_like.manager_server.service import rank_join
+from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
+from torchft_like.core.state_comparison import RankFingerprint, combine
 
 pytestmark = pytest.mark.agreement
 
@@ -53,46 +49,6 @@ def test_a_quorum_does_not_stand_in_which_one_heals(quorum: list[pb.QuorumMember
     (answer,) = group.quorum_formed(7, quorum, 1, stands=True)
     assert isinstance(answer, RankQuorum)
     assert answer.result.stands == group.last_quorum_stands == (quorum is not ODD_ONE)
-
-
-def test_the_odd_one_heals_from_one_of_the_others_and_does_not_contribute() -> None:
-    seen = results(ODD_ONE)
-    assert seen["a"].heal
-    assert seen["a"].recover_src_manager_address == "http://b:1"
-    assert seen["a"].max_replica_rank is None
-    assert seen["b"].recover_dst_replica_ranks == (0,)
-    assert [seen[name].max_replica_rank for name in "bcd"] == [0, 1, 2]
-    assert {result.max_world_size for result in seen.values()} == {3}
-    assert {result.healing_replica_ids for result in seen.values()} == {("a",)}
-
-
-def test_the_store_is_not_that_of_the_odd_one() -> None:
-    assert {result.store_address for result in results(ODD_ONE).values()} == {"b:2"}
-
-
-def test_every_member_is_told_the_same_of_it() -> None:
-    expected = Divergence(("a",), (0,), ("b", "c", "d"), tied=False, comparable=True, heals=True)
-    assert {result.divergence for result in results(ODD_ONE).values()} == {expected}
-
-
-def test_of_two_the_one_with_the_lower_rank_is_believed() -> None:
-    seen = results([described("b", of_group(1)), described("a", of_group(2))])
-    assert seen["b"].heal
-    assert not seen["a"].heal
-    assert seen["a"].divergence is not None
-    assert seen["a"].divergence.tied
-
-
-def test_a_report_changes_nothing_else() -> None:
-    members = [
-        described("a", of_group(2, heals=False)),
-        described("b", of_group(1)),
-        described("c", of_group(1)),
-    ]
-    seen = results(members)
-    assert not any(result.heal for result in seen.values())
-    assert [seen[name].max_replica_rank for name in "abc"] == [0, 1, 2]
-    assert seen["b"].divergence is not None
 
 
 def test_who_heals_for_another_reason_is_not_compared() -> None:
@@ -149,32 +105,3 @@ def test_all_members_derive_the_same_plan(seed: int) -> None:
 
 
 # --------------------------------------------------------------------- on the way
-
-
-def group_join(*fingerprints: bytes) -> GroupJoin:
-    group = ReplicaGroup("a", len(fingerprints))
-    effects = []
-    for rank, fingerprint in reversed(list(enumerate(fingerprints))):
-        effects = group.rank_joined(RankJoin(rank, 5, "", commit_quorum_id=3, fingerprint=fingerprint))
-    (join,) = effects
-    assert isinstance(join, GroupJoin)
-    return join
-
-
-def test_a_group_joins_with_the_fingerprints_of_all_of_its_ranks() -> None:
-    assert group_join(rank_of(1), rank_of(2)).fingerprint == combine([rank_of(1), rank_of(2)])
-    assert group_join(rank_of(1), b"").fingerprint == b""
-
-
-def test_it_passes_the_lighthouse_as_it_is() -> None:
-    member = pb.QuorumMember(replica_id="a", step=5, fingerprint=of_group(1))
-    quorum = Quorum(1, 1, tuple(map(codec.member_from_wire, (member, pb.QuorumMember(replica_id="b")))))
-    wire = codec.quorum_to_wire(quorum, created=0.0)
-    assert [m.fingerprint for m in wire.participants] == [of_group(1), b""]
-
-
-def test_a_rank_s_join_and_its_answer_survive_the_wire() -> None:
-    join = RankJoin(1, 5, "meta", commit_quorum_id=3, fingerprint=rank_of(1), reconfigure_handle="h")
-    assert rank_join(pb.ManagerQuorumRequest(**join._asdict()), 1) == join
-    for result in (*results(ODD_ONE).values(), *results(ODD_ONE[1:]).values()):
-        assert quorum_result_from_wire(quorum_result_to_wire(result)) == result

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
@@ -21,8 +20,6 @@ from torchft_like.checkpointing.transport import CheckpointTransport, Destinatio
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,
-    ConfigError,
-    ForeignStateError,
     GroupLostError,
     ShutdownError,
 )
@@ -254,12 +251,6 @@ def test_an_offer_ends_when_nobody_heals_any_more(replica: Replica, caplog: pyte
     assert caplog.text == "", "once"
 
 
-def test_a_replica_without_a_state_to_heal_is_told_what_to_register(replica: Replica) -> None:
-    attempt = replica.begin(5, **HEALS)
-    with pytest.raises(ConfigError, match="register_state_dict_fn"):
-        replica.exchange.exchange(attempt)
-
-
 @pytest.mark.parametrize("use_async_quorum", [True, False])
 def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_count_this_replica(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
@@ -380,43 +371,6 @@ def test_a_fetch_goes_on_without_a_helper_that_is_lost(
     assert lost[0] == (2, "lost c")
 
 
-@pytest.mark.heal_is_clean
-@pytest.mark.no_regress
-def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: object) -> None:
-        raise KeyError("layer.7")
-
-    replica.registry.register("model", load, dict)
-    replica.protocol.commit_quorum_id = 4
-    sent = {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 4}}
-    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
-    attempt = replica.begin(5, **HEALS)
-    with pytest.raises(KeyError):
-        replica.exchange.exchange(attempt)
-    assert replica.protocol.begin().commit_quorum_id == NO_STATE
-
-
-@pytest.mark.heal_is_clean
-@pytest.mark.parametrize("is_written", [False, True])
-def test_a_replica_whose_state_is_partly_a_peers_has_none(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch, is_written: bool
-) -> None:
-    own = {"w": torch.zeros(2)}
-    replica.registry.register("model", ignore, lambda: own)
-    replica.protocol.commit_quorum_id = 4
-
-    def receive(_: Any, __: int, ___: timedelta, destination: Destination[Any]) -> object:
-        assert destination.own == {"user": {"model": own}}
-        destination.is_written = is_written
-        raise CheckpointError("truncated")
-
-    monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
-    assert not replica.end(replica.begin(5, **HEALS))
-    assert replica.protocol.begin().commit_quorum_id == (NO_STATE if is_written else 4)
-    replica.protocol.disown_state()
-    assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else DISOWNED)
-
-
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:
     """Let the replica have two parameters, and its peer so many; return what is loaded."""
     loaded: list[object] = []
@@ -428,19 +382,6 @@ def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list
 
 
 @pytest.mark.heal_is_clean
-@pytest.mark.parametrize("use_async_quorum", [True, False])
-def test_a_newcomer_to_which_its_peer_sends_a_foreign_state_is_told_the_difference_and_loads_nothing(
-    replica: Replica, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loaded = offers(replica, monkeypatch, 4)
-    attempt = replica.begin(5, **HEALS)
-    with pytest.raises(ForeignStateError, match=r"w is float32 \[2\] in this replica and float32 \[4\] in"):
-        replica.exchange.exchange(attempt)
-    assert loaded == []
-    assert not replica.protocol.vote()
-
-
-@pytest.mark.heal_is_clean
 def test_a_replica_that_has_committed_takes_the_sender_of_a_foreign_state_for_foreign(
     replica: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -448,12 +389,6 @@ def test_a_replica_that_has_committed_takes_the_sender_of_a_foreign_state_for_fo
     assert replica.end(replica.begin(4, a=2, b=2))
     assert not replica.end(replica.begin(5, **HEALS))
     assert loaded == []
-
-
-def test_a_state_of_the_own_form_is_loaded(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    loaded = offers(replica, monkeypatch, 2)
-    assert replica.end(replica.begin(5, **HEALS))
-    assert len(loaded) == 1
 
 
 @pytest.mark.heal_is_clean
