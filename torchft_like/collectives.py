@@ -35,7 +35,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, ReduceScatterOptions, 
 from torchft_like import quantization
 from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.collectives import BY_NAME, Collective
-from torchft_like.process_group.work import joint_work
+from torchft_like.process_group.work import JointOperation
 from torchft_like.quantization import ROW, ROW_BYTES, Format, format_named, rows_for
 from torchft_like.writing import is_dense, writing_to
 
@@ -86,7 +86,7 @@ def allreduce_quantized(
         error_feedback.accept()
         return tensors
 
-    return joint_work([work], accept, waits=True)
+    return JointOperation([work], accept, waits=True)
 
 
 def reduce_quantized(
@@ -122,7 +122,7 @@ def reduce_quantized(
                     tensor.copy_(numbers.view(tensor.shape))
         return list(tensors)
 
-    return joint_work([chunk.work for chunk in chunks], take, waits=True)
+    return JointOperation([chunk.work for chunk in chunks], take, waits=True)
 
 
 class ErrorFeedback:
@@ -256,7 +256,7 @@ def reduce_scatter_quantized(
     if output.numel() != count:
         raise ValueError(f"the output has {output.numel()} elements; this rank's part has {count}")
     if not count:
-        return joint_work([], lambda: [output], waits=True)
+        return JointOperation([], lambda: [output], waits=True)
     owned = rows_for(count)
     with _on(stream_beside(inputs, sync_stream)):
         sent = _empty_rows(ranks * owned, output)
@@ -274,7 +274,7 @@ def reduce_scatter_quantized(
             output.copy_(total.view(-1)[:count].view(output.shape))
         return [output]
 
-    return joint_work([work], take, waits=True)
+    return JointOperation([work], take, waits=True)
 
 
 def get_padded_sizes(tensors: list[Tensor], world_size: int) -> list[torch.Size]:

@@ -27,7 +27,7 @@ import struct
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -958,18 +958,16 @@ def _read_shard(reader: Reader, at: int, depth: int) -> tuple[Shard, int]:
 
 
 def _sizes(value: object) -> tuple[int, ...]:
-    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
-        raise ValueError("a shape is no tuple, or too long")
-    if not all(type(size) is int and 0 <= size < 2**63 for size in value):
-        raise ValueError("a dimension is not a size")
-    return value
+    return _short_tuple(value, lambda size: type(size) is int and 0 <= size < 2**63)
 
 
 def _texts(value: object) -> tuple[str, ...]:
-    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX:
-        raise ValueError("names or placements are no tuple, or too many")
-    if not all(type(text) is str for text in value):
-        raise ValueError("a name or a placement is no text")
+    return _short_tuple(value, lambda text: type(text) is str)
+
+
+def _short_tuple(value: object, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
+    if not isinstance(value, tuple) or len(value) > DIMENSIONS_MAX or not all(map(fits, value)):
+        raise ValueError("a shape, names or placements are no tuple, too long, or of something else")
     return value
 
 

@@ -267,7 +267,7 @@ def broadcast_a_set(here: Here, rank: int) -> str:
 
 def begin(here: Here, rank: int, name: str) -> None:
     """Call something in another thread; return when the call has begun a collective."""
-    entered, start = threading.Event(), Generation._start
+    entered, start = threading.Event(), Generation.run
 
     def announce(generation: Generation, *args: Any) -> Any:
         work = start(generation, *args)
@@ -278,13 +278,13 @@ def begin(here: Here, rank: int, name: str) -> None:
         here.outcome = outcome_of(lambda: CALLS[name](here.coordinator))
         entered.set()
 
-    setattr(Generation, "_start", announce)  # noqa: B010 - on purpose
+    setattr(Generation, "run", announce)  # noqa: B010 - on purpose
     try:
         here.calling = threading.Thread(target=call, daemon=True)
         here.calling.start()
         assert entered.wait(LIMIT_S)
     finally:
-        setattr(Generation, "_start", start)  # noqa: B010 - on purpose
+        setattr(Generation, "run", start)  # noqa: B010 - on purpose
 
 
 def is_blocked(here: Here, rank: int) -> bool:

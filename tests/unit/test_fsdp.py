@@ -17,7 +17,7 @@ from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas
-from torchft_like.process_group.work import finished_work
+from torchft_like.process_group.work import FinishedOperation
 
 WORLD_SIZE = 2
 
@@ -194,7 +194,7 @@ class Sevens:
     def allreduce(self, tensor: Tensor) -> dist.Work:
         self.numels.append(tensor.numel())
         tensor.fill_(7.0)
-        return finished_work([tensor])
+        return FinishedOperation([tensor])
 
 
 def not_sharded() -> Net:

@@ -1,4 +1,4 @@
-"""The reduction behind the Work of a managed collective: it succeeds, or the Manager gets the error."""
+"""The Work of a managed collective: it succeeds, or the Manager gets the error."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions, ReduceOp
 from torch.futures import Future
 
 from torchft_like.futures import future_wait
-from torchft_like.process_group.work import FOREVER, Operation
+from torchft_like.process_group.work import FOREVER, Operation, wait_until
 from torchft_like.writing import divide
 
 Report = Callable[[Exception], object]
@@ -40,7 +41,7 @@ class Reduction(Operation):
         pending: keeps the reduction until it was followed up, even if the caller drops its work.
     """
 
-    _inner: Operation | None = None  # the group's operation, until it was followed up
+    _inner: Work | None = None  # the group's operation, until it was followed up
     _future: Future[Any] | None = None
 
     def __init__(
@@ -50,6 +51,7 @@ class Reduction(Operation):
         report: Report,
         pending: Pending | None = None,
     ) -> None:
+        super().__init__()
         self._tensors = tensors
         self._divide_by = divide_by
         self._report = report
@@ -58,50 +60,50 @@ class Reduction(Operation):
         if pending is not None:
             pending[self] = time.monotonic()
 
-    def follow(self, operation: Operation) -> None:
-        """Follow up this operation, which the group has begun."""
-        self._inner = operation
+    def follow(self, work: Work) -> None:
+        """Follow up this work, which the group has begun."""
+        self._inner = work
         if self._tensors and not self._tensors[0].is_cpu:
-            self.future()  # a thread that waits on another stream waits for the division, too
+            self.get_future()  # a thread that waits on another stream waits for the division, too
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         """Block until the operation was followed up.
 
         Raises:
             TimeoutError: the operation is not over at the deadline.
         """
         if deadline != FOREVER:
-            future_wait(self.future(), timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
+            future_wait(self.get_future(), timedelta(seconds=max(deadline - time.monotonic(), 0.0)))
         elif self._future is not None:
             self._future.wait()
         elif (inner := self._inner) is not None:
             try:
-                inner.wait()
+                wait_until(inner, FOREVER)
             except Exception as error:  # noqa: BLE001 - any error loses the step, and goes to the Manager
                 self._fail(error)
             else:
                 self._succeed()
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether the result is there."""
         if self._future is not None:
             return self._future.done()
-        if (inner := self._inner) is not None and inner.is_over():
-            self.wait()
+        if (inner := self._inner) is not None and inner.is_completed():
+            self.wait_until(FOREVER)
         return self._inner is None
 
-    def error(self) -> None:
+    def exception(self) -> None:
         """Return None: the Manager has the error."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors."""
         return list(self._tensors)
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         """Return a future that completes with `outcome()`, once the operation was followed up."""
         if self._future is None:
             inner = self._inner
-            self._future = self._completed() if inner is None else inner.future().then(self._finish)
+            self._future = self._completed() if inner is None else inner.get_future().then(self._finish)
         return self._future
 
     def outcome(self) -> Any:
@@ -145,10 +147,10 @@ class Reduction(Operation):
 class GroupReduction(Reduction):
     """A process group's reduction: its future carries a list; a wait that ends too early loses the step."""
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         """Block until the operation was followed up, or until the deadline, which is an error."""
         try:
-            super().wait(deadline)
+            super().wait_until(deadline)
         except TimeoutError as error:
             self._report(error)
 

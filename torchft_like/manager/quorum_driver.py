@@ -41,7 +41,7 @@ from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.registration import abort_groups_of_torch
-from torchft_like.process_group.work import DeferredOperation, FinishedOperation, operation_of
+from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 
 logger = logging.getLogger(__name__)
 _drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
@@ -146,7 +146,7 @@ class QuorumDriver:
 
         def run() -> None:
             try:
-                begun = operation_of(begin())
+                begun = begin()
             except Exception as error:  # noqa: BLE001 - a backend may raise anything: only the step is lost
                 begun = FinishedOperation([], error)
             operation.follow(begun)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions, ReduceOp
 
 from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
@@ -30,7 +31,6 @@ from torchft_like.manager.managed_work import (
 )
 from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
-from torchft_like.process_group.work import Operation, OperationWork
 from torchft_like.quantization import Format
 from torchft_like.writing import writing_to
 
@@ -55,12 +55,12 @@ class Reducer:
         of_all_members: bool = False,
         quantize_to: Format | None = None,
         error_feedback: ErrorFeedback | None = None,
-    ) -> OperationWork:
+    ) -> Reduction:
         """Begin an allreduce, in place; an error spoils the step, and is reported nowhere else.
 
         Args:
             tensors: the tensors, which one operation of the group reduces.
-            kind: the class of the reduction behind the returned work.
+            kind: the class of the returned work.
             collective: the operation: `allreduce` or `allreduce_coalesced`.
             of_all_members: whether the tensors of a replica that heals, or is a spare, count like the
               others'.
@@ -81,7 +81,7 @@ class Reducer:
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
         if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
-            return OperationWork(kind(tensors, None, lambda _: None))
+            return kind(tensors, None, lambda _: None)
         is_first = attempt.report is None
         report = attempt.report = attempt.report or partial(group.fail, protocol.quorum_id)
         if any(map(torch.Tensor.numel, tensors)):  # Gloo completes one of nothing without the others
@@ -95,7 +95,6 @@ class Reducer:
                 options = SUM if options is AVERAGE else summing(options)
         # Quantized numbers are divided by their owner, before it quantizes them again.
         reduction = kind(tensors, None if quantizes else divide_by, report, attempt.pending_collectives)
-        work = OperationWork(reduction)
         try:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
@@ -110,9 +109,9 @@ class Reducer:
         except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
             report(error)
-        return work
+        return reduction
 
-    def issue(self, collective: Collective, *args: Any) -> Operation:
+    def issue(self, collective: Collective, *args: Any) -> Work:
         """Begin a collective on the group, in the order of all ranks."""
         self._driver.wait_for_turn()
         return self._group.pg.issue(collective, *args)
@@ -124,7 +123,7 @@ class Reducer:
         divide_by: int | None,
         quantize_to: Format,
         feedback: ErrorFeedback | None,
-    ) -> Operation:
+    ) -> Work:
         """Begin an allreduce of several collectives; the quorum worker waits for all but the last ones."""
         if feedback is not None and (attempt := self._driver.attempt) is not None:
             attempt.error_feedbacks.append(feedback)

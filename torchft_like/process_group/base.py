@@ -27,7 +27,7 @@ from torchft_like.process_group.configuration import ANEW, AbortSignal, Configur
 from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.torch_interface import TorchInterface, is_nan_check_wanted
-from torchft_like.process_group.work import Operation, joint_work, operation_of
+from torchft_like.process_group.work import JointOperation
 
 
 class About(TypedDict, total=False):
@@ -163,9 +163,9 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         """Return the caller's rank among the members."""
         raise NotImplementedError
 
-    def issue(self, collective: Collective, *args: Any) -> Operation:
-        """Begin a collective that does not block, for a caller that makes its own work around it."""
-        return operation_of(getattr(self, collective.name)(*args))
+    def issue(self, collective: Collective, *args: Any) -> Work:
+        """Begin a collective that does not block, in as few steps as the class can."""
+        return getattr(self, collective.name)(*args)  # type: ignore[no-any-return]
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Run one collective; return None only if it blocks."""
@@ -197,7 +197,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         if batch is None:
             raise ProcessGroupError("_end_coalescing without _start_coalescing in this thread")
         works = [work for work, _ in batch]
-        return joint_work(works, lambda: [tensor for _, result in batch for tensor in result], waits=True)
+        return JointOperation(works, lambda: [tensor for _, result in batch for tensor in result], waits=True)
 
     def _coalesce(self, row: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any], work: Any) -> None:
         if work is not None and (batch := self._batches.get(threading.get_ident())) is not None:

@@ -51,12 +51,11 @@ from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import (
     FOREVER,
-    NOTHING,
-    BackendOperation,
     Explain,
     ExplainedOperation,
+    FollowingOperation,
     Operation,
-    OperationWork,
+    wait_until,
 )
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
@@ -68,7 +67,6 @@ SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
-_NO_NAMES: Mapping[str, Any] = {}
 
 _logger = logging.getLogger(__name__)
 
@@ -96,7 +94,7 @@ class Operations:
     def message(self, work: Work, explain: Explain) -> MessageOperation:
         """Make the operation of a send or a receive that the backend has begun."""
         operation = MessageOperation()
-        operation.operations, operation.explain, operation.work = self, explain, work
+        operation.operations, operation.explain, operation.inner = self, explain, work
         return operation
 
     def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
@@ -201,7 +199,7 @@ class Operations:
                 own.set_result(done.wait())  # the tensors may have been completed on another stream
 
 
-class GroupOperation(BackendOperation):
+class GroupOperation(FollowingOperation):
     """An operation of a generation's backend, whose errors are in the group's words.
 
     The waiting thread reports an error to the group, or the future does, if there is one.
@@ -214,10 +212,10 @@ class GroupOperation(BackendOperation):
     explain: Explain
     _future: Future[Any] | None = None
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         if deadline == FOREVER:
             try:
-                if self.operations.wait_briefly(self.work):
+                if self.operations.wait_briefly(self.inner):
                     return
             except RuntimeError:
                 pass  # it failed, or takes longer than a slice; most operations do neither
@@ -227,25 +225,25 @@ class GroupOperation(BackendOperation):
         try:
             self._wait_for_backend(deadline)
         except RuntimeError as error:
-            if self.work.is_completed() or self.operations.given_up is not None:
+            if self.is_completed():
                 self.let_go(error)
             if (better := self.explain(error)) is not None:
                 raise better from error
             raise
 
-    def is_over(self) -> bool:
-        return self.work.is_completed() or self.operations.given_up is not None
+    def is_completed(self) -> bool:
+        return self.inner.is_completed() or self.operations.given_up is not None
 
-    def error(self) -> Any:
-        return self.work.exception() if self.work.is_completed() else self.operations.given_up
+    def exception(self) -> Any:
+        return self.inner.exception() if self.inner.is_completed() else self.operations.given_up
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         if self._future is None:
-            self._future = self.operations.follow(self.work, self.explain)
+            self._future = self.operations.follow(self.inner, self.explain)
         return self._future
 
     def _wait_for_backend(self, deadline: float) -> None:
-        self.operations.wait(self.work, deadline)
+        self.operations.wait(self.inner, deadline)
 
 
 class MessageOperation(GroupOperation):
@@ -254,30 +252,31 @@ class MessageOperation(GroupOperation):
 
     _was_waited = False
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         self._wait(deadline)
 
     def _wait_for_backend(self, deadline: float) -> None:
         if not self._was_waited:  # a second wait would be for another message
-            BackendOperation.wait(self, deadline)
+            wait_until(self.inner, deadline)
             self._was_waited = True
 
 
-class AbandonableOperation(BackendOperation):
+class AbandonableOperation(FollowingOperation):
     """An operation whose wait nothing can end, so another thread waits: `abort` ends the caller's wait."""
 
     def __init__(self, work: Work, abort: AbortSignal) -> None:
-        self.work = work
+        super().__init__()
+        self.inner = work
         self._abort = abort
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         """Block until the operation is over, or the group was aborted; the other thread then waits on."""
         ended = threading.Event()
         errors: list[Exception] = []
 
         def wait_aside() -> None:
             try:
-                BackendOperation.wait(self, deadline)
+                wait_until(self.inner, deadline)
             except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
                 errors.append(error)
             ended.set()
@@ -291,7 +290,7 @@ class AbandonableOperation(BackendOperation):
             self.let_go(error)
             raise
         if errors:
-            if self.work.is_completed():
+            if self.is_completed():
                 self.let_go(errors[0])
             raise errors[0].with_traceback(None)
 
@@ -299,7 +298,7 @@ class AbandonableOperation(BackendOperation):
 def _is_open(entry: weakref.ref[GroupOperation]) -> bool:
     """Return whether a caller holds the operation, and the backend is not done with it."""
     operation = entry()
-    return operation is not None and not operation.work.is_completed()
+    return operation is not None and not operation.inner.is_completed()
 
 
 def _is_over(work: Work, deadline: float) -> bool:
@@ -388,46 +387,29 @@ class Generation:
 
     def run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Start one collective; the error says why the generation is over, or that it never began."""
-        if collective.blocking or collective.name in POINT_TO_POINT:
-            work = self._start(collective, args, kwargs)
-            return None if work is None else OperationWork(self.take(collective, work))
-        handle = OperationWork(NOTHING)  # made first, for the reason given at GroupOperation
-        handle.operation = self.issue(collective, args, kwargs)
-        return handle
-
-    def issue(
-        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any] = _NO_NAMES
-    ) -> Operation:
-        """Start a collective that does not block, for a caller that makes the work itself."""
-        operation = self.operations.begin(self.explain)
-        work = self._start(collective, args, kwargs)
-        if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
-            return self.take(collective, work)
-        operation.work = work
-        return operation
-
-    def _start(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if (methods := self._methods) is None:
             raise self._unusable()
         if (name := collective.name) not in methods:
             raise NotImplementedError(f"the backend has no {name}")
+        operation = self.operations.begin(self.explain)  # made first, for the reason given at GroupOperation
         try:
             # No variable holds the bound method: an error that the caller keeps must not keep the backend.
-            return methods[name](*args, **kwargs)
+            work = methods[name](*args, **kwargs)
         except RuntimeError as error:
             if self.configuration.reason is not None:
                 raise self._aborted() from error
             raise
+        return None if work is None else self.take(collective, work, operation)
 
-    def take(self, collective: Collective, work: Work) -> Operation:
-        """Return the operation behind a work of the backend, which raises errors in the group's words."""
-        if type(work) is OperationWork and isinstance(work.operation, ExplainedOperation):
-            work.operation.explain = self.explain
-            return work.operation
+    def take(self, collective: Collective, work: Work, operation: GroupOperation | None = None) -> Operation:
+        """Return an operation for a work of the backend, which raises errors in the group's words."""
+        if isinstance(work, ExplainedOperation):
+            work.explain = self.explain
+            return work
         if collective.name in POINT_TO_POINT:
             return self.operations.message(work, self.explain)
-        operation = self.operations.begin(self.explain)
-        operation.work = work
+        operation = operation or self.operations.begin(self.explain)
+        operation.inner = work
         return operation
 
     def explain(self, error: Exception) -> Exception | None:

@@ -27,7 +27,7 @@ from torchft_like.process_group.store import (
     parse_store_address,
     serve_store,
 )
-from torchft_like.process_group.work import finished_work
+from torchft_like.process_group.work import FinishedOperation
 from torchft_like.runtime.hosts import own_host
 
 UUID_BITS = 63
@@ -164,7 +164,7 @@ class Reconfigurable:
         if None not in global_ranks:
             about["global_ranks"] = global_ranks
         self.configure(f"{store}/torchft/{opts.uuid}", rank, len(global_ranks), **about)
-        return finished_work([])
+        return FinishedOperation([])
 
 
 class Group(Protocol):

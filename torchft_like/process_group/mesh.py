@@ -34,7 +34,7 @@ from torchft_like.errors import FaultToleranceError, NotSupportedError, ProcessG
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import JOINING, Call, Collective
 from torchft_like.process_group.swallowing import GroupManager, ManagedProcessGroup
-from torchft_like.process_group.work import finished_work
+from torchft_like.process_group.work import FinishedOperation
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
 MeshLayout: Any = _mesh_layout._MeshLayout
@@ -501,7 +501,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
             for across_rank, rows in enumerate(self._gather_in(self.parent, mine)):
                 for within_rank, row in enumerate(rows):
                     outputs[self._rank_of(across_rank, within_rank)].copy_(row)
-        return finished_work(call.result)
+        return FinishedOperation(call.result)
 
     @staticmethod
     def _gather_in(group: dist.ProcessGroup, source: torch.Tensor) -> list[torch.Tensor]:

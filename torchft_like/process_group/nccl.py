@@ -69,7 +69,7 @@ from torchft_like.process_group.collectives import BY_NAME, SPLIT_SIZES, methods
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.store import GroupMembers, meet, meeting_store
-from torchft_like.process_group.work import FOREVER, ExplainedOperation, OperationWork
+from torchft_like.process_group.work import FOREVER, ExplainedOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.environment import environment
 from torchft_like.runtime.spin_wait import growing_pauses
@@ -308,7 +308,7 @@ class _NcclBackend:
             name, lambda: self._is_over(work), lambda: self._settle(work, tensors), self._limit_s(options)
         )
         about = self.abort_signal, self._mark, self._error_of
-        return OperationWork(NcclOperation(work, watched, self.watch, *about))
+        return NcclOperation(work, watched, self.watch, *about)
 
     def _limit_s(self, options: Any) -> float:
         own = getattr(options, "timeout", None)
@@ -798,6 +798,7 @@ class NcclOperation(ExplainedOperation):
         mark: Callable[[], IsOver],
         error_of: Callable[[Work], BaseException | None],
     ) -> None:
+        super().__init__()
         self._work = work
         self._error_of = error_of
         self._watched = watched
@@ -806,7 +807,7 @@ class NcclOperation(ExplainedOperation):
         self._mark = mark
         self._blocks_thread = watched.name == "barrier"
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         """Make the current stream wait; with a deadline, which aborts the group when it has passed, and for a
         barrier, the thread, too.
         """
@@ -822,10 +823,10 @@ class NcclOperation(ExplainedOperation):
             self._watched.settle = lambda: is_past
         self._check()
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return self._watched.is_over()
 
-    def error(self) -> Any:
+    def exception(self) -> Any:
         """Return why the operation failed, or that it was cut off."""
         try:
             self._check()
@@ -836,7 +837,7 @@ class NcclOperation(ExplainedOperation):
     def result(self) -> list[torch.Tensor]:
         return self._work.result()
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         """Return torch's future, which is complete at once, with the list of output tensors."""
         return self._work.get_future()
 

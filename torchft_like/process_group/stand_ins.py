@@ -9,7 +9,6 @@ tested something.
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -24,13 +23,12 @@ from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import BY_NAME, Collective, refuse_overlap
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import (
-    FOREVER,
     NOTHING,
+    DeferredOperation,
     FinishedOperation,
     FollowingOperation,
     Operation,
-    OperationWork,
-    operation_of,
+    wait_until,
 )
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 
@@ -61,8 +59,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """Let a call run, and then fail with `error`, in `wait()` and in its future."""
 
         def inject(run: Run) -> Work:
-            work = run()
-            return OperationWork(_FailedOperation(NOTHING if work is None else operation_of(work), error))
+            return _FailedOperation(run() or NOTHING, error)
 
         self._plant(collective, call, inject)
 
@@ -78,14 +75,23 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         """Block the caller of a call for `seconds`, or until an abort, before it begins."""
 
         def inject(run: Run) -> Work | None:
-            self._over().wait(seconds)
+            over = threading.Event()
+            self.configuration.add(over.set)
+            over.wait(seconds)
             return run()
 
         self._plant(collective, call, inject)
 
     def hang(self, collective: str, call: int = 1) -> None:
         """Keep a call from running and from ending, until an abort fails it."""
-        self._plant(collective, call, lambda run: OperationWork(_HungOperation(self._over())))
+
+        def inject(run: Run) -> Work:
+            hung = DeferredOperation()
+            error = ProcessGroupAbortedError("the group was aborted while a collective hung")
+            self.configuration.add(lambda: hung.follow(FinishedOperation([], error)))
+            return hung
+
+        self._plant(collective, call, inject)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         def run() -> Work | None:
@@ -114,12 +120,6 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
             self._faults = [f for f in self._faults if f.calls_left > 0]
             return due
 
-    def _over(self) -> threading.Event:
-        """Return an event that is set when the present configuration is over, which ends delays and hangs."""
-        over = threading.Event()
-        self.configuration.add(over.set)
-        return over
-
 
 FakeProcessGroupWrapper = FaultInjectingProcessGroup
 
@@ -137,50 +137,30 @@ class _Fault:
 class _FailedOperation(FollowingOperation):
     """An operation that runs to its end, and then fails."""
 
-    def __init__(self, inner: Operation, failure: Exception) -> None:
+    def __init__(self, inner: Work, failure: Exception) -> None:
+        super().__init__()
         self.inner = inner
         self._failure = failure
 
-    def wait(self, deadline: float = FOREVER) -> None:
-        self.inner.wait(deadline)
+    is_success = Operation.is_success
+
+    def wait_until(self, deadline: float) -> None:
+        wait_until(self.inner, deadline)
         raise self._failure
 
     def synchronize(self) -> None:
         self.wait()
 
-    def error(self) -> Exception:
+    def exception(self) -> Exception:
         return self._failure
 
     def result(self) -> list[Any]:
         return []
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         failed: Future[Any] = Future()
-        self.inner.future().add_done_callback(lambda _: failed.set_exception(self._failure))
+        self.inner.get_future().add_done_callback(lambda _: failed.set_exception(self._failure))
         return failed
-
-
-class _HungOperation(Operation):
-    """An operation that waits for an abort, and fails with it."""
-
-    def __init__(self, aborted: threading.Event) -> None:
-        self._aborted = aborted
-        self._failure = ProcessGroupAbortedError("the group was aborted while a collective hung")
-
-    def wait(self, deadline: float = FOREVER) -> None:
-        started = time.monotonic()
-        if not self._aborted.wait(None if deadline == FOREVER else deadline - started):
-            raise TimeoutError(f"the collective still hangs after {time.monotonic() - started:.3g} s")
-        raise self._failure
-
-    def is_over(self) -> bool:
-        return self._aborted.is_set()
-
-    def error(self) -> Exception | None:
-        return self._failure if self._aborted.is_set() else None
-
-    def result(self) -> list[Any]:
-        return []
 
 
 class ProcessGroupDummy(ProcessGroup):
@@ -250,7 +230,7 @@ class ProcessGroupDummy(ProcessGroup):
         call = collective.bind(args, kwargs)
         refuse_overlap(call)
         call.apply_locally(rank=0, world_size=1)
-        return None if collective.blocking else OperationWork(_CountedOperation(self, call.result))
+        return None if collective.blocking else _CountedOperation(self, call.result)
 
 
 class _CountedOperation(FinishedOperation):
@@ -258,9 +238,9 @@ class _CountedOperation(FinishedOperation):
         super().__init__(result)
         self._group = group
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         self._group.wait_count += 1
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         self._group.get_future_count += 1
-        return super().future()
+        return super().get_future()

@@ -39,11 +39,10 @@ from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Call, Col
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.work import (
     FOREVER,
+    FinishedOperation,
     FollowingOperation,
     Operation,
-    OperationWork,
-    finished_work,
-    operation_of,
+    wait_until,
 )
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 from torchft_like.writing import writing_to
@@ -85,9 +84,7 @@ class SwallowingGroup(ProcessGroupWrapper):
         except Exception as error:  # noqa: BLE001 - any error of a backend is reported
             self._report_of(configuration, error)
             return skipped(bind(), self.parent)
-        if work is None:
-            return None
-        return OperationWork(SwallowedOperation(operation_of(work), bind, self, configuration))
+        return None if work is None else SwallowedOperation(work, bind, self, configuration)
 
 
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
@@ -152,7 +149,7 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
 def skipped(call: Call, pg: ProcessGroup) -> Work | None:
     """Skip a call, and leave its outputs in a defined state."""
     _fill_in(call, pg)
-    return None if call.collective.blocking else finished_work(call.result, source=_peer_in(pg))
+    return None if call.collective.blocking else FinishedOperation(call.result, source=_peer_in(pg))
 
 
 def _peer_in(pg: ProcessGroup) -> int:
@@ -187,15 +184,16 @@ def _fill_in(call: Call, pg: ProcessGroup) -> None:
 class SwallowedOperation(FollowingOperation):
     """An operation that always succeeds, with the outputs of its call; an error goes to `group`.
 
-    The first call of `wait`, `future`, `is_over` or `synchronize` notices it. `bind` reads the call's
-    arguments only when its outputs are asked for, because that takes longer than most operations.
+    The first call of `wait`, `get_future`, `is_completed` or `synchronize` notices it. `bind` reads the
+    call's arguments only when its outputs are asked for, because that takes longer than most operations.
     """
 
     _has_failed = False
 
     def __init__(
-        self, inner: Operation, bind: Callable[[], Call], group: SwallowingGroup, configuration: Configuration
+        self, inner: Work, bind: Callable[[], Call], group: SwallowingGroup, configuration: Configuration
     ) -> None:
+        super().__init__()
         self.inner = inner
         self._bind = bind
         self._group = group
@@ -206,39 +204,41 @@ class SwallowedOperation(FollowingOperation):
     def _call(self) -> Call:
         return self._bind()
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         """Block until the operation is over; a passed deadline is an error like any other."""
         try:
-            self.inner.wait(deadline)
+            wait_until(self.inner, deadline)
         except Exception as error:  # noqa: BLE001 - any error goes to the group
             self._fail(error)
 
-    def is_over(self) -> bool:
+    is_success = Operation.is_success
+
+    def is_completed(self) -> bool:
         """Return whether the operation is over; then the outputs are filled in."""
-        is_over = self.inner.is_over()
+        is_over = self.inner.is_completed()
         if is_over and not self._has_failed:
-            self.wait()
+            self.wait_until(FOREVER)
         return is_over
 
-    def error(self) -> None:
+    def exception(self) -> None:
         """Return None: the group has the error."""
 
     def result(self) -> list[Any]:
         return self._call.result
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         def settle(done: Future[Any]) -> list[Any]:
             self._settle(done.value)
             return self._call.result
 
-        return self.inner.future().then(settle)
+        return self.inner.get_future().then(settle)
 
     def synchronize(self) -> None:
         self._settle(self.inner.synchronize)
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         """Return the sender's rank; after an error, that of another member."""
-        return _peer_in(self._group.parent) if self._has_failed else self.inner.source_rank()
+        return _peer_in(self._group.parent) if self._has_failed else self.inner._source_rank()
 
     def _settle(self, outcome: Callable[[], object]) -> None:
         try:
@@ -251,7 +251,7 @@ class SwallowedOperation(FollowingOperation):
         self._group._report_of(self._configuration, error)
         with self._filling_in:
             has_failed, self._has_failed = self._has_failed, True
-            if not has_failed and self.inner.is_over():
+            if not has_failed and self.inner.is_completed():
                 _fill_in(self._call, self._group.parent)
 
 

@@ -1,11 +1,11 @@
 """torch's Work, written once, over operations.
 
-A collective returns a handle, torch's Work. Backends do not differ in the handle but in the operation behind
-it, which has four methods: `wait` until a deadline, `is_over`, its `error`, its `result`. Futures, streams
-and senders have defaults that follow from these; an operation overrides what its backend does better.
+A collective returns torch's Work. Backends do not differ in its interface but in four methods: `wait_until`
+a deadline, `is_completed`, its `exception`, its `result`. Waits, futures, streams and senders have defaults
+that follow from these; an operation overrides what its backend does better. A work of torch's own has the
+same interface, so an operation that follows another one follows that, too.
 
 INVARIANTS
-* A handle has no state of its own: every answer is its operation's.
 * A wait whose deadline passes ends that wait and not the operation.
 * What an operation does once (to divide, to fill in, to copy back) it does under a lock of its own. No two
   operations share a lock, so groups that have nothing to do with each other never wait for each other.
@@ -36,25 +36,35 @@ Explain = Callable[[Exception], Exception | None]
 Finish = Callable[[], list[Any]]
 
 
-class Operation:
-    """The operation behind a handle. A subclass defines the first four methods."""
+class Operation(Work):
+    """An operation of a group. A subclass defines `wait_until`, `is_completed`, `exception` and `result`."""
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Block until the operation is over; as in C++, a timeout of zero means no limit.
+
+        Raises:
+            ProcessGroupAbortedError: the group was aborted before.
+            RuntimeError: the backend failed, or `timeout` has passed.
+        """
+        self.wait_until(time.monotonic() + timeout.total_seconds() if timeout else FOREVER)
+        return True
+
+    def wait_until(self, deadline: float) -> None:
         """Block until the operation is over.
 
         Args:
-            deadline: a time of the monotonic clock; a passed one is an error.
+            deadline: a time of the monotonic clock, or FOREVER; a passed one is an error.
 
         Raises:
             RuntimeError: the operation has failed, or is not over at the deadline.
         """
         raise NotImplementedError
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether `wait` would return, or raise, at once."""
         raise NotImplementedError
 
-    def error(self) -> Any:
+    def exception(self) -> Any:
         """Return why the operation failed; None if it has not, or is not over."""
         raise NotImplementedError
 
@@ -64,10 +74,13 @@ class Operation:
 
     def is_success(self) -> bool:
         """Return whether the operation is over and has not failed."""
-        return self.is_over() and self.error() is None
+        return self.is_completed() and self.exception() is None
 
-    def future(self) -> Future[Any]:
-        """Return a future of the result or the error; by default a thread that waits completes it."""
+    def get_future(self) -> Future[Any]:
+        """Return a future that completes with the list of output tensors, or with the error.
+
+        By default a thread that waits completes it.
+        """
         future = empty_future()
         threading.Thread(
             target=self._complete_by_waiting, args=(future,), name="torchft-operation", daemon=True
@@ -76,7 +89,7 @@ class Operation:
 
     def _complete_by_waiting(self, future: Future[Any]) -> None:
         try:
-            self.wait()
+            self.wait_until(FOREVER)
         except Exception as error:  # noqa: BLE001 - the future passes it on
             future.set_exception(error)
         else:
@@ -84,83 +97,91 @@ class Operation:
 
     def synchronize(self) -> None:
         """Make the caller's current stream wait; by default this blocks the thread."""
-        self.wait()
+        self.wait_until(FOREVER)
 
     def block_current_stream(self) -> None:
         """Make the caller's current stream wait, and the thread only if that cannot be avoided."""
         self.synchronize()
 
-    def source_rank(self) -> int:
-        """Return the rank whose message a receive from any rank got; -1 for other operations."""
+    def _source_rank(self) -> int:
         return -1
 
+    def source_rank(self) -> int:
+        """Return the rank whose message a receive from any rank got; -1 for other operations."""
+        return self._source_rank()
 
-class OperationWork(Work):
-    """torch's handle of `operation`, which answers every call."""
 
-    def __init__(self, operation: Operation) -> None:
-        Work.__init__(self)
-        self.operation = operation
+def wait_until(work: Work, deadline: float) -> None:
+    """Block until a work is over, which any library may have made; a passed deadline is an error."""
+    if isinstance(work, Operation):
+        work.wait_until(deadline)
+    elif deadline == FOREVER:
+        work.wait()
+    else:
+        left_s = max(deadline - time.monotonic(), 0.001)  # zero would mean no limit
+        work.wait(timedelta(seconds=left_s))
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is over; as in C++, a timeout of zero means no limit.
 
-        Raises:
-            ProcessGroupAbortedError: the group was aborted before.
-            RuntimeError: the backend failed, or `timeout` has passed.
-        """
-        self.operation.wait(time.monotonic() + timeout.total_seconds() if timeout else FOREVER)
-        return True
+class FinishedOperation(Operation):
+    """An operation that is over, with `result` or with `failure`."""
 
-    def get_future(self) -> Future[Any]:
-        """Return a future that completes with the list of output tensors, or with the error."""
-        return self.operation.future()
+    def __init__(self, result: list[Any], failure: Exception | None = None, source: int = -1) -> None:
+        super().__init__()
+        self._result = result
+        self._failure = failure
+        self._source = source
+
+    def wait_until(self, deadline: float) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     def is_completed(self) -> bool:
-        """Return whether `wait` would return, or raise, at once."""
-        return self.operation.is_over()
+        return True
 
-    def is_success(self) -> bool:
-        return self.operation.is_success()
-
-    def exception(self) -> Any:
-        """Return the error, once the operation has failed."""
-        return self.operation.error()
+    def exception(self) -> Exception | None:
+        return self._failure
 
     def result(self) -> list[Any]:
-        return self.operation.result()
+        return self._result
 
-    def source_rank(self) -> int:
-        return self.operation.source_rank()
+    def get_future(self) -> Future[Any]:
+        future = empty_future()
+        if self._failure is not None:
+            future.set_exception(self._failure)
+        else:
+            future.set_result(self._result)
+        return future
 
-    _source_rank = source_rank
+    def _source_rank(self) -> int:
+        return self._source
 
-    def synchronize(self) -> None:
-        self.operation.synchronize()
 
-    def block_current_stream(self) -> None:
-        self.operation.block_current_stream()
+NOTHING = FinishedOperation([])
 
 
 class FollowingOperation(Operation):
-    """An operation that behaves as `inner`, except for what a subclass changes."""
+    """An operation that behaves as `inner`, which may be set later, except for what a subclass changes."""
 
-    inner: Operation
+    inner: Work = NOTHING
 
-    def wait(self, deadline: float = FOREVER) -> None:
-        self.inner.wait(deadline)
+    def wait_until(self, deadline: float) -> None:
+        wait_until(self.inner, deadline)
 
-    def is_over(self) -> bool:
-        return self.inner.is_over()
+    def is_completed(self) -> bool:
+        return self.inner.is_completed()
 
-    def error(self) -> Any:
-        return self.inner.error()
+    def exception(self) -> Any:
+        return self.inner.exception()
+
+    def is_success(self) -> bool:
+        """Return whether the inner work has succeeded; older torches cannot pass its error to Python."""
+        return self.inner.is_completed() and self.inner.is_success()
 
     def result(self) -> list[Any]:
         return self.inner.result()
 
-    def future(self) -> Future[Any]:
-        return self.inner.future()
+    def get_future(self) -> Future[Any]:
+        return self.inner.get_future()
 
     def synchronize(self) -> None:
         self.inner.synchronize()
@@ -168,8 +189,12 @@ class FollowingOperation(Operation):
     def block_current_stream(self) -> None:
         self.inner.block_current_stream()
 
-    def source_rank(self) -> int:
-        return self.inner.source_rank()
+    def _source_rank(self) -> int:
+        return self.inner._source_rank()
+
+    def let_go(self, error: Exception) -> None:
+        """Drop the backend's work: an error that the caller keeps would keep the connections."""
+        self.inner = FinishedOperation([], type(error)(*error.args))
 
 
 class DeferredOperation(FollowingOperation):
@@ -180,7 +205,7 @@ class DeferredOperation(FollowingOperation):
     """
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
-        self.inner: Operation = NOTHING
+        super().__init__()
         self._devices: list[int | str | torch.device] = list(devices)
         self._lock = threading.Lock()
         self._begun = threading.Event()
@@ -191,10 +216,10 @@ class DeferredOperation(FollowingOperation):
         """Whether the operation was begun, or cannot be."""
         return self._begun.is_set()
 
-    def follow(self, operation: Operation | None) -> None:
-        """Behave as `operation` from now on, because it has begun; None if it is over."""
+    def follow(self, work: Work | None) -> None:
+        """Behave as `work` from now on, because it has begun; None if it is over."""
         with self._lock:
-            self.inner = operation or self.inner
+            self.inner = work or self.inner
             futures, self._futures = self._futures, []
             self._begun.set()
         for future in futures:
@@ -209,17 +234,17 @@ class DeferredOperation(FollowingOperation):
         if not self._begun.wait(deadline - time.monotonic() if deadline < FOREVER else None):
             raise TimeoutError("timed out: the operation has not begun")
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         self.wait_begun(deadline)
-        self.inner.wait(deadline)
+        super().wait_until(deadline)
 
-    def is_over(self) -> bool:
-        return self.has_begun and self.inner.is_over()
+    def is_completed(self) -> bool:
+        return self.has_begun and super().is_completed()
 
     def is_success(self) -> bool:
-        return self.has_begun and self.inner.is_success()
+        return self.has_begun and super().is_success()
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         future: Future[Any] = Future(devices=self._devices)
         with self._lock:
             if not self.has_begun:
@@ -230,15 +255,15 @@ class DeferredOperation(FollowingOperation):
 
     def synchronize(self) -> None:
         self.wait_begun()
-        self.inner.synchronize()
+        super().synchronize()
 
     def block_current_stream(self) -> None:
         """Block the thread until the operation has begun, and then only the stream."""
         self.wait_begun()
-        self.inner.block_current_stream()
+        super().block_current_stream()
 
     def _follow_with(self, future: Future[Any]) -> None:
-        self.inner.future().add_done_callback(lambda done: copy_outcome(done, future))
+        self.inner.get_future().add_done_callback(lambda done: copy_outcome(done, future))
 
 
 class ExplainedOperation(Operation):
@@ -247,107 +272,11 @@ class ExplainedOperation(Operation):
     explain: Explain = staticmethod(lambda _: None)
 
 
-class FinishedOperation(Operation):
-    """An operation that is over, with `result` or with `failure`."""
+class JointOperation(Operation):
+    """Several works as one, which is over when all of them are, and fails when one of them does.
 
-    def __init__(self, result: list[Any], failure: Exception | None = None, source: int = -1) -> None:
-        self._result = result
-        self._failure = failure
-        self._source = source
-
-    def wait(self, deadline: float = FOREVER) -> None:
-        if self._failure is not None:
-            raise self._failure
-
-    def is_over(self) -> bool:
-        return True
-
-    def error(self) -> Exception | None:
-        return self._failure
-
-    def result(self) -> list[Any]:
-        return self._result
-
-    def future(self) -> Future[Any]:
-        future = empty_future()
-        if self._failure is not None:
-            future.set_exception(self._failure)
-        else:
-            future.set_result(self._result)
-        return future
-
-    def source_rank(self) -> int:
-        return self._source
-
-
-def finished_work(result: list[Any], failure: Exception | None = None, source: int = -1) -> OperationWork:
-    """Make the handle of an operation that is over."""
-    return OperationWork(FinishedOperation(result, failure, source))
-
-
-NOTHING = FinishedOperation([])
-_NOT_STARTED = OperationWork(NOTHING)
-
-
-class BackendOperation(Operation):
-    """An operation of a backend that returns torch's works; the work may be set later."""
-
-    work: Work = _NOT_STARTED
-
-    def wait(self, deadline: float = FOREVER) -> None:
-        _wait(self.work, deadline)
-
-    def is_over(self) -> bool:
-        return self.work.is_completed()
-
-    def error(self) -> Any:
-        return self.work.exception() if self.work.is_completed() else None
-
-    def is_success(self) -> bool:
-        """Return whether the work has succeeded; older torches cannot pass its error to Python."""
-        return self.work.is_completed() and self.work.is_success()
-
-    def result(self) -> list[Any]:
-        return self.work.result()
-
-    def future(self) -> Future[Any]:
-        return self.work.get_future()
-
-    def synchronize(self) -> None:
-        self.work.synchronize()
-
-    def block_current_stream(self) -> None:
-        self.work.block_current_stream()
-
-    def source_rank(self) -> int:
-        return self.work._source_rank()
-
-    def let_go(self, error: Exception) -> None:
-        """Drop the backend's work: an error that the caller keeps would keep the connections."""
-        self.work = finished_work([], type(error)(*error.args))
-
-
-def operation_of(work: Work) -> Operation:
-    """Return the operation behind a handle, which any library may have made."""
-    if isinstance(work, OperationWork):
-        return work.operation
-    operation = BackendOperation()
-    operation.work = work
-    return operation
-
-
-def _wait(work: Work, deadline: float) -> None:
-    if deadline == FOREVER:
-        work.wait()
-    else:
-        left_s = max(deadline - time.monotonic(), 0.001)  # zero would mean no limit
-        work.wait(timedelta(seconds=left_s))
-
-
-def joint_work(
-    works: Sequence[Work], finish: Finish, *, waits: bool = False, on_cpu: bool = False
-) -> OperationWork:
-    """Return a work that is over when all of `works` are, and that fails when one of them does.
+    What is left to do once all of them are over, such as copying a result, is done once, by the backend's
+    thread or by a waiting one, whichever comes first.
 
     Args:
         works: works of one backend, in the order in which they were begun.
@@ -356,19 +285,11 @@ def joint_work(
           no future.
         on_cpu: whether there is one work, of CPU tensors, whose thread finishes it: no stream has to wait.
     """
-    operation = _JointOperation(works, finish, waits, on_cpu)
-    handle = OperationWork(operation)
-    if on_cpu:
-        handle.is_completed = operation.future().done  # type: ignore[method-assign] # polled, and C code
-    return handle
 
-
-class _JointOperation(Operation):
-    """Several operations as one. What is left to do once all of them are over, such as copying a result, is
-    done once, by the backend's thread or by a waiting one, whichever comes first.
-    """
-
-    def __init__(self, works: Sequence[Work], finish: Finish, waits: bool, on_cpu: bool) -> None:
+    def __init__(
+        self, works: Sequence[Work], finish: Finish, *, waits: bool = False, on_cpu: bool = False
+    ) -> None:
+        super().__init__()
         self._works = works
         self._make_result = finish
         self._finishing = threading.Lock()
@@ -378,19 +299,20 @@ class _JointOperation(Operation):
         self._future: Future[Any] | None = None
         if on_cpu:
             self._future = works[0].get_future().then(self._finish_after)
+            self.is_completed = self._future.done  # type: ignore[method-assign] # polled, and C code
         elif not waits:
             self._future = self._follow()
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         for work in self._works:
-            _wait(work, deadline)
+            wait_until(work, deadline)
         self.result()
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         """Return whether all works are over, and the result is there or cannot come."""
         return (self._future is None or self._future.done()) and all(w.is_completed() for w in self._works)
 
-    def error(self) -> Any:
+    def exception(self) -> Any:
         errors = (work.exception() for work in self._works if work.is_completed())
         return next((error for error in errors if error is not None), None)
 
@@ -405,7 +327,7 @@ class _JointOperation(Operation):
             return self._future.wait()  # type: ignore[no-any-return]
         return self._finish()
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         if self._future is None:
             self._future = self._follow()
         return self._future
@@ -414,7 +336,7 @@ class _JointOperation(Operation):
         for work in self._works:
             work.synchronize()
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         return self._works[0]._source_rank() if len(self._works) == 1 else -1
 
     def _finish(self) -> list[Any]:

@@ -29,7 +29,6 @@ from torchft_like.process_group.store import (
     create_store_client,
     parse_store_address,
 )
-from torchft_like.process_group.work import Operation
 from torchft_like.runtime import living
 
 T = TypeVar("T")
@@ -41,6 +40,7 @@ class _OpenToOthers(type(ProcessGroup), ABCMeta):  # type: ignore[misc] # pybind
 
 
 _REQUIRED = object()
+_NO_NAMES: Mapping[str, Any] = {}
 
 
 def _of_inner(name: str, otherwise: object = _REQUIRED) -> Any:
@@ -50,6 +50,15 @@ def _of_inner(name: str, otherwise: object = _REQUIRED) -> Any:
         return otherwise if self._pg is None and otherwise is not _REQUIRED else getattr(self.parent, name)
 
     return property(read)
+
+
+def _by_inner(name: str) -> Any:
+    """Return the method of a wrapper that calls the inner group's."""
+
+    def call(self: ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.parent, name)(*args, **kwargs)
+
+    return call
 
 
 class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
@@ -68,6 +77,13 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     divides = _of_inner("divides", False)
     hides_errors = _of_inner("hides_errors", False)
     counts_participants = _of_inner("counts_participants", False)
+
+    abort = _by_inner("abort")
+    shutdown = _by_inner("shutdown")
+    errored = _by_inner("errored")
+    size = _by_inner("size")
+    rank = _by_inner("rank")
+    getBackendName = _by_inner("getBackendName")  # noqa: N815
 
     def __init__(self, timeout: timedelta | float = DEFAULT_TIMEOUT, pg: ProcessGroup | None = None) -> None:
         super().__init__()
@@ -92,15 +108,6 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         if self._pg is not None:
             self._pg.prepare(timeout)
 
-    def abort(self, reason: str = "abort() was called") -> None:
-        self.parent.abort(reason)
-
-    def shutdown(self) -> None:
-        self.parent.shutdown()
-
-    def errored(self) -> Exception | None:
-        return self.parent.errored()  # type: ignore[no-any-return]
-
     def hidden_error(self) -> Exception | None:
         return None if self._pg is None else self._pg.hidden_error()
 
@@ -114,15 +121,6 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self.parent.set_timeout(timeout)
-
-    def size(self) -> int:
-        return self.parent.size()  # type: ignore[no-any-return]
-
-    def rank(self) -> int:
-        return self.parent.rank()  # type: ignore[no-any-return]
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return self.parent.getBackendName()  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"
@@ -268,8 +266,8 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         return (self._generation or _known(self._generation)).run(collective, args, kwargs)
 
-    def issue(self, collective: Collective, *args: Any) -> Operation:
-        return (self._generation or _known(self._generation)).issue(collective, args)
+    def issue(self, collective: Collective, *args: Any) -> Any:
+        return (self._generation or _known(self._generation)).run(collective, args, _NO_NAMES)
 
 
 def _known(part: T | None) -> T:

@@ -44,10 +44,10 @@ from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupWrapper
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
-from torchft_like.process_group.work import OperationWork, finished_work, operation_of
+from torchft_like.process_group.work import FinishedOperation
 
 LIMIT_S = 30.0
-ASK = [OperationWork.wait, OperationWork.is_completed, OperationWork.get_future]
+ASK = [Reduction.wait, Reduction.is_completed, Reduction.get_future]
 
 
 class TestAttempt:
@@ -126,11 +126,11 @@ class FutureWork(Work):
         return self.future
 
 
-def following(kind: type[Reduction], work: Work, tensor: Any, divide_by: Any, report: Any) -> OperationWork:
+def following(kind: type[Reduction], work: Work, tensor: Any, divide_by: Any, report: Any) -> Reduction:
     """The handle of a reduction of the kind that follows a backend's work."""
     reduction = kind([tensor], divide_by, report)
-    reduction.follow(operation_of(work))
-    return OperationWork(reduction)
+    reduction.follow(work)
+    return reduction
 
 
 def leaf() -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_a_step_is_one_of_all_members_if_some_tensor_has_elements(elements: int)
 class TestReduction:
     @pytest.mark.no_zombie
     def test_an_average_is_divided_once_however_often_it_is_asked_for(self) -> None:
-        for ask in (OperationWork.wait, lambda work: work.get_future().wait(), OperationWork.is_completed):
+        for ask in (Reduction.wait, lambda work: work.get_future().wait(), Reduction.is_completed):
             tensor, work = torch.full((3,), 6.0), FutureWork()
             result = following(Reduction, work, tensor, 3, unexpected)
             assert not result.is_completed()
@@ -216,7 +216,7 @@ class TestReduction:
         assert tensor.tolist() == [2.0, 2.0, 2.0]
 
     @pytest.mark.parametrize("ask", ASK)
-    def test_an_error_goes_to_the_manager(self, ask: Callable[[OperationWork], object]) -> None:
+    def test_an_error_goes_to_the_manager(self, ask: Callable[[Reduction], object]) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
         result = following(Reduction, work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
@@ -251,21 +251,20 @@ class TestReduction:
 
     def test_a_finished_work_is_done(self) -> None:
         tensor = torch.ones(1)
-        finished = OperationWork(Reduction([tensor], None, unexpected))
+        finished = Reduction([tensor], None, unexpected)
         assert finished.is_completed()
         assert finished.wait()
         assert finished.get_future().value() is tensor
 
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
-    @pytest.mark.parametrize("ask", [OperationWork.wait, OperationWork.get_future])
+    @pytest.mark.parametrize("ask", [Reduction.wait, Reduction.get_future])
     def test_an_average_is_divided_on_any_thread_whatever_autograd_says(
-        self, make: Callable[[], torch.Tensor], ask: Callable[[OperationWork], object]
+        self, make: Callable[[], torch.Tensor], ask: Callable[[Reduction], object]
     ) -> None:
         tensor, work, pending = make(), FutureWork(), dict[Reduction, float]()
-        reduction = Reduction([tensor], 3, unexpected, pending)
-        reduction.follow(operation_of(work))
-        result = OperationWork(reduction)
-        if ask is OperationWork.get_future:
+        result = Reduction([tensor], 3, unexpected, pending)
+        result.follow(work)
+        if ask is Reduction.get_future:
             result.get_future()
         thread = threading.Thread(target=work.future.set_result, args=([tensor],))
         thread.start()
@@ -275,12 +274,11 @@ class TestReduction:
         assert pending == {}
 
     def test_an_average_that_cannot_be_divided_goes_to_the_manager_and_is_over(self) -> None:
-        for ask in (OperationWork.wait, lambda work: work.get_future().wait(), OperationWork.is_completed):
+        for ask in (Reduction.wait, lambda work: work.get_future().wait(), Reduction.is_completed):
             tensor, work = torch.ones(1).expand(2), FutureWork()
             errors, pending = list[Exception](), dict[Reduction, float]()
-            reduction = Reduction([tensor], 3, errors.append, pending)
-            reduction.follow(operation_of(work))
-            result = OperationWork(reduction)
+            result = Reduction([tensor], 3, errors.append, pending)
+            result.follow(work)
             work.future.set_result([tensor])
             assert ask(result) is not False
             assert result.wait()
@@ -289,18 +287,17 @@ class TestReduction:
             assert pending == {}
 
     @pytest.mark.no_zombie
-    @pytest.mark.parametrize("ask", [OperationWork.wait, OperationWork.get_future])
+    @pytest.mark.parametrize("ask", [Reduction.wait, Reduction.get_future])
     @pytest.mark.parametrize("is_inference", [False, True])
     def test_memory_that_several_tensors_share_is_divided_once(
-        self, ask: Callable[[OperationWork], object], is_inference: bool
+        self, ask: Callable[[Reduction], object], is_inference: bool
     ) -> None:
         with torch.inference_mode(is_inference):
             whole = torch.full((6,), 6.0)
             tensors = [whole[:4], whole[2:], whole[:4], torch.full((1,), 9.0)]
         work = FutureWork()
-        reduction = GroupReduction(tensors, 3, unexpected)
-        reduction.follow(operation_of(work))
-        result = OperationWork(reduction)
+        result = GroupReduction(tensors, 3, unexpected)
+        result.follow(work)
         work.future.set_result(tensors)
         ask(result)
         assert result.wait()
@@ -551,7 +548,7 @@ class Dividing(ProcessGroupDummy):
         self.asked.append("AVG" if options.reduceOp == ReduceOp.AVG else "SUM")
         if options.reduceOp == ReduceOp.SUM:
             tensors[0].mul_(self._members)
-        return finished_work(tensors)
+        return FinishedOperation(tensors)
 
 
 @pytest.mark.no_zombie

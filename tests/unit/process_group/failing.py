@@ -17,7 +17,7 @@ from torchft_like.process_group import (
     ProcessGroupDummy,
 )
 from torchft_like.process_group.collectives import BY_NAME, tensors_of
-from torchft_like.process_group.work import FOREVER, FinishedOperation, OperationWork, finished_work
+from torchft_like.process_group.work import FOREVER, FinishedOperation
 
 from .conftest import LIMIT_S
 from .test_collectives import ALONE
@@ -56,7 +56,7 @@ class Failing(ProcessGroupDummy):
         if collective.blocking:
             raise OopsError
         self.works.append(Pending())
-        return OperationWork(self.works[-1])
+        return self.works[-1]
 
 
 class Pending(FinishedOperation):
@@ -75,15 +75,15 @@ class Pending(FinishedOperation):
         else:
             self._promise.set_exception(error)
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         if not self.over.wait(min(LIMIT_S, deadline - time.monotonic())):
             raise RuntimeError("it takes too long")
-        super().wait()
+        super().wait_until(FOREVER)
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         return self._promise
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         return self.over.is_set()
 
 
@@ -112,7 +112,7 @@ class FakeManager:
     def group_allreduce(self, tensors: list[Tensor], options: Any, collective: Any) -> Any:
         self._meet_trouble()
         self.reduced.append((collective.name, options.reduceOp))
-        return finished_work([tensor.mul_(self._factor) for tensor in tensors])
+        return FinishedOperation([tensor.mul_(self._factor) for tensor in tensors])
 
     def num_participants(self) -> int:
         self._meet_trouble()

@@ -109,7 +109,7 @@ def test_an_abort_ends_a_wait_behind_a_lost_message(party: Party, monkeypatch: p
     gc.collect()
     other.send([torch.ones(4)], 0, 0).wait()
     work = group.allreduce([torch.ones(4)])
-    of_gloo = work.operation.work  # type: ignore[attr-defined] # torch's own, which the group's handle holds
+    of_gloo = work.inner  # type: ignore[attr-defined] # torch's own, which the group's operation follows
     blocked = party.aside(work.wait)
     theirs = other.allreduce([torch.ones(4)])
     with pytest.raises(TimeoutError):

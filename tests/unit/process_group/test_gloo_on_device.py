@@ -20,7 +20,7 @@ from torchft_like.errors import CollectiveRefusedError
 from torchft_like.manager.managed_work import Reduction
 from torchft_like.process_group.generation import Operations
 from torchft_like.process_group.gloo.gaps import GlooGaps
-from torchft_like.process_group.work import joint_work, operation_of
+from torchft_like.process_group.work import JointOperation
 
 
 class OnDevice(torch.Tensor):
@@ -98,7 +98,7 @@ def test_what_is_left_to_do_with_several_results_comes_after_their_copies(gpu: G
         gpu.note("joined")
         return []
 
-    joint_work(works, finish).get_future().add_done_callback(lambda _: gpu.note("completed"))
+    JointOperation(works, finish).get_future().add_done_callback(lambda _: gpu.note("completed"))
     for work in works:
         work.finish()
     assert [what for what, _ in gpu.seen] == ["copied back", "copied back", "joined", "completed"]
@@ -113,7 +113,7 @@ def test_an_average_is_divided_after_the_copy(gpu: Gpu, monkeypatch: pytest.Monk
     monkeypatch.setattr(GlooWork, "get_future", lambda self: self.future)
     reduction = Reduction([on_device()], 2, lambda error: pytest.fail(str(error)))
     followed = operations.follow(work)
-    reduction.follow(operation_of(_Followed(followed)))
+    reduction.follow(_Followed(followed))
     work.finish()
     assert [what for what, _ in gpu.seen] == ["copied back", "divided"]
     assert {stream for _, stream in gpu.seen} == {"a stream of cuda:1"}
@@ -130,7 +130,7 @@ class _Followed(Work):
 
 def test_an_error_needs_no_stream(gpu: Gpu) -> None:
     work = GlooWork(gpu, [])
-    own, joint = Operations().follow(work), joint_work([work], list)
+    own, joint = Operations().follow(work), JointOperation([work], list)
     work.future.set_exception(RuntimeError("reset by peer"))  # type: ignore[arg-type]
     for future in (own, joint.get_future()):
         with pytest.raises(RuntimeError, match="reset by peer"):

@@ -23,7 +23,7 @@ from torchft_like.process_group.generation import ISSUED_MIN, Generation, GroupO
 from torchft_like.process_group.gloo.group import ThreadWatch
 from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.work import Explain, FinishedOperation, OperationWork
+from torchft_like.process_group.work import Explain, FinishedOperation
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -33,7 +33,7 @@ AS_IT_IS: Explain = lambda _: None  # noqa: E731
 def begun(operations: Operations, work: Work) -> GroupOperation:
     """An operation that the backend has been given."""
     operation = operations.begin(AS_IT_IS)
-    operation.work = work
+    operation.inner = work
     return operation
 
 
@@ -176,7 +176,7 @@ class ForgottenWork(SlowWork):
 
 def test_a_work_that_was_given_up_is_over_for_whoever_asks() -> None:
     operations = Operations()
-    work = OperationWork(begun(operations, ForgottenWork()))
+    work = begun(operations, ForgottenWork())
     assert not work.is_completed()
     assert work.exception() is None
     operations.give_up(lambda: True, ABORTED)
@@ -192,10 +192,10 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
     call = BY_NAME["allgather"].bind((outputs, inputs), {})
     swallowed = SwallowedOperation(inner, lambda: call, group, group.configuration)
-    done = swallowed.future()
+    done = swallowed.get_future()
     operations.give_up(lambda: True, ABORTED)
     done.wait()
-    assert swallowed.is_over()
+    assert swallowed.is_completed()
     assert [tensor.tolist() for tensor in outputs[0]] == [[1.0, 1.0]]
 
 
@@ -270,7 +270,7 @@ class TestThreadWatch:
 def test_an_operation_that_the_backend_gets_in_a_moment_is_not_forgotten() -> None:
     operations = Operations()
     held = [operations.begin(AS_IT_IS) for _ in range(ISSUED_MIN + 1)]
-    held[-1].work = SlowWork()
+    held[-1].inner = SlowWork()
     looks = iter([False, True])
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "it was looked whether the backend is done with it"

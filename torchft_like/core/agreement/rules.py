@@ -111,13 +111,15 @@ def _shared(call: Statement) -> tuple[str, ...]:
 
 def _misfit(calls: Sequence[Statement]) -> _Found | None:
     """Return what does not fit its place on another rank."""
-    pairs = _PLACES.get(calls[0].rule)
-    if pairs is None:
+    if calls[0].rule not in _WITH_PLACES:
         return None
     wrong = _wrong_places(calls)
     if wrong is None:
-        wrong = next((_aspect(one, other) for one, other in pairs(calls) if one != other), None)
+        wrong = next((_aspect(sent, taken) for sent, taken in _moved(calls) if sent != taken), None)
     return None if wrong is None else (wrong, None)
+
+
+_WITH_PLACES = frozenset({GATHERED, SCATTERED, SHARED_OUT, EXCHANGED})
 
 
 def _wrong_places(calls: Sequence[Statement]) -> str | None:
@@ -144,28 +146,14 @@ def _lists_of(call: Statement) -> list[tuple[Sequence[str], Sequence[str]]]:
 _ANY_ONE = ("",)
 
 
-def _gathered(calls: Sequence[Statement]) -> Iterator[tuple[str, str]]:
-    for call in calls:
-        yield from zip((other.inputs[0] for other in calls), call.outputs, strict=False)
-
-
-def _scattered(calls: Sequence[Statement]) -> Iterator[tuple[str, str]]:
-    for call in calls:
-        yield from zip(call.inputs, (other.outputs[0] for other in calls), strict=False)
-
-
-def _exchanged(calls: Sequence[Statement]) -> Iterator[tuple[str, str]]:
+def _moved(calls: Sequence[Statement]) -> Iterator[tuple[str, str]]:
+    """Yield each tensor that goes from rank to rank, as its sender and as its receiver describe it."""
     for source, sender in enumerate(calls):
-        for part, receiver in zip(sender.inputs, calls, strict=True):
-            yield part, receiver.outputs[source]
-
-
-_PLACES: dict[str, Callable[[Sequence[Statement]], Iterator[tuple[str, str]]]] = {
-    GATHERED: _gathered,
-    SCATTERED: _scattered,
-    SHARED_OUT: _scattered,
-    EXCHANGED: _exchanged,
-}
+        for target, receiver in enumerate(calls):
+            sent = sender.inputs if sender.rule == GATHERED else sender.inputs[target : target + 1]
+            is_alone = sender.rule in (SCATTERED, SHARED_OUT)
+            taken = receiver.outputs if is_alone else receiver.outputs[source : source + 1]
+            yield from zip(sent, taken, strict=False)
 
 
 def _first_difference(one: Sequence[str], other: Sequence[str]) -> _Found | None:

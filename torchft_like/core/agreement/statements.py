@@ -144,17 +144,22 @@ def _decoded(body: bytes) -> Statement:
         fields = read_json(body)
     except ValueError as error:
         raise RecordError(str(error)) from error
-    if not isinstance(fields, list) or len(fields) != 10:
-        raise RecordError("a statement has ten fields")
-    operation, rule, inputs, outputs, root, reduce_op, peer, tag, terms, refusal = fields
-    for text in (operation, rule):
-        _check(isinstance(text, str))
-    for text in (reduce_op, refusal):
-        _check(text is None or isinstance(text, str))
-    for number in (root, peer, tag):
-        _check(number is None or isinstance(number, int))
-    tensors = _from_runs(inputs), _from_runs(outputs)
-    return Statement(operation, rule, *tensors, root, reduce_op, peer, tag, _as_terms(terms), refusal)
+    match fields:
+        case [
+            str(operation),
+            str(rule),
+            list(inputs),
+            list(outputs),
+            int() | None as root,
+            str() | None as reduce_op,
+            int() | None as peer,
+            int() | None as tag,
+            list(terms),
+            str() | None as refusal,
+        ]:
+            tensors = _from_runs(inputs), _from_runs(outputs)
+            return Statement(operation, rule, *tensors, root, reduce_op, peer, tag, _as_terms(terms), refusal)
+    raise RecordError("these are not the ten fields of a statement")
 
 
 def _as_runs(specs: Sequence[str]) -> list[Any]:
@@ -162,8 +167,7 @@ def _as_runs(specs: Sequence[str]) -> list[Any]:
     return [[spec, sum(1 for _ in run)] for spec, run in itertools.groupby(specs)]
 
 
-def _from_runs(runs: Any) -> tuple[str, ...]:
-    _check(isinstance(runs, list))
+def _from_runs(runs: list[Any]) -> tuple[str, ...]:
     specs: list[str] = []
     for run in runs:
         match run:
@@ -174,16 +178,15 @@ def _from_runs(runs: Any) -> tuple[str, ...]:
     return tuple(specs)
 
 
-def _as_terms(terms: Any) -> Terms:
-    _check(isinstance(terms, list))
+def _as_terms(terms: list[Any]) -> Terms:
+    found: list[tuple[str, str]] = []
     for term in terms:
-        _check(isinstance(term, list) and len(term) == 2 and all(isinstance(text, str) for text in term))
-    return tuple((name, value) for name, value in terms)
-
-
-def _check(is_so: bool) -> None:
-    if not is_so:
-        raise RecordError("a field of a statement has another type")
+        match term:
+            case [str(name), str(value)]:
+                found.append((name, value))
+            case _:
+                raise RecordError("this is no term")
+    return tuple(found)
 
 
 # ----------------------------------------------------------------------------- records

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.heartbeat import echo
 from torchft_like.process_group.baby.messages import (
     UNASKED,
@@ -68,8 +67,8 @@ class _Server:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._methods: Mapping[str, Callable[..., Work | None]] = {}
-        self._backend: Backend | None = None
-        self._importer: Importer | None = None
+        self._backend: Backend
+        self._importer: Importer  # from BEGIN on, as the backend
         self._watched: list[tuple[int, Work]] = []
         self._spin = AdaptiveSpin()
         self._abort = AbortSignal()
@@ -111,17 +110,16 @@ class _Server:
 
     def _map(self, _: int, number: int, *details: Any) -> None:
         *how, descriptors = details
-        self._imported().map(number, tuple(how), descriptors)
+        self._importer.map(number, tuple(how), descriptors)
 
     def _unmap(self, _: int, number: int) -> None:
-        self._imported().unmap(number)
+        self._importer.unmap(number)
 
     def _set_timeout(self, _: int, timeout_s: float) -> None:
-        if self._backend is not None:
-            self._backend.set_timeout(timedelta(seconds=timeout_s))
+        self._backend.set_timeout(timedelta(seconds=timeout_s))
 
     def _run(self, request: int, call: bytes, context: bytes | None = None) -> None:
-        importer = self._imported()
+        importer = self._importer
         name, args, kwargs = decode_call(call)
         has_started = False
         try:
@@ -183,11 +181,6 @@ class _Server:
             self._answer(request, Outcome.FAILED, *answer_for(error))
         else:
             self._answer(request, Outcome.DONE, *_source_of(work))
-
-    def _imported(self) -> Importer:
-        if self._importer is None:
-            raise ProcessGroupError("the subprocess was not told yet what to be")
-        return self._importer
 
     def _end(self) -> None:
         """Tell the trainer why the backend gave up, and end the process with all that the backend does."""

@@ -284,8 +284,8 @@ class RemoteCudaOperation(RemoteOperation):
     def _devices(self) -> list[torch.device]:  # type: ignore[override] # no caller sets it
         return [self._call_tensors.device]
 
-    def wait(self, deadline: float = FOREVER) -> None:
-        super().wait(deadline)
+    def wait_until(self, deadline: float) -> None:
+        super().wait_until(deadline)
         if deadline < FOREVER or self._call_tensors.is_barrier:
             pauses = growing_pauses()
             while not self._call_tensors.has_ended():
@@ -295,18 +295,18 @@ class RemoteCudaOperation(RemoteOperation):
         if not self._call_tensors.order_current_stream():
             raise self._lost_error().with_traceback(None)
 
-    def is_over(self) -> bool:
-        if not super().is_over():
+    def is_completed(self) -> bool:
+        if not super().is_completed():
             return False
         return self._request.outcome is not Outcome.DONE or self._call_tensors.is_over()
 
-    def error(self) -> Exception | None:
+    def exception(self) -> Exception | None:
         """Return why the operation failed, or that the subprocess died before the device reached its end."""
         if (error := self._error_of_request()) is not None:
             return error
         return self._lost_error() if self._request.is_settled and self._call_tensors.is_lost else None
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         """Return -1: NCCL has no receive from any source."""
         return -1
 

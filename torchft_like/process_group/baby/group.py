@@ -48,7 +48,7 @@ from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import require_transport
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
-from torchft_like.process_group.work import FOREVER, OperationWork
+from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import growing_pauses
 
@@ -76,7 +76,7 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         IMPORTER: the counterpart of the exporter, in the same form.
     """
 
-    WORK_CLASS: ClassVar[type[Work]] = OperationWork
+    WORK_CLASS: ClassVar[type[Work]] = Operation
     GROUP: ClassVar[str]
     IMPORTER: ClassVar[str]
 
@@ -332,7 +332,7 @@ class RemoteBackend:
             self._requests, request, call.result, self._describe, call_tensors
         )
         if not collective.blocking:
-            return OperationWork(operation)
+            return operation
         operation.wait()
         return None
 

@@ -306,8 +306,8 @@ class RemoteOperation(ExplainedOperation):
     """An operation in a subprocess.
 
     It is over, and its outputs are in the caller's tensors, once `wait` has returned, the future has
-    completed, or `is_over` was true. `describe` returns the error of a request that failed, was refused, or
-    lost its subprocess.
+    completed, or `is_completed` was true. `describe` returns the error of a request that failed, was refused,
+    or lost its subprocess.
     """
 
     _error: Exception | None = None
@@ -316,38 +316,39 @@ class RemoteOperation(ExplainedOperation):
     def __init__(
         self, requests: Requests, request: Request, result: list[Any], describe: Describe, tensors: Any
     ) -> None:
+        super().__init__()
         self._requests = requests
         self._request = request
         self._result = result
         self._describe = describe
         self._call_tensors = tensors
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         if not self._requests.wait(self._request, deadline):
             raise ProcessGroupError(NOT_DONE)
         if (error := self._error_of_request()) is not None:
             raise error.with_traceback(None)
 
-    def is_over(self) -> bool:
+    def is_completed(self) -> bool:
         if not self._request.is_settled:
             self._requests.look()
         return self._request.is_settled
 
-    def error(self) -> Exception | None:
-        return self._error_of_request() if self.is_over() else None
+    def exception(self) -> Exception | None:
+        return self._error_of_request() if self.is_completed() else None
 
     def result(self) -> list[Any]:
         return self._result
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         """Return a future that the thread which reads for followers completes."""
         future: Future[Any] = Future(devices=[*self._devices])
         self._requests.follow(self._request, lambda _: self._complete(future))
         return future
 
-    def source_rank(self) -> int:
+    def _source_rank(self) -> int:
         """Return the rank of the sender as the subprocess answered it; -1 if it did not."""
-        is_done = self.is_over() and self._request.outcome is Outcome.DONE
+        is_done = self.is_completed() and self._request.outcome is Outcome.DONE
         return int(self._request.answer[0]) if is_done and self._request.answer else -1
 
     def _error_of_request(self) -> Exception | None:

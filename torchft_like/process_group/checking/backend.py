@@ -56,7 +56,6 @@ from torchft_like.process_group.work import (
     DeferredOperation,
     ExplainedOperation,
     FinishedOperation,
-    OperationWork,
 )
 
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
@@ -240,7 +239,7 @@ class CheckedBackend:
             return self._method(row)(*args, **kwargs)
         operation = self._submit(call, statement)
         if not row.blocking:
-            return OperationWork(operation)
+            return operation
         operation.wait()
         return None
 
@@ -370,10 +369,10 @@ class _Refused(FinishedOperation):
         self._error = error
         self._operation = operation
 
-    def wait(self, deadline: float = FOREVER) -> None:
+    def wait_until(self, deadline: float) -> None:
         raise self._operation.explain(self._error) or self._error
 
-    def future(self) -> Future[Any]:
+    def get_future(self) -> Future[Any]:
         future: Future[Any] = Future()
         self._complete_by_waiting(future)
         return future

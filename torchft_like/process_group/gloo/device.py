@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import logging
 import os
 import platform
@@ -43,8 +42,8 @@ import stat
 import struct
 import threading
 import weakref
-from collections.abc import Collection, Iterator
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, TextIO
 
 import torch
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
@@ -99,13 +98,12 @@ class GlooDevice:
     def cut(self) -> int:
         """Shut down every connection of the device, and return their number. This never blocks."""
         with self._lock:
-            found = () if self._epoll is None else self._epoll.sockets()
-            return sum(_shut_down(own) for _, own in found)
+            return sum(_shut_down(own) for _, own in self._sockets())
 
     def connections(self) -> int:
         """Return how many connections of the device are open and not silenced."""
         with self._lock:
-            found = () if self._epoll is None else self._epoll.sockets()
+            found = self._sockets()
             return sum(own is None or not _listens(own) for entry, own in found if not entry.is_silenced)
 
     def silence(self) -> None:
@@ -114,7 +112,7 @@ class GlooDevice:
         Gloo's thread may still finish a read that it has begun.
         """
         with self._lock:
-            for entry, own in () if self._epoll is None else self._epoll.sockets():
+            for entry, own in self._sockets():
                 if own is not None and not _listens(own) and not entry.is_silenced:
                     self._epoll.silence(entry)  # type: ignore[union-attr] # it has just returned this entry
 
@@ -152,6 +150,9 @@ class GlooDevice:
                 self._epoll.close()
                 self._epoll = None
 
+    def _sockets(self) -> Iterable[tuple[_Registered, socket.socket | None]]:
+        return () if self._epoll is None else self._epoll.sockets()
+
     def _create(self, host: str) -> object:
         with _creation:
             for _ in range(ATTEMPTS_MAX):
@@ -184,7 +185,7 @@ class _Epoll:
         Each is a duplicate in the place of the reserve, which ends when the next one is asked for.
         """
         self._info.seek(0)
-        for entry in [_entry(line) for line in self._info if line.startswith("tfd:")]:
+        for entry in _entries(self._info):
             try:
                 os.dup2(entry.fd, self._reserve, inheritable=False)
             except OSError:
@@ -207,8 +208,8 @@ class _Epoll:
         The fork opens a file of its own to read them: the parent's has one position for both processes, and
         the parent may be reading.
         """
-        watched = _registered(self._own)
-        return [entry.fd for entry in watched if _is_open_socket(entry.fd, entry.inode)]
+        with open(f"{_descriptor_info}/{self._own}") as info:
+            return [entry.fd for entry in _entries(info) if _is_open_socket(entry.fd, entry.inode)]
 
     def silence(self, entry: _Registered) -> None:
         """Register the socket for errors and its end only, which are always reported, and only once."""
@@ -262,9 +263,9 @@ def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, in
         with contextlib.suppress(OSError):
             if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"{_descriptors}/{fd}"):
                 continue
-            for watched in [each for each in _registered(fd) if each.inode not in before]:
-                with _own_socket(watched.fd, watched.inode) as own:
-                    if own is not None and _listens(own):
+            with contextlib.closing(_Epoll(fd)) as epoll:
+                for entry, own in epoll.sockets():
+                    if own is not None and entry.inode not in before and _listens(own):
                         yield fd, own.family, own.getsockname()
 
 
@@ -277,17 +278,16 @@ def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
         yield int(name), status
 
 
-def _registered(epoll: int) -> list[_Registered]:
-    """Return the sockets that an epoll instance watches."""
-    with open(f"{_descriptor_info}/{epoll}") as lines:
-        return [_entry(line) for line in lines if line.startswith("tfd:")]
-
-
-def _entry(line: str) -> _Registered:
-    """Parse a line such as `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
-    words = line.replace(":", " ").split()
-    inode, events, data = (int(words[words.index(name) + 1], 16) for name in ("ino", "events", "data"))
-    return _Registered(int(words[1]), inode, events, data)
+def _entries(info: TextIO) -> list[_Registered]:
+    """Parse lines such as `tfd: 7 events: 19 data: 5581d0 pos:0 ino:1f4e sdev:9`."""
+    found = []
+    for line in info:
+        if line.startswith("tfd:"):
+            words = line.replace(":", " ").split()
+            named = dict(zip(words[2::2], words[3::2], strict=True))
+            inode, events, data = (int(named[name], 16) for name in ("ino", "events", "data"))
+            found.append(_Registered(int(words[1]), inode, events, data))
+    return found
 
 
 def _shut_down(own: socket.socket | None) -> bool:
@@ -304,24 +304,6 @@ def _shut_down(own: socket.socket | None) -> bool:
 
 def _listens(own: socket.socket) -> bool:
     return own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
-
-
-@contextlib.contextmanager
-def _own_socket(fd: int, inode: int) -> Iterator[socket.socket | None]:
-    """Duplicate the descriptor if it is still the socket with that inode; yield None otherwise."""
-    try:
-        duplicate = os.dup(fd)
-    except OSError as error:
-        if error.errno != errno.EBADF:
-            raise
-        yield None
-        return
-    if not _is_socket(duplicate, inode):
-        os.close(duplicate)
-        yield None
-        return
-    with socket.socket(fileno=duplicate) as own:
-        yield own
 
 
 def _is_open_socket(fd: int, inode: int) -> bool:

@@ -38,7 +38,7 @@ from torchft_like.process_group.collectives import (
     refuse_overlap,
     tensors_of,
 )
-from torchft_like.process_group.work import Finish, joint_work
+from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.writing import divide, share_memory, writing_to
 
 # Collectives whose results Gloo copies into the outputs once they have come. The others write into the
@@ -101,7 +101,7 @@ class GlooGaps:
             divide(call.outputs, self._world_size)
             return call.result
 
-        return joint_work([_run_contiguous(row, reduce, list(call.outputs), options)], take)
+        return JointOperation([_run_contiguous(row, reduce, list(call.outputs), options)], take)
 
     def _gather(self, gather: Callable[..., Work], outputs: Any, sources: Any, *options: Any) -> Work:
         """Gather into tensors of either shape: the concatenation or the stack."""
@@ -139,7 +139,7 @@ class GlooGaps:
         joined = torch.cat([part.reshape(-1) for part in parts])
         sizes = [part.numel() for part in parts]
         work, finish = self._reduce_parts(output, joined, sizes, call.reduce_op, call.timeout)
-        return joint_work([work], finish, on_cpu=output.is_cpu)
+        return JointOperation([work], finish, on_cpu=output.is_cpu)
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
         # The form in which torch and this package call it.
@@ -148,7 +148,7 @@ class GlooGaps:
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
                 sizes = [output.numel()] * self._world_size
                 work, finish = self._reduce_parts(output, source, sizes, options.reduceOp, options.timeout)
-                return joint_work([work], finish, on_cpu=output.is_cpu)
+                return JointOperation([work], finish, on_cpu=output.is_cpu)
         call = BY_NAME["_reduce_scatter_base"].bind(args, kwargs)
         return self._reduce_tensors(call, [call.outputs], [call.inputs])
 
@@ -175,7 +175,7 @@ class GlooGaps:
             return list(outputs)
 
         is_one_on_cpu = len(outputs) == 1 and outputs[0].is_cpu
-        return joint_work([work for work, _ in started], finish, on_cpu=is_one_on_cpu)
+        return JointOperation([work for work, _ in started], finish, on_cpu=is_one_on_cpu)
 
     def _reduce_parts(
         self, output: Tensor, source: Tensor, sizes: list[int], op: ReduceOp, timeout: timedelta | None
@@ -263,7 +263,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         if not back:
             return work
         waits = row.name in POINT_TO_POINT  # sends and receives have no future
-        return joint_work([work], functools.partial(_copy_back, call, back), waits=waits)
+        return JointOperation([work], functools.partial(_copy_back, call, back), waits=waits)
     finally:
         del run  # an error that the caller keeps would keep this frame, and the group with it
 

@@ -42,7 +42,6 @@ from torchft_like.process_group.gloo.device import GlooDevice, require_transport
 from torchft_like.process_group.gloo.gaps import GlooGaps
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
-from torchft_like.process_group.work import OperationWork
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import local_host_towards
 
@@ -130,7 +129,7 @@ class _GlooBackend:
 
     def _receive(self, receive: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
         """Receive from any rank, and end at an abort: Gloo notices no broken connection in this operation."""
-        return OperationWork(AbandonableOperation(receive(*args, **kwargs), self._abort))
+        return AbandonableOperation(receive(*args, **kwargs), self._abort)
 
     def set_timeout(self, timeout: timedelta) -> None:
         if (gloo := self._gloo) is not None:

@@ -32,7 +32,7 @@ from torchft_like.process_group.baby.messages import Channel, Outcome, ToChild, 
 from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.nccl import ProcessGroupNCCL
-from torchft_like.process_group.work import OperationWork
+from torchft_like.process_group.work import Operation
 
 LIMIT_S = 60.0
 
@@ -296,9 +296,9 @@ class Settled:
         return request.is_settled
 
 
-def handle(request: Request, call_tensors: Any) -> OperationWork:
+def handle(request: Request, call_tensors: Any) -> Operation:
     """Of a request that is settled, so that the subprocess is not asked."""
-    return OperationWork(RemoteCudaOperation(Settled(), request, [], killed, call_tensors))  # type: ignore[arg-type]
+    return RemoteCudaOperation(Settled(), request, [], killed, call_tensors)  # type: ignore[arg-type]
 
 
 def killed(_: Request) -> SubprocessLostError:
