@@ -72,7 +72,7 @@ from torchft_like.process_group.store import GroupMembers, meet, meeting_store
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.environment import environment
-from torchft_like.runtime.spin_wait import growing_pauses
+from torchft_like.runtime.spin_wait import ask_until
 
 POLL_S = 0.002
 PERIOD_S = 0.25
@@ -670,9 +670,7 @@ class DeviceWatch:
 
     def wait_over(self) -> None:
         """Wait until nothing is under way, or the end has been decided. A failed device is a RuntimeError."""
-        pauses = growing_pauses()
-        while not self._is_torn and any(True for _ in self._first_ones(lambda watched: watched.is_over())):
-            time.sleep(next(pauses))
+        ask_until(lambda: self._is_torn or next(self._first_ones(), None) is None)
 
     def cut_off(self) -> None:
         """Decide at the end of the generation which operations had ended before it, and which never will."""
@@ -710,10 +708,12 @@ class DeviceWatch:
 
     def _late(self, rest_s: float) -> Watched | None:
         """Drop the operations that are over; return one that is not, but should be."""
-        first_ones = self._first_ones(lambda watched: watched.is_over(), rest_s)
+        first_ones = self._first_ones(rest_s=rest_s)
         return next((first for first in first_ones if first.started + first.limit_s < time.monotonic()), None)
 
-    def _first_ones(self, is_over: Callable[[Watched], bool], rest_s: float = 0.0) -> Iterator[Watched]:
+    def _first_ones(
+        self, is_over: Callable[[Watched], bool] = lambda watched: watched.is_over(), rest_s: float = 0.0
+    ) -> Iterator[Watched]:
         """Yield, for each limit, the first operation that is not over; drop those before it."""
         asked = 0
         with self._changed:
@@ -847,12 +847,8 @@ class NcclOperation(ExplainedOperation):
     def _block_thread(self, deadline: float) -> None:
         """Wait until the operation or the group is over, in short sleeps, which Ctrl-C ends."""
         limit_s = round(deadline - time.monotonic(), 2)
-        pauses = growing_pauses()
-        while not self._watched.is_over() and self._abort.reason is None:
-            if time.monotonic() > deadline:
-                self._abort.set(f"{self._watched.name} was not done within {limit_s:g} s")
-                return
-            time.sleep(next(pauses))
+        if not ask_until(lambda: self._watched.is_over() or self._abort.reason is not None, deadline):
+            self._abort.set(f"{self._watched.name} was not done within {limit_s:g} s")
 
     def _check(self) -> None:
         if self._abort.reason is None:

@@ -10,9 +10,10 @@ then a sleeper, which the system prefers when it wakes, is served sooner than a 
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 SPIN_S_MAX = 1e-3
 CROWDED_S = 100e-6
@@ -56,9 +57,15 @@ class AdaptiveSpin:
         self._usual_s += _WEIGHT * (counted_s - self._usual_s)
 
 
-def growing_pauses() -> Iterator[float]:
-    """Yield seconds to sleep between queries: few are in vain, and a short operation is noticed soon."""
+def ask_until(reached: Callable[[], bool], deadline: float = math.inf) -> bool:
+    """Ask again and again until `reached()`; return False once the deadline has passed.
+
+    The pauses in between grow: few queries are in vain, and a short operation is noticed soon.
+    """
     pause_s = PAUSE_S_MIN
-    while True:
-        yield pause_s
+    while not reached():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_S_MAX)
+    return True

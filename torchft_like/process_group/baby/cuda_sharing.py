@@ -37,7 +37,6 @@ from __future__ import annotations
 import contextlib
 import struct
 import threading
-import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,7 +62,7 @@ from torchft_like.process_group.baby.tensor_sharing import (
 )
 from torchft_like.process_group.collectives import Call
 from torchft_like.process_group.work import FOREVER
-from torchft_like.runtime.spin_wait import growing_pauses
+from torchft_like.runtime.spin_wait import ask_until
 from torchft_like.shared_memory import Export, IsPast, cuda
 
 # (number, device, handle the first time and None later)
@@ -286,12 +285,9 @@ class RemoteCudaOperation(RemoteOperation):
 
     def wait_until(self, deadline: float) -> None:
         super().wait_until(deadline)
-        if deadline < FOREVER or self._call_tensors.is_barrier:
-            pauses = growing_pauses()
-            while not self._call_tensors.has_ended():
-                if time.monotonic() > deadline:
-                    raise ProcessGroupError(NOT_DONE)
-                time.sleep(next(pauses))
+        blocks = deadline < FOREVER or self._call_tensors.is_barrier
+        if blocks and not ask_until(self._call_tensors.has_ended, deadline):
+            raise ProcessGroupError(NOT_DONE)
         if not self._call_tensors.order_current_stream():
             raise self._lost_error().with_traceback(None)
 

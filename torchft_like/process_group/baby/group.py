@@ -50,7 +50,7 @@ from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
-from torchft_like.runtime.spin_wait import growing_pauses
+from torchft_like.runtime.spin_wait import ask_until
 
 # How much longer than an operation may take its subprocess may send nothing.
 SILENCE_S = 5.0
@@ -298,9 +298,7 @@ class RemoteBackend:
 
     def wait_over(self) -> None:
         """Wait until no operation is under way, or the subprocess is gone. A device may raise an error."""
-        pauses = growing_pauses()
-        while not self._child.has_ended() and self._is_busy():
-            time.sleep(next(pauses))
+        ask_until(lambda: self._child.has_ended() or not self._is_busy())
 
     def _is_busy(self) -> bool:
         if self.num_active_work():
