@@ -5,6 +5,7 @@ It speaks over a pipe of multiprocessing: only the messages of `cuda_sharing` tr
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,11 +17,8 @@ import torch
 
 from torchft_like.process_group.baby.cuda_sharing import (
     EventMessage,
-    MirroredStreams,
     OwnEvents,
     PeerEvents,
-    StreamMessage,
-    stream_message,
 )
 from torchft_like.shared_memory import Export, TorchCuda
 
@@ -78,9 +76,8 @@ class Child:
         number = self.map(tensor)
         event = self.events.record(stream)
         free = self.done_events.take_passed()
-        done, passed = self.ask(
-            "add", number, tensor.numel(), value, cycles, event, stream_message(stream), free
-        )
+        place = stream.device_index, stream.stream_id, stream.priority
+        done, passed = self.ask("add", number, tensor.numel(), value, cycles, event, place, free)
         self.events.free(passed)
         self.done_events.open(done)
         return int(done[0])
@@ -101,7 +98,9 @@ class Child:
 class _Server:
     def __init__(self) -> None:
         self.mapped: dict[int, torch.UntypedStorage] = {}
-        self.streams = MirroredStreams()
+        self.counterpart = functools.cache(
+            lambda device, _, priority: TorchCuda().new_stream(device, priority)
+        )
         self.events = OwnEvents()
         self.peer_events = PeerEvents()
 
@@ -123,13 +122,13 @@ class _Server:
         value: float,
         cycles: int,
         event: EventMessage,
-        stream: StreamMessage,
+        stream: tuple[int, int, int],
         free: list[int],
     ) -> tuple[EventMessage, list[int]]:
         """Add on the stream that mirrors the trainer's; nothing in here waits for the device."""
         self.events.free(free)
         self.peer_events.open(event)
-        counterpart = self.streams.get(stream)
+        counterpart = self.counterpart(*stream)
         self.peer_events.wait(event[0], counterpart)
         with torch.cuda.stream(counterpart):
             if cycles:

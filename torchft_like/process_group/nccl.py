@@ -123,13 +123,14 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         require_nccl()
         _prepare_environment(self._timeout)
         self._device: torch.device | None = None
-        self._dump_path = DumpPath()
+        self._traces = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._backends: list[_NcclBackend] = []  # the present one and earlier ones
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Configure the group on the device that is current now."""
         self._device = torch.device("cuda", torch.cuda.current_device())
-        self._dump_path.follow(about.get("quorum_id"), (about.get("global_ranks") or range(world_size))[rank])
+        in_job = (about.get("global_ranks") or range(world_size))[rank]
+        send_traces_to(self._traces, about.get("quorum_id"), in_job)
         limit_s = (about.get("timeout") or self._timeout).total_seconds() + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
@@ -566,23 +567,17 @@ def is_wanted_on_abort() -> bool:
     return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
 
 
-class DumpPath:
-    """The place where torch writes traces: one folder for each quorum, if TORCH_FR_DUMP_TEMP_FILE is set."""
-
-    def __init__(self) -> None:
-        self._prefix = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
-
-    def follow(self, quorum_id: int | None, rank: int) -> None:
-        """Send later traces to PREFIX_quorum_ID/RANK; log a folder that cannot be made."""
-        if not self._prefix or quorum_id is None:
-            return
-        folder = Path(f"{self._prefix}_quorum_{quorum_id}")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            _logger.warning("traces stay where they are: %s: %s", folder, error.strerror)
-            return
-        os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = str(folder / str(rank))
+def send_traces_to(prefix: str | None, quorum_id: int | None, rank: int) -> None:
+    """Make torch write later traces to PREFIX_quorum_ID/RANK; log a folder that cannot be made."""
+    if not prefix or quorum_id is None:
+        return
+    folder = Path(f"{prefix}_quorum_{quorum_id}")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _logger.warning("traces stay where they are: %s: %s", folder, error.strerror)
+        return
+    os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] = str(folder / str(rank))
 
 
 # -- the operations, and a watch over them that knows neither CUDA nor NCCL

@@ -37,9 +37,9 @@ from torchft_like.process_group import (
 from torchft_like.process_group.checking.backend import Check
 from torchft_like.process_group.nccl import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
-    DumpPath,
     ProcessGroupNCCL,
     naming_even_splits,
+    send_traces_to,
 )
 
 
@@ -481,11 +481,11 @@ def test_without_the_variable_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) 
 
 def test_each_quorum_has_a_folder_of_traces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TORCH_FR_DUMP_TEMP_FILE_ENV, f"{tmp_path}/trace")
-    path = DumpPath()
-    path.follow(None, 1)
+    prefix = os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV]
+    send_traces_to(prefix, None, 1)
     assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"{tmp_path}/trace"
     for quorum_id in (7, 8):
-        path.follow(quorum_id, 1)
+        send_traces_to(prefix, quorum_id, 1)
         assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"{tmp_path}/trace_quorum_{quorum_id}/1"
         assert (tmp_path / f"trace_quorum_{quorum_id}").is_dir()
 
@@ -493,5 +493,5 @@ def test_each_quorum_has_a_folder_of_traces(tmp_path: Path, monkeypatch: pytest.
 def test_a_folder_that_cannot_be_made_harms_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv(TORCH_FR_DUMP_TEMP_FILE_ENV, f"{tmp_path}/file/trace")
-    DumpPath().follow(7, 1)
+    send_traces_to(f"{tmp_path}/file/trace", 7, 1)
     assert os.environ[TORCH_FR_DUMP_TEMP_FILE_ENV] == f"{tmp_path}/file/trace"

@@ -35,6 +35,7 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
+import functools
 import struct
 import threading
 import weakref
@@ -67,8 +68,6 @@ from torchft_like.shared_memory import Export, IsPast, cuda
 
 # (number, device, handle the first time and None later)
 EventMessage = tuple[int, int, bytes | None]
-# (device, torch's id of the stream, priority)
-StreamMessage = tuple[int, int, int]
 
 
 class OwnEvents:
@@ -154,28 +153,6 @@ class PeerEvents:
             else:
                 self._waits.append((number, is_past))
         return passed
-
-
-def stream_message(stream: torch.cuda.Stream) -> StreamMessage:
-    """Describe a stream of the trainer's for `MirroredStreams`."""
-    return stream.device_index, stream.stream_id, stream.priority
-
-
-class MirroredStreams:
-    """The subprocess's counterparts of the trainer's streams, which order its operations in the same way.
-
-    There are as many as the trainer uses; torch's own pool has 32 for each priority.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[StreamMessage, torch.cuda.Stream] = {}
-
-    def get(self, message: StreamMessage) -> torch.cuda.Stream:
-        """Return the counterpart of a stream."""
-        if (stream := self._streams.get(message)) is None:
-            device, _, priority = message
-            stream = self._streams[message] = cuda.new_stream(device, priority)
-        return stream
 
 
 LARGE_BYTES = 2 * 1024 * 1024
@@ -401,7 +378,7 @@ class CudaExporter(Exporter):
         """Pack the event that the operation comes after, the stream, and the events to be used again."""
         with self._lock:
             event, passed = self._events.record(stream), self._peers.take_passed()
-        return note_of(event, (*stream_message(stream), *passed))
+        return note_of(event, (stream.device_index, stream.stream_id, stream.priority, *passed))
 
     def started(self, answer: tuple[Any, ...]) -> int:
         """Note that the operation is queued; return the number of the event that marks its end."""
@@ -590,7 +567,9 @@ class CudaImporter(Importer):
         device, events = greeting
         self._events = OwnEvents()
         self._peers = PeerEvents()
-        self._streams = MirroredStreams()
+        # The counterparts of the trainer's streams, which order the operations in the same way. There are as
+        # many as the trainer uses; torch's own pool has 32 for each priority.
+        self._counterpart = functools.cache(lambda device, _, priority: cuda.new_stream(device, priority))
         cuda.use_device(device)
         for event in events:
             self._peers.open(event)
@@ -603,7 +582,7 @@ class CudaImporter(Importer):
     def entered(self, context: bytes | None) -> Iterator[None]:
         """Enter the counterpart of the caller's stream, after the work that the caller has queued there."""
         event, (device, stream_id, priority, *freed) = read_note(context or b"")
-        stream = self._streams.get((device, stream_id, priority))
+        stream = self._counterpart(device, stream_id, priority)
         self._events.free(freed)
         with cuda.on(stream):
             self._peers.open(event)
