@@ -7,6 +7,7 @@ last `configure` has made; a subclass defines how that is made.
 
 from __future__ import annotations
 
+import functools
 import threading
 from abc import ABCMeta
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,7 @@ def _of_inner(name: str, otherwise: object = _REQUIRED) -> Any:
 def _by_inner(name: str) -> Any:
     """Return the method of a wrapper that calls the inner group's."""
 
+    @functools.wraps(getattr(ProcessGroup, name))
     def call(self: ProcessGroupWrapper, *args: Any, **kwargs: Any) -> Any:
         return getattr(self.parent, name)(*args, **kwargs)
 
