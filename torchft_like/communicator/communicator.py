@@ -71,7 +71,7 @@ class Channel:
         configuration: the present configuration, which is set when it is over; None for a group that has
           none.
         hides_errors: whether the group hides its errors from its works.
-        issue: begins a collective, and returns an object with `wait`.
+        issue: begins a collective, and returns its work.
     """
 
     def __init__(self, group: Group) -> None:
@@ -79,7 +79,7 @@ class Channel:
         self._own = group if isinstance(group, ProcessGroup) else None
         self.configuration = None if self._own is None else _configuration_of(self._own)
         self.hides_errors = self._own is not None and self._own.hides_errors
-        # A caller that waits at once needs no Work; but only methods with one check for NaN
+        # A group may begin one in fewer steps than by its methods, but only these check for NaN
         # (TORCH_DIST_NAN_CHECK).
         is_plain = self._own is not None and not self._own._checks_nan
         self.issue: Callable[..., Any] = group.issue if is_plain else self._call
