@@ -179,13 +179,13 @@ class _Epoll:
             self._reserve = os.dup(epoll)
             undo.pop_all()
 
-    def sockets(self) -> Iterator[tuple[_Registered, socket.socket | None]]:
-        """Yield the sockets that are watched now; None for one that cannot be looked at.
+    def sockets(self, besides: Collection[int] = ()) -> Iterator[tuple[_Registered, socket.socket | None]]:
+        """Yield the sockets that are watched now, but no known inode; None for one that cannot be looked at.
 
         Each is a duplicate in the place of the reserve, which ends when the next one is asked for.
         """
         self._info.seek(0)
-        for entry in _entries(self._info):
+        for entry in [each for each in _entries(self._info) if each.inode not in besides]:
             try:
                 os.dup2(entry.fd, self._reserve, inheritable=False)
             except OSError:
@@ -264,8 +264,8 @@ def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, in
             if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"{_descriptors}/{fd}"):
                 continue
             with contextlib.closing(_Epoll(fd)) as epoll:
-                for entry, own in epoll.sockets():
-                    if own is not None and entry.inode not in before and _listens(own):
+                for _, own in epoll.sockets(besides=before):
+                    if own is not None and _listens(own):
                         yield fd, own.family, own.getsockname()
 
 
