@@ -351,7 +351,7 @@ class JointOperation(Operation):
 
     def _follow(self) -> Future[list[Any]]:
         own = empty_future()
-        joined = _joined([work.get_future() for work in self._works])
+        joined = torch.futures.collect_all([work.get_future() for work in self._works])
         joined.add_done_callback(lambda done: self._complete(own, done))
         return own
 
@@ -362,11 +362,3 @@ class JointOperation(Operation):
                 own.set_result(self._finish())
         except Exception as error:  # noqa: BLE001 - the future passes it on
             own.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
-
-
-def _joined(futures: list[Future[Any]]) -> Future[list[Future[Any]]]:
-    if futures:
-        return torch.futures.collect_all(futures)
-    nothing: Future[list[Future[Any]]] = Future()
-    nothing.set_result([])
-    return nothing
