@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import socket
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -11,12 +12,13 @@ import pytest
 import torch
 import zmq
 
-from lighthouse.address import LOOPBACK
+from lighthouse.address import LOOPBACK, parse_address
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.waiting import wait_for
 from torchft_like.errors import QueueClosedError, QueueCorruptError, QueueWriterLostError
 from torchft_like.message_queue import MessageQueue
+from torchft_like.message_queue import remote as remote_ends
 from torchft_like.message_queue.remote import (
     HELLO,
     NUMBERED,
@@ -66,6 +68,18 @@ def test_a_connection_that_says_nonsense_disturbs_nobody(queues: Queues) -> None
         assert remote.dequeue(LIMIT_S) == "after"
     assert writer.readers == [0, 1]
     assert writer.lost_readers == []
+
+
+def test_a_connection_without_the_key_is_closed(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote_ends, "SILENCE_S", 0.5)
+    writer, (remote,) = queues.make(1, remote=[0])
+    handle: Any = writer.export_handle()
+    place = parse_address(handle["address"].removeprefix("tcp://"))
+    with socket.create_connection((place.host, place.port), LIMIT_S) as silent:
+        while silent.recv(100):  # ZeroMQ greets everybody
+            pass
+    writer.enqueue("after", LIMIT_S)
+    assert remote.dequeue(LIMIT_S) == "after"
 
 
 def _heard(dealer: zmq.Socket[bytes], found: list[bytes]) -> bool:
