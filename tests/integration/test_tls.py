@@ -98,7 +98,8 @@ def test_processes_of_the_job_are_served(job: Job) -> None:
     client.close()
     caller.close()
     assert fetched(job.source.metadata())["w"][0] == SECRET
-    assert job.page.url.startswith("https://")
+    addresses = [job.lighthouse.address(), job.manager.address(), job.source.metadata(), job.page.url]
+    assert [address.partition(":")[0] for address in addresses] == ["http", "http", "https", "https"]
     assert "job" in Pages(job.page.url).status()
 
 
