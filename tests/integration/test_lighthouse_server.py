@@ -241,6 +241,14 @@ def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: st
             assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
+def test_unary_calls_without_a_replica_id_are_refused(two: str) -> None:
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError) as refused:
+        client.heartbeat("")
+    assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    with UnaryClient(two) as client, pytest.raises(grpc.RpcError, match="replica_id is empty"):
+        client.join("").result()
+
+
 def test_more_replicas_than_the_limit_are_refused() -> None:
     with (
         LighthouseProcess("--replicas_max=2") as daemon,

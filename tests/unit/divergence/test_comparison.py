@@ -102,6 +102,12 @@ def test_another_wish_alone_is_no_divergence() -> None:
     assert compare(members(group(1), group(1, heals=False))) is None
 
 
+def test_a_group_says_nothing_until_all_of_its_ranks_do() -> None:
+    rank = RankFingerprint(True, LAYOUT, 1).to_bytes()
+    assert combine([rank, b""]) == b""
+    assert combine([rank, rank]) != b""
+
+
 @given(st.lists(VALUES, min_size=1, max_size=300), st.data())
 def test_the_rank_that_differs_is_named(values: list[int], data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, len(values) - 1))

@@ -51,6 +51,10 @@ def test_a_quorum_does_not_stand_in_which_one_heals(quorum: list[pb.QuorumMember
     assert answer.result.stands == group.last_quorum_stands == (quorum is not ODD_ONE)
 
 
+def test_the_store_is_not_that_of_the_odd_one() -> None:
+    assert {result.store_address for result in results(ODD_ONE).values()} == {"b:2"}
+
+
 def test_who_heals_for_another_reason_is_not_compared() -> None:
     """A replica that is behind has another state, and rightly so."""
     behind = described("a", of_group(9), step=4)

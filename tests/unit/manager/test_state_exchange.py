@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
 from torchft_like.checkpointing import HTTPTransport
@@ -20,6 +21,7 @@ from torchft_like.checkpointing.transport import CheckpointTransport, Destinatio
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,
+    ForeignStateError,
     GroupLostError,
     ShutdownError,
 )
@@ -371,6 +373,27 @@ def test_a_fetch_goes_on_without_a_helper_that_is_lost(
     assert lost[0] == (2, "lost c")
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("is_written", [False, True])
+def test_a_replica_whose_state_is_partly_a_peers_has_none(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, is_written: bool
+) -> None:
+    own = {"w": torch.zeros(2)}
+    replica.registry.register("model", ignore, lambda: own)
+    replica.protocol.commit_quorum_id = 4
+
+    def receive(_: Any, __: int, ___: timedelta, destination: Destination[Any]) -> object:
+        assert destination.own == {"user": {"model": own}}
+        destination.is_written = is_written
+        raise CheckpointError("truncated")
+
+    monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
+    assert not replica.end(replica.begin(5, **HEALS))
+    assert replica.protocol.begin().commit_quorum_id == (NO_STATE if is_written else 4)
+    replica.protocol.disown_state()
+    assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else DISOWNED)
+
+
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:
     """Let the replica have two parameters, and its peer so many; return what is loaded."""
     loaded: list[object] = []
@@ -379,6 +402,19 @@ def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list
     sent = {"user": {"model": {"w": torch.ones(size)}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
     monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
     return loaded
+
+
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+def test_a_newcomer_to_which_its_peer_sends_a_foreign_state_is_told_the_difference_and_loads_nothing(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = offers(replica, monkeypatch, 4)
+    attempt = replica.begin(5, **HEALS)
+    with pytest.raises(ForeignStateError, match=r"w is float32 \[2\] in this replica and float32 \[4\] in"):
+        replica.exchange.exchange(attempt)
+    assert loaded == []
+    assert not replica.protocol.vote()
 
 
 @pytest.mark.heal_is_clean

@@ -145,6 +145,19 @@ def test_fewer_participants_than_min_replica_size_do_not_commit() -> None:
     assert not p.vote()
 
 
+def test_max_retries_counts_failures_in_a_row() -> None:
+    p = protocol(max_retries=1)
+    for quorum_id in (1, 2):
+        ready(p, quorum_id)
+        p.fail(quorum_id, RuntimeError("again"))
+        assert not p.out_of_retries
+        p.decide(p.vote())
+    assert p.out_of_retries
+    ready(p, 3)
+    p.decide(p.vote())
+    assert not p.out_of_retries
+
+
 def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     p, q = protocol(), protocol()
     ready(p)
