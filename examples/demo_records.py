@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torchft_like.testing.journal import JournalTail
+from torchft_like.testing.journal import JournalReader
 
 Record = Mapping[str, Any]
 
@@ -40,8 +40,8 @@ class ReplicaRecords:
     """Everything that one replica has written so far."""
 
     def __init__(self, events: Path, metrics: Path) -> None:
-        self._event_lines = JournalTail(events)
-        self._metric_lines = JournalTail(metrics)
+        self._event_lines = JournalReader(events)
+        self._metric_lines = JournalReader(metrics)
         self.metrics: list[Metric] = []
         self.commits: list[Commit] = []
         self.healing = False  # the last quorum says that it fetches state, and it has not committed since

@@ -6,15 +6,15 @@ from dataclasses import replace
 from typing import Any
 
 from torchft_like.testing.chaos.engine import Run
-from torchft_like.testing.chaos.evidence import Injection, Job, judge
-from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.evidence import Injection, judge
+from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.invariants import Commit
 from torchft_like.testing.log import Log
 
 NAMES = ("r0", "r1", "r2")
 MEMBERS = frozenset(f"{name}:1" for name in NAMES)
 STEP_S = 0.1
-JOB = Job(NAMES)
+JOB = JobSettings(replicas=len(NAMES))
 
 
 class Story:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.chaos.job import ChaosJob, JobSettings
+from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
-from torchft_like.testing.chaos.orders import Training
+from torchft_like.testing.chaos.orders import JobSettings, Training
 from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.invariants import violations
 from torchft_like.testing.journal import Record

@@ -20,7 +20,8 @@ from torchft_like.testing.chaos import engine
 from torchft_like.testing.chaos.engine import Engine, Run, features
 from torchft_like.testing.chaos.evidence import Injection, Outcome
 from torchft_like.testing.chaos.injectors import Injected, Target, inject, may_end
-from torchft_like.testing.chaos.job import ChaosJob, JobSettings
+from torchft_like.testing.chaos.job import ChaosJob
+from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.report import hangs, make_report
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.journal import Journal
@@ -157,6 +158,6 @@ def test_descriptors_are_missing_until_somebody_has_missed_one(
     monkeypatch.setattr(engine, "judge", judged)
     runner = Engine(job.settings, tmp_path, features(job.settings, network=False), lambda _: None, 0)
     planned = Planned(number=0, at_s=0, kind="fd-exhaustion", victim=0, duration_s=0.1, amount=0)
-    runner._inject(Target(job), planned, Run(job.settings, length_s=1.0, planned=1))
+    runner._inject(Target(job), planned)
     assert asked == [False] * 3
     assert is_lifted

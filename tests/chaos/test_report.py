@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.histories import Story, diverged, killed_and_back, run_of
 from torchft_like.testing.chaos.engine import Run
 from torchft_like.testing.chaos.evidence import Injection
-from torchft_like.testing.chaos.job import JobSettings
+from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.report import Report, make_report, measure, percentiles, plot
 from torchft_like.testing.chaos.resources import growth
 

@@ -16,11 +16,12 @@ import torch
 from torch import nn
 
 from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.digest import state_digest
 from torchft_like.local_sgd import DiLoCo
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.relay import at
-from torchft_like.testing.training import RelayedTransport, digest_of, prepare_process, seed_of, tensors_in
+from torchft_like.testing.training import RelayedTransport, prepare_process, seed_of
 
 SYNC_EVERY = 8
 STRUCK_AT_BYTES = 2000  # within the answer that has the state
@@ -83,13 +84,12 @@ def main() -> None:
             before = manager.current_step()
             inner.step()
             if manager.current_step() != before:
-                shared = [t for state in diloco.global_states() for t in tensors_in(state)]
                 journal.write(
                     "sync",
                     step=manager.current_step(),
                     quorum_id=manager.quorum_id,
                     participants=manager.num_participants(),
-                    digest=digest_of(shared),
+                    digest=state_digest({"fragments": diloco.global_states()}),
                 )
 
 

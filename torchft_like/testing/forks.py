@@ -94,7 +94,9 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
     def _ask(self, timeout: float | None) -> int | None:
-        if _is_readable(self._watch, timeout):
+        events = select.poll()
+        events.register(self._watch, select.POLLIN)
+        if events.poll(None if timeout is None else timeout * 1000):
             self._code = _server().exit_code(self.pid)
             os.close(self._watch)
         return self._code
@@ -230,21 +232,19 @@ def _end(client: socket.socket, running: set[int]) -> None:
 def _carry_out(order: dict[str, Any], descriptors: list[int], server: int, control: socket.socket) -> None:
     """Be the fork that was ordered."""
     _become(order["env"], descriptors[0], server)
-    if order["namespace"]:
-        _enter(order["namespace"])
-    _share(control)
+    if order["namespace"]:  # before there is any other thread: threads that start later inherit it
+        with open(order["namespace"], "rb") as file:
+            if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), order["namespace"])
+    from torchft_like.testing import forks  # noqa: PLC0415, PLW0406 - this module is the main one here
+
+    forks._servers[:] = [forks._Server(control)]  # this fork has forks of the same server
     _run(*order["argv"], *map(str, descriptors[1:]))
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-
-
-def _share(control: socket.socket) -> None:
-    """Let this fork have forks of the same server."""
-    from torchft_like.testing import forks  # noqa: PLC0415, PLW0406 - this module is the main one here
-
-    forks._servers[:] = [forks._Server(control)]
 
 
 def end_with(parent: int) -> None:
@@ -270,14 +270,6 @@ def _become(env: Mapping[str, str], output: int, server: int) -> None:
         stream.reconfigure(line_buffering=True, write_through=True)  # type: ignore[union-attr]
 
 
-def _enter(namespace: str) -> None:
-    """Enter a network namespace, before there is any other thread: threads that start later inherit it."""
-    with open(namespace, "rb") as file:
-        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number), namespace)
-
-
 def _run(module: str, *arguments: str) -> None:
     sys.argv = [module, *arguments]
     if module.endswith(".py"):
@@ -286,12 +278,6 @@ def _run(module: str, *arguments: str) -> None:
         return
     sys.modules.pop(module, None)
     runpy.run_module(module, run_name="__main__", alter_sys=True)
-
-
-def _is_readable(descriptor: int, timeout: float | None) -> bool:
-    events = select.poll()
-    events.register(descriptor, select.POLLIN)
-    return bool(events.poll(None if timeout is None else timeout * 1000))
 
 
 if __name__ == "__main__":

@@ -160,9 +160,24 @@ def one_quorum_per_step(history: History) -> Violations:
 
 def monotonic(history: History) -> Violations:
     """Quorum ids only grow, for every process and for the job, and none is used twice."""
-    yield from _ids_grow_for_each_process(history)
-    yield from _ids_are_used_once(history)
-    yield from _later_steps_have_later_quorums(history)
+    pairs: list[tuple[Commit, Commit] | tuple[Sighting, Sighting]] = []
+    for commits in history.by_process().values():
+        pairs += pairwise(commits)
+    for sightings in _grouped(history.sightings, lambda sighting: sighting.process).values():
+        pairs += pairwise(sightings)
+    for before, after in pairs:
+        if after.quorum_id < before.quorum_id:
+            yield f"{before} was followed by quorum {after.quorum_id}"
+    first: dict[int, Commit | Sighting] = {}
+    everything: list[Commit | Sighting] = [*history.commits, *history.sightings]
+    for seen in everything:
+        if first.setdefault(seen.quorum_id, seen).members != seen.members:
+            yield f"{first[seen.quorum_id]} and {seen} have the same quorum id and other members"
+    latest: Commit | None = None
+    for commit in sorted(history.commits, key=lambda commit: (commit.step, commit.quorum_id)):
+        if latest and commit.step > latest.step and commit.quorum_id < latest.quorum_id:
+            yield f"{latest} came before {commit} of an older quorum"
+        latest = max(latest or commit, commit, key=lambda commit: commit.quorum_id)
 
 
 def no_regress(history: History) -> Violations:
@@ -187,9 +202,12 @@ def heal_is_clean(history: History) -> Violations:
     """A replica that skips steps has healed, equals the others from then on and added nothing before."""
     by_place = history.by_place()
     for before, commit, has_healed in _passages(history):
-        if has_healed:
-            yield from _differences(commit, by_place[commit.place])
-        elif commit.step != (before.step if before else 0) + 1:
+        for other in by_place[commit.place] if has_healed else ():
+            if other.digest != commit.digest:
+                yield f"{commit} has healed to {commit.digest}, but {other} has {other.digest}"
+            if other.ledger != commit.ledger:
+                yield f"{commit} has healed and counts {commit.ledger:b}, but {other} counts {other.ledger:b}"
+        if not has_healed and commit.step != (before.step if before else 0) + 1:
             yield f"{commit} skipped steps and has not healed"
 
 
@@ -257,33 +275,6 @@ INVARIANTS: Mapping[str, Callable[[History], Violations]] = MappingProxyType(
 )
 
 
-def _ids_grow_for_each_process(history: History) -> Violations:
-    pairs: list[tuple[Commit, Commit] | tuple[Sighting, Sighting]] = []
-    for commits in history.by_process().values():
-        pairs += pairwise(commits)
-    for sightings in _grouped(history.sightings, lambda sighting: sighting.process).values():
-        pairs += pairwise(sightings)
-    for before, after in pairs:
-        if after.quorum_id < before.quorum_id:
-            yield f"{before} was followed by quorum {after.quorum_id}"
-
-
-def _ids_are_used_once(history: History) -> Violations:
-    first: dict[int, Commit | Sighting] = {}
-    everything: list[Commit | Sighting] = [*history.commits, *history.sightings]
-    for seen in everything:
-        if first.setdefault(seen.quorum_id, seen).members != seen.members:
-            yield f"{first[seen.quorum_id]} and {seen} have the same quorum id and other members"
-
-
-def _later_steps_have_later_quorums(history: History) -> Violations:
-    latest: Commit | None = None
-    for commit in sorted(history.commits, key=lambda commit: (commit.step, commit.quorum_id)):
-        if latest and commit.step > latest.step and commit.quorum_id < latest.quorum_id:
-            yield f"{latest} came before {commit} of an older quorum"
-        latest = max(latest or commit, commit, key=lambda commit: commit.quorum_id)
-
-
 def _passages(history: History) -> Iterator[tuple[Commit | None, Commit, bool]]:
     """Yield each commit, its process's commit before it, and whether that process healed in between."""
     healed = _grouped(history.heals, lambda heal: heal.process)
@@ -291,14 +282,6 @@ def _passages(history: History) -> Iterator[tuple[Commit | None, Commit, bool]]:
         for before, commit in zip([None, *commits], commits, strict=False):
             start = before.time if before else float("-inf")
             yield before, commit, any(start <= heal.time <= commit.time for heal in healed.get(process, ()))
-
-
-def _differences(healed: Commit, commits: list[Commit]) -> Violations:
-    for other in commits:
-        if other.digest != healed.digest:
-            yield f"{healed} has healed to {healed.digest}, but {other} has {other.digest}"
-        if other.ledger != healed.ledger:
-            yield f"{healed} has healed and counts {healed.ledger:b}, but {other} counts {other.ledger:b}"
 
 
 def _grouped(items: Iterable[V], key: Callable[[V], K]) -> dict[K, list[V]]:

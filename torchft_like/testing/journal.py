@@ -33,15 +33,16 @@ class Journal:
         os.write(self._descriptor, (json.dumps(record) + "\n").encode())
 
 
-class JournalTail:
-    """A reader that returns each record of a growing file once; a line still being written comes later."""
+class JournalReader:
+    """A reader of a growing file; a line that is still being written comes later."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._offset = 0
+        self._records: list[Record] = []
 
     def new_records(self) -> list[Record]:
-        """Return the records since the last call, oldest first."""
+        """Return the records since the last call, oldest first; the reader keeps none of them."""
         if not self._path.exists():
             return []
         with self._path.open("rb") as file:
@@ -50,15 +51,7 @@ class JournalTail:
         self._offset += len(whole) + len(newline)
         return [json.loads(line) for line in whole.splitlines()]
 
-
-class JournalReader:
-    """A reader of a growing file that keeps the records."""
-
-    def __init__(self, path: Path) -> None:
-        self._tail = JournalTail(path)
-        self._records: list[Record] = []
-
     def records(self, kind: str | None = None) -> list[Record]:
-        """Return all records so far, or those of one kind, oldest first."""
-        self._records += self._tail.new_records()
+        """Return all records so far, which the reader keeps, or those of one kind, oldest first."""
+        self._records += self.new_records()
         return [record for record in self._records if kind in (None, record["kind"])]

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Final, Self
 
@@ -262,11 +262,17 @@ def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
     A zombie counts as ended once all its threads have ended: an orphan stays a zombie until process 1 reaps
     it, which may happen only from time to time.
     """
-    waited_for, deadline = list(processes), time.monotonic() + limit_s
-    while any(map(is_alive, waited_for)):
+    waited_for = list(processes)
+    return holds_within(limit_s, lambda: not any(map(is_alive, waited_for)))
+
+
+def holds_within(limit_s: float, holds: Callable[[], object], every_s: float = LOOK_EVERY_S) -> bool:
+    """Look again and again whether something holds; return False if it does not come to that in time."""
+    deadline = time.monotonic() + limit_s
+    while not holds():
         if time.monotonic() > deadline:
             return False
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(every_s)
     return True
 
 

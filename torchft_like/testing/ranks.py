@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchft_like.testing.processes import ForkedProcess, kill_all
+from torchft_like.testing.processes import ForkedProcess, holds_within, kill_all
 
 LIMIT_S = 60.0
 STATE_S_MAX = 60.0
@@ -73,7 +73,11 @@ class Rank:
 
     def wait_blocked(self) -> None:
         """Wait until the call that the rank was told to make waits for something."""
-        self._wait_until("does not wait", lambda: self._has_read_all() and self._state() == "S")
+
+        def has_read_all() -> bool:
+            return not any(fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4)))
+
+        self._wait_until("does not wait", lambda: has_read_all() and self._state() == "S")
 
     def resume(self) -> None:
         """Send SIGCONT."""
@@ -121,19 +125,12 @@ class Rank:
         end_all([self])
 
     def _wait_until(self, otherwise: str, holds: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + STATE_S_MAX
-        while not holds():
-            if time.monotonic() > deadline:
-                raise RankError(f"process {self.pid} {otherwise}")
-            time.sleep(0.002)
+        if not holds_within(STATE_S_MAX, holds, 0.002):
+            raise RankError(f"process {self.pid} {otherwise}")
 
     def _state(self) -> str:
         """Return the letter by which the kernel tells the state of the process's main thread."""
         return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-    def _has_read_all(self) -> bool:
-        """Return whether the rank has taken note of everything that it was told."""
-        return not any(fcntl.ioctl(self._connection.fileno(), termios.TIOCOUTQ, bytes(4)))
 
 
 class Ranks(list[Rank]):

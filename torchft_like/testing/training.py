@@ -11,7 +11,7 @@ import hashlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer
 from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.digest import state_digest
 from torchft_like.local_sgd import DiLoCo
 from torchft_like.optim import GradientReplay
 from torchft_like.testing.journal import Journal
@@ -28,6 +29,7 @@ from torchft_like.testing.relay import Filter, Relay
 from torchft_like.testing.witness import Witness
 
 WIDTH = 16  # of the model
+DIGITS = 16  # of a digest
 
 
 def prepare_process() -> None:
@@ -82,9 +84,9 @@ class Model:
                 self._manager.allreduce(gradient).wait()
 
     def digest(self) -> str:
-        """Return the SHA-256 of all parameters and of the optimizer's momentum."""
+        """Return a digest of all parameters and of the optimizer's momentum."""
         momenta = [self.optimizer.state[p].get("momentum_buffer") for p in self.net.parameters()]
-        return digest_of([t for pair in zip(self.net.parameters(), momenta, strict=True) for t in pair])
+        return state_digest({"net": self.net.state_dict(), "momenta": momenta})[:DIGITS]
 
     def state_dict(self) -> dict[str, object]:
         return {
@@ -143,8 +145,8 @@ class LocalModel(Model):
         )
 
     def digest(self) -> str:
-        """Return the SHA-256 of all global parameters and of the outer optimizers' states."""
-        return digest_of(t for state in self.diloco.global_states() for t in tensors_in(state))
+        """Return a digest of all global parameters and of the outer optimizers' states."""
+        return state_digest({"fragments": self.diloco.global_states()})[:DIGITS]
 
 
 class Loop:
@@ -262,22 +264,6 @@ class RelayedTransport(HTTPTransport[Any]):
         if self._relay is None:
             self._relay = Relay((match[1], int(match[2])), self._open_filter)
         return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
-
-
-def tensors_in(state: Any) -> list[Tensor]:
-    """Return the tensors of nested dictionaries, in their order."""
-    if isinstance(state, Tensor):
-        return [state]
-    return [t for value in state.values() for t in tensors_in(value)] if isinstance(state, dict) else []
-
-
-def digest_of(tensors: Iterable[Tensor | None]) -> str:
-    """Return the SHA-256 of the tensors that are there."""
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        if tensor is not None:
-            digest.update(tensor.detach().cpu().numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def flip_bit(tensor: Tensor) -> None:

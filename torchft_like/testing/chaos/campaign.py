@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import NoReturn, TextIO
 
 from torchft_like.testing.chaos.engine import Engine, Features, Run, features, usable
-from torchft_like.testing.chaos.job import JobError, JobSettings
+from torchft_like.testing.chaos.job import JobError
 from torchft_like.testing.chaos.network import NetworkUnavailableError
-from torchft_like.testing.chaos.orders import Training
+from torchft_like.testing.chaos.orders import JobSettings, Training
 from torchft_like.testing.chaos.report import Report, hangs, make_report, plot
 from torchft_like.testing.chaos.schedule import Planned, draw
 
@@ -93,14 +93,7 @@ def _rounds(
     line = Line("faults")
     run = Engine(settings, out / "chaos", offered, line, options.seed).run(plan, options.length)
     line.end()
-    report = make_report(run, _setup(options, run), baseline=baseline, skipped=skipped)
-    report.save(out)
-    _draw(report, out / "report.png")
-    return report
-
-
-def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
-    return {
+    setup = {
         "seed": options.seed,
         "replicas": options.replicas,
         "ranks": options.ranks,
@@ -113,13 +106,13 @@ def _setup(options: argparse.Namespace, run: Run) -> dict[str, object]:
         "pause": options.step_time,
         "began": round(run.began, 3),
     }
-
-
-def _draw(report: Report, path: Path) -> None:
+    report = make_report(run, setup, baseline=baseline, skipped=skipped)
+    report.save(out)
     try:
-        plot(report, path)
+        plot(report, out / "report.png")
     except ImportError as error:
         _say(f"no picture: {error}; pip install 'torchft-like[chaos]'", sys.stderr)
+    return report
 
 
 class Line:

@@ -16,12 +16,14 @@ from pathlib import Path
 
 from torchft_like.testing.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
 from torchft_like.testing.chaos.injectors import SmallDisk, Target, clear_triggers, inject
-from torchft_like.testing.chaos.job import ChaosJob, JobError, JobSettings
+from torchft_like.testing.chaos.job import ChaosJob, JobError
 from torchft_like.testing.chaos.network import Network, why_unavailable
+from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.resources import Watch
 from torchft_like.testing.chaos.schedule import KINDS, Planned
 from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.log import Log
+from torchft_like.testing.processes import holds_within
 
 FIRST_STEP_S_MAX = 60.0
 QUIET_S = 1.0
@@ -133,19 +135,20 @@ class Engine:
         run = Run(self._settings, length_s, len(plan))
         self._folder.mkdir(parents=True)
         with ExitStack() as stack:
-            target = self._set_up(stack)
-            job = target.job
-            run.log = job.log
-            self._begin(job, run)
-            for planned in plan:
-                if not self._strike(target, planned, run):
-                    break
+            target = self._set_up(stack, run)
+            job, run.log = target.job, target.job.log
+            job.start()
+            if not job.tend_until(lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
+                tails = "\n".join(rank.tail() for rank in job.ranks())
+                raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
+            run.began = time.time()
+            all(self._strike(target, planned, run) for planned in plan)  # up to one that hangs
             self._finish(job, run)
         run.leaks += self._watch.leaks() + self._watch.shared_memory_left()
         run.compared = self._watch.compared()
         return run
 
-    def _set_up(self, stack: ExitStack) -> Target:
+    def _set_up(self, stack: ExitStack, run: Run) -> Target:
         network = disk = None
         if "network" in self._offered.available:
             hosts = (LIGHTHOUSE, *self._settings.names)
@@ -154,50 +157,46 @@ class Engine:
             disk = SmallDisk(self._folder)
             stack.callback(disk.close)
         checkpoints = disk.path if disk else str(self._folder)
-        job = ChaosJob(self._settings, self._folder, checkpoints, network)
+        job = ChaosJob(self._settings, self._folder, checkpoints, network, lambda: self._tell(run))
         stack.callback(job.kill)
         return Target(job, disk)
-
-    def _begin(self, job: ChaosJob, run: Run) -> None:
-        job.start()
-        if not self._tend(job, run, lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
-            tails = "\n".join(rank.tail() for rank in job.ranks())
-            raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
-        run.began = time.time()
 
     def _strike(self, target: Target, planned: Planned, run: Run) -> bool:
         """Inject one fault and wait until the job is whole again; return False if it hangs."""
         job = target.job
         due = max(run.began + planned.at_s, time.time() + QUIET_S)
-        self._tend(job, run, lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
+        job.tend_until(lambda: time.time() >= due, planned.at_s + WHOLE_S_MAX)
         if not self._trains_on(job, run, due - QUIET_S):
             return False
         self._watch.sample(job.pids())
         clear_triggers(target)
         job.expect_no_end()
-        injection = self._inject(target, planned, run)
-        whole = self._tend(job, run, lambda: self._is_over(job, injection), WHOLE_S_MAX)
+        injection = self._inject(target, planned)
+        whole = job.tend_until(lambda: self._is_over(job, injection), WHOLE_S_MAX)
         outcome = self._judge(job, injection)
         run.outcomes.append(outcome)
         if not whole:
             run.hangs += [] if outcome.is_hang else [f"{outcome}, but not at the same time"]
-            job.print_stacks()
-            self._wait(job, STACKS_S)
+            self._print_stacks(job)
         return whole
 
     def _trains_on(self, job: ChaosJob, run: Run, since: float) -> bool:
         """Wait for a common step that began after `since`, even if no fault came; without one the job
         hangs.
         """
-        if self._tend(job, run, lambda: job.is_whole(since), WHOLE_S_MAX):
+        if job.tend_until(lambda: job.is_whole(since), WHOLE_S_MAX):
             return True
         when = f"{since - run.began:.1f} s after the beginning"
         run.hangs.append(f"{when} no fault was there, and {WHOLE_S_MAX:g} s later no step of all")
-        job.print_stacks()
-        self._wait(job, STACKS_S)
+        self._print_stacks(job)
         return False
 
-    def _inject(self, target: Target, planned: Planned, run: Run) -> Injection:
+    def _print_stacks(self, job: ChaosJob) -> None:
+        job.print_stacks()
+        end = time.monotonic() + STACKS_S
+        job.tend_until(lambda: time.monotonic() >= end, STACKS_S + 1)
+
+    def _inject(self, target: Target, planned: Planned) -> Injection:
         time_of = time.time()
         job, lasts_s = target.job, planned.duration_s
         with inject(target, planned) as injected:
@@ -207,13 +206,13 @@ class Engine:
                 details = dict(injected.details)
                 return Injection(planned.number, planned.kind, time_of, lifted, injected.victims, details)
 
-            self._tend(job, run, lambda: time.time() >= time_of + lasts_s, lasts_s + WHOLE_S_MAX)
+            job.tend_until(lambda: time.time() >= time_of + lasts_s, lasts_s + WHOLE_S_MAX)
             if KINDS[planned.kind].is_lifted_when_felt:
-                self._tend(job, run, lambda: self._judge(job, so_far()).felt, FELT_S_MAX)
+                job.tend_until(lambda: self._judge(job, so_far()).felt, FELT_S_MAX)
         return so_far()
 
     def _judge(self, job: ChaosJob, injection: Injection) -> Outcome:
-        return judge(injection, job.log, self._settings.members, time.time())
+        return judge(injection, job.log, self._settings, time.time())
 
     def _is_over(self, job: ChaosJob, injection: Injection) -> bool:
         """Return whether all train together again, and the fault was felt, or no longer can be."""
@@ -227,7 +226,7 @@ class Engine:
         end = run.began + run.length_s
         hangs = bool(run.hangs) or any(outcome.is_hang for outcome in run.outcomes)
         if not hangs:
-            self._tend(job, run, lambda: time.time() >= end, run.length_s + WHOLE_S_MAX)
+            job.tend_until(lambda: time.time() >= end, run.length_s + WHOLE_S_MAX)
         run.ended = time.time()
         if not hangs:
             self._trains_on(job, run, run.ended)
@@ -235,25 +234,12 @@ class Engine:
         run.hangs += job.stop()
         run.crashes += job.crashes
         job.log.sort()
-        run.outcomes = [self._judged_again(outcome, job.log, run) for outcome in run.outcomes]
-        deadline = time.monotonic() + LEFT_S_MAX
-        while (left := job.left_behind()) and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
-        run.leaks += left
-
-    def _judged_again(self, outcome: Outcome, log: Log, run: Run) -> Outcome:
-        """Judge a fault again by all records up to the next fault."""
-        injection = outcome.injection
-        later = (o.injection.time for o in run.outcomes if o.injection.number > injection.number)
-        return judge(injection, log, self._settings.members, min(later, default=run.ended))
-
-    def _tend(self, job: ChaosJob, run: Run, done: Callable[[], object], limit_s: float) -> bool:
-        def tended() -> object:
-            self._tell(run)
-            return done()
-
-        return job.tend_until(tended, limit_s)
-
-    def _wait(self, job: ChaosJob, seconds: float) -> None:
-        end = time.monotonic() + seconds
-        job.tend_until(lambda: time.monotonic() >= end, seconds + 1)
+        # All faults are judged again by all records, each up to the next fault.
+        injections = [outcome.injection for outcome in run.outcomes]
+        until = [*(injection.time for injection in injections[1:]), run.ended]
+        run.outcomes = [
+            judge(injection, job.log, self._settings, end)
+            for injection, end in zip(injections, until, strict=False)
+        ]
+        holds_within(LEFT_S_MAX, lambda: not job.left_behind(), LOOK_S)
+        run.leaks += job.left_behind()

@@ -15,6 +15,7 @@ from itertools import pairwise
 from statistics import median
 from types import MappingProxyType
 
+from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.invariants import Commit, Process
 from torchft_like.testing.journal import Record
 from torchft_like.testing.log import Log, name_of, rank_of
@@ -84,27 +85,12 @@ class Outcome:
         )
 
 
-@dataclass(frozen=True)
-class Job:
-    """The members of the job: the names of all replica groups, and their size."""
-
-    names: tuple[str, ...]
-    ranks: int = 1
-
-    def processes(self, without: Iterable[str] = ()) -> frozenset[Process]:
-        """Return all ranks of all replica groups but some."""
-        left_out = set(without)
-        return frozenset(
-            (name, rank) for name in self.names if name not in left_out for rank in range(self.ranks)
-        )
-
-
-def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
+def judge(injection: Injection, log: Log, job: JobSettings, until: float) -> Outcome:
     """Judge a fault by the records up to the time `until`, which is that of the next one."""
     if injection.kind == "link":
         injection = replace(injection, victims=_end_left_out(injection, log, until))
     view = View(injection, log, job, until)
-    felt = FELT[injection.kind](view)
+    felt = FELT.get(injection.kind, _left_out)(view)
     began = view.first_stall()
     recovered = view.all_committed(job.processes(without=injection.victims), began)
     together = view.all_committed(job.processes(), max(began, injection.lifted), together=True)
@@ -120,7 +106,7 @@ def judge(injection: Injection, log: Log, job: Job, until: float) -> Outcome:
 class View:
     """The log in the time of one fault."""
 
-    def __init__(self, injection: Injection, log: Log, job: Job, until: float) -> None:
+    def __init__(self, injection: Injection, log: Log, job: JobSettings, until: float) -> None:
         self.injection = injection
         self.job = job
         self._log = log
@@ -138,9 +124,17 @@ class View:
         """Return the commits in the time of this fault."""
         return self._log.commits_between(self.injection.time, self._until)
 
-    def commits_before(self, seconds: float) -> Iterable[Commit]:
-        """Return the commits just before this fault."""
-        return self._log.commits_between(self.injection.time - seconds, self.injection.time)
+    def without_victims(self) -> list[Commit]:
+        """Return the commits of quorums that none of the victims was in."""
+        victims = set(self.injection.victims)
+        return [commit for commit in self.commits() if not victims & set(map(name_of, commit.members))]
+
+    def step_times(self) -> tuple[list[float], list[float]]:
+        """Return the seconds of steps within the fault, and of those just before it."""
+        time, lifted = self.injection.time, self.injection.lifted
+        during = [c.time - c.began for c in self.commits() if c.began > time and c.time < lifted]
+        before = self._log.commits_between(time - COMPARED_S, time)
+        return during, [c.time - c.began for c in before]
 
     def is_victim(self, record: Record) -> bool:
         """Return whether a victim wrote the record."""
@@ -200,7 +194,7 @@ def _left_out(view: View) -> str:
     losses = {
         name_of(str(event["member"])) for event in view.events("loss") if not view.is_victim(event)
     } & victims
-    without = [c for c in view.commits() if not victims & set(map(name_of, c.members))]
+    without = view.without_victims()
     if losses == victims:
         return f"told of the loss of {_and(victims)}"
     return f"quorum {without[0].quorum_id} went on without {_and(victims)}" if without else ""
@@ -248,8 +242,7 @@ def _sick_left_out(view: View) -> str:
     victims = set(view.injection.victims)
     told = [e for e in view.events("left_out") if e["source"] == "lighthouse" and e["reasons"]]
     named = [event for event in told if set(map(name_of, event["members"])) == victims]
-    without = [c for c in view.commits() if not victims & set(map(name_of, c.members))]
-    return f"left out: {named[0]['reasons'][0]}" if named and without else ""
+    return f"left out: {named[0]['reasons'][0]}" if named and view.without_victims() else ""
 
 
 def _refused(view: View) -> str:
@@ -314,15 +307,11 @@ def _did_not_restart(view: View) -> str:
 
 def _starved(view: View) -> str:
     """Check that a step took longer than before, and that no process has ended."""
-    during = [c.time - c.began for c in view.commits() if _ran_within(c, view.injection)]
-    before = [c.time - c.began for c in view.commits_before(COMPARED_S)]
+    during, before = view.step_times()
     slower = max(during, default=0.0) / median(before) if before else 0.0
     busy = view.injection.details.get("busy")
-    return (
-        f"{busy} busy processes, a step took {slower:.0f} times as long"
-        if slower > 2 and not view.notes("ended")
-        else ""
-    )
+    is_felt = slower > 2 and not view.notes("ended")
+    return f"{busy} busy processes, a step took {slower:.0f} times as long" if is_felt else ""
 
 
 def _sent_again(view: View) -> str:
@@ -333,8 +322,7 @@ def _sent_again(view: View) -> str:
 
 def _slowed(view: View) -> str:
     """Check that steps took longer than before, by the delay of a packet at least."""
-    during = [c.time - c.began for c in view.commits() if _ran_within(c, view.injection)]
-    before = [c.time - c.began for c in view.commits_before(COMPARED_S)]
+    during, before = view.step_times()
     if not during or not before or not view.injection.details.get("delayed"):
         return ""
     more_s = median(during) - median(before)
@@ -342,20 +330,13 @@ def _slowed(view: View) -> str:
     return f"a step took {more_s:.3f} s longer, with {delay_s:.3f} s of delay" if more_s >= delay_s else ""
 
 
-def _ran_within(commit: Commit, injection: Injection) -> bool:
-    return commit.began > injection.time and commit.time < injection.lifted
-
-
 def _and(names: Iterable[str]) -> str:
     return ", ".join(sorted(names))
 
 
+# Of all other kinds the evidence is that the victims were left out.
 FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
     {
-        "kill": _left_out,
-        "kill-half": _left_out,
-        "kill-rank": _left_out,
-        "stop": _left_out,
         "stop-rank": _did_not_restart,
         "starve": _starved,
         "slow": _slowed,
@@ -363,8 +344,6 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "give-up": _given_up,
         "sick": _sick_left_out,
         "foreign": _refused,
-        "leave": _left_out,
-        "leave-half": _left_out,
         "leave-in-join": _came_and_went,
         "lighthouse-stop": _disconnected,
         "lighthouse-kill": _disconnected,
@@ -375,9 +354,6 @@ FELT: Mapping[str, Callable[[View], str]] = MappingProxyType(
         "bit-flip": _transfer_refused,
         "fd-exhaustion": _no_descriptors,
         "disk-full": _disk_full,
-        "blackhole": _left_out,
-        "one-way": _left_out,
-        "partition": _left_out,
         "link": _stood_still,
         "loss": _sent_again,
         "delay": _slowed,

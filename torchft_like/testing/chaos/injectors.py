@@ -14,7 +14,6 @@ import shutil
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +26,8 @@ import psutil
 from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
-from torchft_like.testing.cluster import Group
-from torchft_like.testing.processes import RunningProcess, kill_all, run_tool
+from torchft_like.testing.cluster import Daemon, Group, Rank
+from torchft_like.testing.processes import RunningProcess, holds_within, kill_all, run_tool
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
@@ -50,20 +49,18 @@ class Target:
     job: ChaosJob
     disk: SmallDisk | None = None
 
-    def replica(self, planned: Planned) -> Group:
-        """Return the victim."""
-        return self.job.replicas[planned.victim]
+    def replica(self, planned: Planned, offset: int = 0) -> Group:
+        """Return the victim, or the replica group so many places after it."""
+        return self.job.replicas[(planned.victim + offset) % len(self.job.replicas)]
 
-    def next_to(self, planned: Planned) -> Group:
-        """Return another replica group than the victim, if there is one."""
-        return self.job.replicas[(planned.victim + 1) % len(self.job.replicas)]
+    def rank(self, planned: Planned) -> Rank:
+        """Return one rank of the victim."""
+        ranks = self.replica(planned).ranks
+        return ranks[planned.number % len(ranks)]
 
     def half(self, planned: Planned) -> list[Group]:
         """Return the victim and those after it, together half of all, rounded down, but one at least."""
-        count = max(1, len(self.job.replicas) // 2)
-        return [
-            self.job.replicas[(planned.victim + offset) % len(self.job.replicas)] for offset in range(count)
-        ]
+        return [self.replica(planned, offset) for offset in range(max(1, len(self.job.replicas) // 2))]
 
     @property
     def network(self) -> Network:
@@ -81,49 +78,25 @@ def inject(target: Target, planned: Planned) -> AbstractContextManager[Injected]
 
 
 @contextmanager
-def _kill(target: Target, planned: Planned) -> Iterator[Injected]:
-    victim = target.replica(planned)
-    victim.signal(signal.SIGKILL)
-    yield Injected((victim.name,))
+def _signal(number: signal.Signals, *chosen: Group | Rank | Daemon) -> Iterator[Injected]:
+    """Signal the victims, or the lighthouse; those who are asked to leave may end, and SIGSTOP is lifted."""
+    victims = tuple(each.name for each in chosen if isinstance(each, Group | Rank))
+    first = chosen[0]
+    for each in chosen:
+        if number == signal.SIGTERM and isinstance(each, Group):
+            may_end(each)
+        each.signal(number)
+    try:
+        yield Injected(victims, {"rank": first.number} if isinstance(first, Rank) else {})
+    finally:
+        for each in chosen if number == signal.SIGSTOP else ():
+            each.signal(signal.SIGCONT)
 
 
-@contextmanager
-def _kill_half(target: Target, planned: Planned) -> Iterator[Injected]:
-    victims = target.half(planned)
-    for victim in victims:
-        victim.signal(signal.SIGKILL)
-    yield Injected(tuple(victim.name for victim in victims))
-
-
-@contextmanager
-def _kill_rank(target: Target, planned: Planned) -> Iterator[Injected]:
-    victim = target.replica(planned)
-    rank = victim.ranks[planned.number % len(victim.ranks)]
+def _kill_rank(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
     if not target.job.settings.spares:
-        may_end(victim)  # its other ranks end by themselves
-    rank.signal(signal.SIGKILL)
-    yield Injected((victim.name,), {"rank": rank.number})
-
-
-@contextmanager
-def _stop(target: Target, planned: Planned) -> Iterator[Injected]:
-    victim = target.replica(planned)
-    victim.signal(signal.SIGSTOP)
-    try:
-        yield Injected((victim.name,))
-    finally:
-        victim.signal(signal.SIGCONT)
-
-
-@contextmanager
-def _stop_rank(target: Target, planned: Planned) -> Iterator[Injected]:
-    victim = target.replica(planned)
-    rank = victim.ranks[planned.number % len(victim.ranks)]
-    rank.signal(signal.SIGSTOP)
-    try:
-        yield Injected((victim.name,), {"rank": rank.number})
-    finally:
-        rank.signal(signal.SIGCONT)
+        may_end(target.replica(planned))  # its other ranks end by themselves
+    return _signal(signal.SIGKILL, target.rank(planned))
 
 
 @contextmanager
@@ -177,8 +150,8 @@ def _let_idle(target: Target, planned: Planned) -> Iterator[Injected]:
     """Let the victims start again without joining, and then kill another one, so that most of the job does
     not train.
     """
-    idle, replicas = target.half(planned), target.job.replicas
-    victims, is_over = [*idle, replicas[(planned.victim + len(idle)) % len(replicas)]], threading.Event()
+    idle, is_over = target.half(planned), threading.Event()
+    victims = [*idle, target.replica(planned, len(idle))]
     for victim in idle:
         _ask_worker(target, "idle", victim, str(1.5 * target.job.settings.join_timeout_ms / 1000))
         victim.signal(signal.SIGKILL)
@@ -227,37 +200,12 @@ def _ask_worker(target: Target, what: str, victim: Group, text: str = "") -> Non
 
 
 @contextmanager
-def _leave(target: Target, planned: Planned) -> Iterator[Injected]:
-    yield _let_leave([target.replica(planned)])
-
-
-@contextmanager
-def _leave_half(target: Target, planned: Planned) -> Iterator[Injected]:
-    yield _let_leave(target.half(planned))
-
-
-@contextmanager
 def _leave_in_join(target: Target, planned: Planned) -> Iterator[Injected]:
-    victims = [target.replica(planned), target.next_to(planned)]
-    _let_leave(victims[:1])
-    yield Injected(tuple(victim.name for victim in victims), {"second_after_s": planned.duration_s})
-    _let_leave(victims[1:])
-
-
-def _let_leave(victims: list[Group]) -> Injected:
-    for victim in victims:
-        may_end(victim)
-        victim.signal(signal.SIGTERM)
-    return Injected(tuple(victim.name for victim in victims))
-
-
-@contextmanager
-def _stop_lighthouse(target: Target, planned: Planned) -> Iterator[Injected]:
-    target.job.lighthouse.signal(signal.SIGSTOP)
-    try:
-        yield Injected(details={"away_s": planned.duration_s})
-    finally:
-        target.job.lighthouse.signal(signal.SIGCONT)
+    victims = target.replica(planned), target.replica(planned, 1)
+    with _signal(signal.SIGTERM, victims[0]):
+        yield Injected(tuple(victim.name for victim in victims), {"second_after_s": planned.duration_s})
+    with _signal(signal.SIGTERM, victims[1]):
+        pass
 
 
 @contextmanager
@@ -289,7 +237,7 @@ def _spoil(target: Target, planned: Planned) -> Iterator[Injected]:
     """
     clear_triggers(target)
     (target.job.triggers / planned.kind).touch()
-    with _kill(target, planned) as injected:
+    with _signal(signal.SIGKILL, target.replica(planned)) as injected:
         yield injected
 
 
@@ -299,7 +247,7 @@ def _exhaust_descriptors(target: Target, planned: Planned) -> Iterator[Injected]
 
     The victim may end: Gloo ends its process when it cannot accept a connection.
     """
-    victim, other = target.replica(planned), target.next_to(planned)
+    victim, other = target.replica(planned), target.replica(planned, 1)
     may_end(victim)
     limits = [(rank.pid, _limit_descriptors(rank.pid)) for rank in victim.ranks]
     other.signal(signal.SIGKILL)
@@ -323,87 +271,65 @@ def _fill_disk(target: Target, planned: Planned) -> Iterator[Injected]:
 
 
 @contextmanager
-def _cut_off(target: Target, hosts: list[Group], *, incoming: bool = True) -> Iterator[Injected]:
-    network, names = target.network, tuple(replica.name for replica in hosts)
-    injected = Injected(names)
-    with _counted(network, injected):
-        network.apply(network.cut_off(names, incoming=incoming))
-        yield injected
-
-
-def _blackhole(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
-    return _cut_off(target, [target.replica(planned)])
-
-
-def _one_way(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
-    return _cut_off(target, [target.replica(planned)], incoming=False)
-
-
-def _partition(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
-    return _cut_off(target, target.half(planned))
-
-
-@contextmanager
-def _cut_link(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Cut a link; the job decides which of the two is the victim and has to leave until the link works
-    again.
-    """
-    one, other = target.replica(planned).name, target.next_to(planned).name
-    injected = Injected(details={"one": one, "other": other})
-    with _counted(target.network, injected):
-        target.network.apply(Rules(cut=frozenset({(one, other), (other, one)})))
-        yield injected
-
-
-@contextmanager
-def _lose(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Lose packets; there is no victim, as all replica groups have to go on."""
-    host = target.replica(planned).name
-    injected = Injected(details={"host": host, "loss": planned.amount})
-    before = target.network.retransmits(host)
-    with _counted(target.network, injected):
-        target.network.apply(Rules(loss={host: planned.amount}))
-        yield injected
-        injected.details["retransmits"] = target.network.retransmits(host) - before
-
-
-@contextmanager
-def _delay(target: Target, planned: Planned) -> Iterator[Injected]:
-    host = target.replica(planned).name
-    injected = Injected(details={"host": host, "delay_s": planned.amount})
-    with _counted(target.network, injected):
-        target.network.apply(Rules(delay_s={host: planned.amount}))
-        yield injected
-
-
-@contextmanager
-def _counted(network: Network, injected: Injected) -> Iterator[None]:
-    """Lift every rule at the end, and add the switch's counts to the details."""
-    before = network.counts()
+def _rule(
+    target: Target, rules: Rules, victims: tuple[str, ...] = (), host: str = "", **details: float | str
+) -> Iterator[Injected]:
+    """Apply rules; the details get the switch's counts, and how much a host has sent again."""
+    network, injected = target.network, Injected(victims, {**details, **({"host": host} if host else {})})
+    before, sent_again = network.counts(), network.retransmits(host) if host else 0
     try:
-        yield
+        network.apply(rules)
+        yield injected
     finally:
         network.apply(Rules())
         injected.details.update(network.counts() - before)
+        if host:
+            injected.details["retransmits"] = network.retransmits(host) - sent_again
+
+
+def _cut_off(
+    target: Target, hosts: list[Group], *, incoming: bool = True
+) -> AbstractContextManager[Injected]:
+    names = tuple(replica.name for replica in hosts)
+    return _rule(target, target.network.cut_off(names, incoming=incoming), names)
+
+
+def _cut_link(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    """Cut a link; the job decides which of the two is the victim and has to leave until the link works
+    again.
+    """
+    one, other = target.replica(planned).name, target.replica(planned, 1).name
+    return _rule(target, Rules(cut=frozenset({(one, other), (other, one)})), one=one, other=other)
+
+
+def _lose(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    """Lose packets; there is no victim, as all replica groups have to go on."""
+    host = target.replica(planned).name
+    return _rule(target, Rules(loss={host: planned.amount}), host=host, loss=planned.amount)
+
+
+def _delay(target: Target, planned: Planned) -> AbstractContextManager[Injected]:
+    host = target.replica(planned).name
+    return _rule(target, Rules(delay_s={host: planned.amount}), host=host, delay_s=planned.amount)
 
 
 INJECTORS: Mapping[str, Injector] = MappingProxyType(
     {
-        "kill": _kill,
-        "kill-half": _kill_half,
+        "kill": lambda target, planned: _signal(signal.SIGKILL, target.replica(planned)),
+        "kill-half": lambda target, planned: _signal(signal.SIGKILL, *target.half(planned)),
         "kill-rank": _kill_rank,
-        "stop": _stop,
-        "stop-rank": _stop_rank,
+        "stop": lambda target, planned: _signal(signal.SIGSTOP, target.replica(planned)),
+        "stop-rank": lambda target, planned: _signal(signal.SIGSTOP, target.rank(planned)),
         "starve": _starve,
         "slow": _slow,
         "idle": _let_idle,
         "give-up": _give_up,
         "sick": _sicken,
         "foreign": _invite_a_stranger,
-        "leave": _leave,
-        "leave-half": _leave_half,
+        "leave": lambda target, planned: _signal(signal.SIGTERM, target.replica(planned)),
+        "leave-half": lambda target, planned: _signal(signal.SIGTERM, *target.half(planned)),
         "leave-in-join": _leave_in_join,
-        "lighthouse-stop": _stop_lighthouse,
+        "lighthouse-stop": lambda target, _: _signal(signal.SIGSTOP, target.job.lighthouse),
         "lighthouse-kill": _kill_lighthouse,
         "lighthouse-away": _kill_lighthouse,
         "baby-kill": partial(_hit_baby, number=signal.SIGKILL),
@@ -412,9 +338,9 @@ INJECTORS: Mapping[str, Injector] = MappingProxyType(
         "bit-flip": _spoil,
         "fd-exhaustion": _exhaust_descriptors,
         "disk-full": _fill_disk,
-        "blackhole": _blackhole,
-        "one-way": _one_way,
-        "partition": _partition,
+        "blackhole": lambda target, planned: _cut_off(target, [target.replica(planned)]),
+        "one-way": lambda target, planned: _cut_off(target, [target.replica(planned)], incoming=False),
+        "partition": lambda target, planned: _cut_off(target, target.half(planned)),
         "link": _cut_link,
         "loss": _lose,
         "delay": _delay,
@@ -453,7 +379,7 @@ class SmallDisk:
         self._holder = RunningProcess(command, folder / "disk.log", {})
         self.path = f"/proc/{self._holder.pid}/root{mount_point}"
         self._filler = Path(self.path) / "filler"
-        if not _appears(Path(self.path) / "mounted", _READY_S_MAX):
+        if not holds_within(_READY_S_MAX, (Path(self.path) / "mounted").exists):
             self.close()
             raise OSError(
                 f"no small disk for checkpoints within {_READY_S_MAX:g} s: "
@@ -508,12 +434,3 @@ def _limit_descriptors(pid: int) -> tuple[int, int]:
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (lowest_free, before[1]))
     return before
-
-
-def _appears(path: Path, limit_s: float) -> bool:
-    deadline = time.monotonic() + limit_s
-    while not path.exists():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.005)
-    return True

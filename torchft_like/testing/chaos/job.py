@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
-from torchft_like.testing.chaos.evidence import Job as Members
 from torchft_like.testing.chaos.network import Network
-from torchft_like.testing.chaos.orders import NAMING, Order, Training, with_index
+from torchft_like.testing.chaos.orders import JobSettings, Order, with_index
 from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, Cluster, Group, Rank
 from torchft_like.testing.forks import preload
 from torchft_like.testing.invariants import Commit, Process
-from torchft_like.testing.journal import JournalTail, Record
+from torchft_like.testing.journal import JournalReader, Record
 from torchft_like.testing.log import Log, commit_of, rank_of
-from torchft_like.testing.processes import OutputError, kill_all
+from torchft_like.testing.processes import OutputError, holds_within, kill_all
 
 LIGHTHOUSE_PORT = 29510
 STORE_PORT = 29600
@@ -38,45 +37,6 @@ END_S_MAX = 15.0
 WORKER = "torchft_like.testing.chaos.worker"
 _ROOT = str(Path(__file__).parents[3])
 preload(WORKER)
-
-
-@dataclass(frozen=True)
-class JobSettings:
-    """The settings of a job.
-
-    Attributes:
-        replicas: the number of replica groups.
-        ranks: the ranks of each replica group.
-        spares: how many processes wait for the place of a rank that has died; its group goes on then.
-        training: the settings of the built-in worker.
-        cold: whether each worker is a new interpreter, which takes seconds to load torch; else it is a fork
-            of a process that has torch loaded.
-        command: the user's own training command instead of the built-in worker; `{index}` in it stands for
-            the index of the replica group.
-        naming: how the replica groups are named, by the command, too; `{index}` stands for the index.
-        min_replicas: the lighthouse's setting.
-        join_timeout_ms: the lighthouse's setting.
-    """
-
-    replicas: int = 4
-    ranks: int = 1
-    spares: int = 0
-    training: Training = field(default_factory=Training)
-    cold: bool = False
-    command: tuple[str, ...] = ()
-    naming: str = NAMING
-    min_replicas: int = 1
-    join_timeout_ms: int = 10_000
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of the replica groups."""
-        return tuple(with_index(self.naming, index) for index in range(self.replicas))
-
-    @property
-    def members(self) -> Members:
-        """The members of the job."""
-        return Members(self.names, self.ranks)
 
 
 class JobError(RuntimeError):
@@ -100,6 +60,7 @@ class ChaosJob(Cluster):
         folder: the folder for logs, journals and event files, which is empty.
         checkpoints: the folder in which the workers save their checkpoints.
         network: the hosts to run on; None for this host.
+        tell: called again and again while the job is tended.
 
     Attributes:
         replicas: the present start of each replica group.
@@ -107,7 +68,12 @@ class ChaosJob(Cluster):
     """
 
     def __init__(
-        self, settings: JobSettings, folder: Path, checkpoints: str, network: Network | None = None
+        self,
+        settings: JobSettings,
+        folder: Path,
+        checkpoints: str,
+        network: Network | None = None,
+        tell: Callable[[], object] = bool,
     ) -> None:
         super().__init__(
             folder,
@@ -117,6 +83,7 @@ class ChaosJob(Cluster):
         )
         self.settings = settings
         self.network = network
+        self._tell = tell
         self.log = Log()
         self.crashes: list[str] = []
         self.replicas: list[Group] = []
@@ -127,7 +94,7 @@ class ChaosJob(Cluster):
         if network is not None:
             self.lighthouse_address = f"http://{network.address(LIGHTHOUSE)}:{LIGHTHOUSE_PORT}"
         self._checkpoints = checkpoints
-        self._readers: dict[Path, JournalTail] = {}
+        self._readers: dict[Path, JournalReader] = {}
         self._told: dict[str, Told] = defaultdict(Told)
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
@@ -230,9 +197,15 @@ class ChaosJob(Cluster):
         if self._ends:
             return
         for index, group in enumerate(self.replicas):
-            if group.has_ended() if self.settings.spares else group.is_broken():
-                self._note_ends(group)
-                self.replicas[index] = self._start_replica(group.name)
+            if not (group.has_ended() if self.settings.spares else group.is_broken()):
+                continue
+            for rank in group.ranks:
+                self._note_end(rank)
+            for rank in group.ranks:  # each has had the same time to end by itself
+                if rank.exit_code is None:
+                    rank.kill()
+                self._read(rank)
+            self.replicas[index] = self._start_replica(group.name)
         for spare in list(self.spares):
             if spare.name != SPARE or spare.exit_code is not None:
                 self._give_place(spare)
@@ -247,19 +220,19 @@ class ChaosJob(Cluster):
 
     def tend_until(self, done: Callable[[], object], limit_s: float) -> bool:
         """Tend the job until `done()` is true; return False if that did not happen in time."""
-        deadline = time.monotonic() + limit_s
-        while not done():
-            if time.monotonic() > deadline:
-                return False
+
+        def is_done() -> object:
             self.tend()
-            time.sleep(POLL_S)
-        return True
+            self._tell()
+            return done()
+
+        return bool(done()) or holds_within(limit_s, is_done, POLL_S)
 
     def is_whole(self, since: float) -> bool:
         """Return whether all ranks have committed and contributed to a common step that they began after
         `since`.
         """
-        everybody = self.settings.members.processes()
+        everybody = self.settings.processes()
         if any(spare.label not in self._waiting for spare in self.spares):
             return False
         return everybody <= self.last.keys() and all(
@@ -301,17 +274,8 @@ class ChaosJob(Cluster):
         ended = {"kind": "ended", "time": time.time(), "replica": rank.name, "code": rank.exit_code}
         self.log.notes.append(ended)
 
-    def _note_ends(self, group: Group) -> None:
-        """Note how the ranks of a group have ended, and end the others."""
-        for rank in group.ranks:
-            self._note_end(rank)
-        for rank in group.ranks:
-            if rank.exit_code is None:
-                rank.kill()
-            self._read(rank)
-
     def _new_records(self, path: Path) -> list[Record]:
-        return self._readers.setdefault(path, JournalTail(path)).new_records()
+        return self._readers.setdefault(path, JournalReader(path)).new_records()
 
     def _read(self, rank: Rank) -> None:
         for record in self._new_records(rank.journal):

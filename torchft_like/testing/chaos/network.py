@@ -27,7 +27,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torchft_like.testing.processes import RunningProcess, run_tool
+from torchft_like.testing.processes import RunningProcess, holds_within, run_tool
 
 TUN = "/dev/net/tun"
 PACKET_BYTES_MAX = 65536
@@ -165,7 +165,9 @@ class Network:
         try:
             fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
             holder = self._holders[host]
-            _wait_for_namespace(holder.pid)
+            own, made = (Path(f"/proc/{process}/ns/net") for process in ("self", holder.pid))
+            if not holds_within(_READY_S_MAX, lambda: made.readlink() != own.readlink()):
+                raise NetworkUnavailableError("unshare -n made no network namespace")
             _run("ip", "link", "set", device, "netns", str(holder.pid))
             inside = self.entering(host)
             _run(*inside, "ip", "address", "add", f"{self.address(host)}/24", "dev", device)
@@ -267,15 +269,6 @@ class Switch:
             self.counts["passed"] += 1
         except OSError:  # the device's queue is full, or it is down: a real network loses such a packet, too
             self.counts["overrun"] += 1
-
-
-def _wait_for_namespace(pid: int) -> None:
-    own = Path("/proc/self/ns/net").readlink()
-    deadline = time.monotonic() + _READY_S_MAX
-    while Path(f"/proc/{pid}/ns/net").readlink() == own:
-        if time.monotonic() > deadline:
-            raise NetworkUnavailableError("unshare -n made no network namespace")
-        time.sleep(0.005)
 
 
 def _run(*command: str) -> None:

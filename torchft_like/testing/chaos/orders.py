@@ -1,9 +1,14 @@
-"""The order of a worker in a chaos run: one object on the engine's side and on the worker's."""
+"""The settings of a chaos run, and the order of a worker in it: the same on the engine's side and on the
+worker's. This is pure.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+
+from torchft_like.testing.invariants import Process
 
 NAMING = "r{index}"  # the names of replica groups
 
@@ -72,6 +77,45 @@ class Order:
         """Decode what `to_json` has encoded."""
         fields = json.loads(text)
         return cls(**{**fields, "training": Training(**fields["training"])})
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """The settings of a job.
+
+    Attributes:
+        replicas: the number of replica groups.
+        ranks: the ranks of each replica group.
+        spares: how many processes wait for the place of a rank that has died; its group goes on then.
+        training: the settings of the built-in worker.
+        cold: whether each worker is a new interpreter, which takes seconds to load torch; else it is a fork
+            of a process that has torch loaded.
+        command: the user's own training command instead of the built-in worker; `{index}` in it stands for
+            the index of the replica group.
+        naming: how the replica groups are named, by the command, too; `{index}` stands for the index.
+        min_replicas: the lighthouse's setting.
+        join_timeout_ms: the lighthouse's setting.
+    """
+
+    replicas: int = 4
+    ranks: int = 1
+    spares: int = 0
+    training: Training = Training()
+    cold: bool = False
+    command: tuple[str, ...] = ()
+    naming: str = NAMING
+    min_replicas: int = 1
+    join_timeout_ms: int = 10_000
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of the replica groups."""
+        return tuple(with_index(self.naming, index) for index in range(self.replicas))
+
+    def processes(self, without: Iterable[str] = ()) -> frozenset[Process]:
+        """Return all ranks of all replica groups but some."""
+        names = set(self.names) - set(without)
+        return frozenset((name, rank) for name in names for rank in range(self.ranks))
 
 
 def with_index(text: str, index: int) -> str:

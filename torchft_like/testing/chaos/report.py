@@ -16,14 +16,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchft_like.testing.chaos.engine import Run
 from torchft_like.testing.invariants import INVARIANTS
-from torchft_like.testing.log import Log
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes  # which the package does not need: it is imported only to draw
@@ -105,14 +104,6 @@ class Report:
 
     def to_text(self) -> str:
         """Return the report as readable text."""
-        return "\n".join([*self._lines(), "", *_table(self.by_kind, self.overall), *self._verdict()]) + "\n"
-
-    def save(self, folder: Path) -> None:
-        """Write `report.json` and `report.txt`."""
-        (folder / "report.json").write_text(self.to_json() + "\n")
-        (folder / "report.txt").write_text(self.to_text())
-
-    def _lines(self) -> list[str]:
         now, before = self.throughput, self.baseline
         lines = [
             ", ".join(f"{key} {value}" for key, value in self.setup.items()),
@@ -120,20 +111,20 @@ class Report:
             f"{_amount(now)}, {now.steps_lost} steps lost",
         ]
         if before is not None and self.kept is not None:
-            lines += [
-                f"without faults: {_amount(before)}",
-                f"throughput kept: {self.kept:.2%}",
-            ]
+            lines += [f"without faults: {_amount(before)}", f"throughput kept: {self.kept:.2%}"]
         if now.quiet_rate:
             lines.append(f"of its own rate between faults: {now.rate / now.quiet_rate:.2%}")
         lines.append(f"{self.compared} processes lived through enough faults for a leak to show")
-        return lines + [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
+        lines += [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
+        lines += ["", *_table(self.by_kind, self.overall), ""]
+        lines += [f"{name}: {len(found)}" for name, found in self.problems.items()]
+        lines += [f"  {text}" for found in self.problems.values() for text in found[:LISTED_MAX]]
+        return "\n".join([*lines, "", "PASSED" if self.passed else "FAILED"]) + "\n"
 
-    def _verdict(self) -> list[str]:
-        lines = ["", *(f"{name}: {len(found)}" for name, found in self.problems.items())]
-        for found in self.problems.values():
-            lines += [f"  {text}" for text in found[:LISTED_MAX]]
-        return [*lines, "", "PASSED" if self.passed else "FAILED"]
+    def save(self, folder: Path) -> None:
+        """Write `report.json` and `report.txt`."""
+        (folder / "report.json").write_text(self.to_json() + "\n")
+        (folder / "report.txt").write_text(self.to_text())
 
 
 def make_report(
@@ -153,7 +144,7 @@ def make_report(
         baseline=None if baseline is None else measure(baseline),
         by_kind={kind: _sum_up(found) for kind, found in of.items()},
         overall=_sum_up(outcomes),
-        faults=[{**asdict(o.injection), **_without_injection(asdict(o))} for o in outcomes],
+        faults=[{**(fields := asdict(o)).pop("injection"), **fields} for o in outcomes],
         skipped={**(skipped or {}), **_unchecked(run)},
         compared=run.compared,
         problems=_problems(run, baseline),
@@ -178,11 +169,12 @@ def measure(run: Run) -> Throughput:
     batches = [commit for commit in counted if commit.participating]
     steps = [commit.step for commit in counted]
     bins = Counter(int((commit.time - run.began) / BIN_S) for commit in batches)
+    failed = run.log.notes_between(run.began, run.began + seconds, "failed")
     return Throughput(
         seconds=seconds,
         steps=max(steps) - min(steps) + 1 if steps else 0,
         batches=len(batches),
-        steps_lost=_steps_lost(run.log, run.began, run.began + seconds),
+        steps_lost=sum(note.get("group_rank", 0) == 0 for note in failed),
         curve=tuple(bins[index] / BIN_S for index in range(int(seconds / BIN_S))),
         quiet_rate=_quiet_rate(run, [commit.time for commit in batches], seconds),
     )
@@ -249,27 +241,16 @@ def _quiet_rate(run: Run, times: Sequence[float], seconds: float) -> float:
     return quiet / (seconds - troubled_s) if seconds > troubled_s else 0.0
 
 
-def _steps_lost(log: Log, since: float, until: float) -> int:
-    failed = log.notes_between(since, until, "failed")
-    return sum(note.get("group_rank", 0) == 0 for note in failed)
-
-
-def _without_injection(fields: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in fields.items() if key != "injection"}
-
-
-def _table(by_kind: Mapping[str, OfKind], overall: OfKind) -> list[str]:
+def _table(by_kind: Mapping[str, OfKind], overall: OfKind) -> Iterator[str]:
     titles = "".join(f"{title:^32}" for title in ("recovery, s", "longest pause, s", "whole, s"))
-    columns = "".join(f"{name:>8}" for name in ("p50", "p90", "p99", "max"))
-    lines = [f"{'':18}{'faults':>7}{'felt':>6}   {titles}", " " * 34 + columns * 3]
-    return lines + [_line(name, of) for name, of in {**by_kind, "all": overall}.items()]
-
-
-def _line(name: str, of: OfKind) -> str:
-    blank = (math.nan,) * len(PERCENTILES)
-    measures = (of.recovery_s or blank, of.pause_s or blank, of.whole_s or blank)
-    times = "".join(f"{value:8.2f}" for values in measures for value in values)
-    return f"{name:18}{of.faults:7}{of.felt:6}   {times}"
+    yield f"{'':18}{'faults':>7}{'felt':>6}   {titles}"
+    yield " " * 34 + "".join(f"{name:>8}" for name in ("p50", "p90", "p99", "max")) * 3
+    for name, of in {**by_kind, "all": overall}.items():
+        measures = [
+            each or (math.nan,) * len(PERCENTILES) for each in (of.recovery_s, of.pause_s, of.whole_s)
+        ]
+        times = "".join(f"{value:8.2f}" for values in measures for value in values)
+        yield f"{name:18}{of.faults:7}{of.felt:6}   {times}"
 
 
 def plot(report: Report, path: Path) -> None:

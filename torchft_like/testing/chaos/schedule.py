@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -153,10 +153,11 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
             f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0 and finite"
         )
     chance = random.Random(seed)  # noqa: S311 - for faults, not for secrets
-    dealt = _deal(chance, kinds)
+    hand: list[str] = []
     plan: list[Planned] = []
-    while (at_s := _time(chance, len(plan), interval_s)) < length_s:
-        kind = next(dealt)
+    while (at_s := interval_s * (len(plan) + 0.5 + chance.uniform(-JITTER, JITTER))) < length_s:
+        hand = hand or chance.sample(list(kinds), len(kinds))
+        kind = hand.pop(0)
         planned = Planned(
             number=len(plan),
             at_s=at_s,
@@ -172,13 +173,3 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
             "make the run longer (--length), or the interval shorter (--interval)"
         )
     return plan
-
-
-def _deal(chance: random.Random, kinds: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from chance.sample(list(kinds), len(kinds))
-
-
-def _time(chance: random.Random, number: int, interval_s: float) -> float:
-    """Return a time around the middle of the fault's own interval."""
-    return interval_s * (number + 0.5 + chance.uniform(-JITTER, JITTER))

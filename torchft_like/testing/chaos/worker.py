@@ -40,7 +40,7 @@ SPOILT_AT_BYTES = 256 * 1024
 IDLE_LOOK_S = 0.1
 RESTARTS_MAX = 10**6
 FIRST = Restart()
-TRIGGERS: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
+SPOILT: dict[str, Filter] = {"truncate": cut, "bit-flip": flip_bit}
 
 
 def main() -> None:
@@ -69,11 +69,11 @@ def train(order: Order) -> None:
     training, journal = order.training, Journal.of_this_process()
     name, ballast_bytes = f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024
     model = (LocalModel if training.is_local else Model)(name, ballast_bytes, width=training.width)
-    checkpoint = Checkpoint(Path(order.checkpoints), Path(os.environ[JOURNAL_ENV]).stem, journal)
-    with make_manager(order, model, journal) as manager, stop_on_signals(manager) as stop:
-        script = Script(order, journal)
-        script.idle(stop)
-        arguments = manager, journal, order.index, training.pause_s, script.visit
+    checkpoint = Path(order.checkpoints, Path(os.environ[JOURNAL_ENV]).stem + ".checkpoint")
+    requests = Requests(order, journal)
+    with make_manager(order, model, requests) as manager, stop_on_signals(manager) as stop:
+        requests.idle(stop)
+        arguments = manager, journal, order.index, training.pause_s, requests.visit
         loop = SyncLoop(model, *arguments) if isinstance(model, LocalModel) else Loop(model, *arguments)
         while not stop.requested:
             try:
@@ -81,7 +81,7 @@ def train(order: Order) -> None:
             except StepGivenUpError:
                 continue
             if has_committed and manager.current_step() % training.checkpoint_every == 0:
-                checkpoint.save(manager.current_step(), model.net)
+                save_checkpoint(checkpoint, manager.current_step(), model.net, journal)
 
 
 class Waiting(logging.Handler):
@@ -101,8 +101,8 @@ class StepGivenUpError(Exception):
     """The engine wants a step to be given up."""
 
 
-class Script:
-    """What a script may do by itself, when the engine asks this replica group for it."""
+class Requests:
+    """What the engine asks of this worker, or of its replica group: each is a file in a folder."""
 
     def __init__(self, order: Order, journal: Journal) -> None:
         self._triggers, self._name = Path(order.triggers), order.name
@@ -110,7 +110,7 @@ class Script:
 
     def idle(self, stop: Stop) -> None:
         """Be registered, and do nothing, for as long as the engine wants."""
-        if seconds := self._asked_for("idle"):
+        if seconds := self._taken(f"idle.{self._name}"):
             self._journal.write("idle", seconds=float(seconds))
             end = time.monotonic() + float(seconds)
             while time.monotonic() < end and not stop.requested:
@@ -118,12 +118,24 @@ class Script:
 
     def visit(self, place: str) -> None:
         """Raise in the backward pass if the engine wants this step to be given up."""
-        if place == "backward" and self._asked_for("give-up") is not None:
+        if place == "backward" and self._taken(f"give-up.{self._name}") is not None:
             self._journal.write("given_up")
             raise StepGivenUpError
 
-    def _asked_for(self, what: str) -> str | None:
-        trigger = self._triggers / f"{what}.{self._name}"
+    def open_filter(self) -> Filter:
+        """Return the filter of a connection of the relay, which spoils one answer if the engine wants it."""
+        return at(SPOILT_AT_BYTES, self._spoil)
+
+    def _spoil(self, data: bytes) -> bytes:
+        for name, spoil in SPOILT.items():
+            if self._taken(name) is not None:
+                self._journal.write("spoilt", how=name)
+                return spoil(data)
+        return data
+
+    def _taken(self, name: str) -> str | None:
+        """Return the text of a request, which is then no more; None if there is none."""
+        trigger = self._triggers / name
         try:
             text = trigger.read_text()
             trigger.unlink()
@@ -132,53 +144,24 @@ class Script:
         return text
 
 
-class Checkpoint:
-    """The last good state on disk, which stays as it is if a new one cannot be written."""
-
-    def __init__(self, folder: Path, name: str, journal: Journal) -> None:
-        self._path = folder / f"{name}.checkpoint"
-        self._journal = journal
-
-    def save(self, step: int, net: nn.Module) -> None:
-        """Save the parameters. A failure is recorded, and training goes on."""
-        content = b"".join(tensor.detach().numpy().tobytes() for tensor in net.state_dict().values())
-        unfinished = self._path.with_suffix(".unfinished")
-        try:
-            with unfinished.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            unfinished.replace(self._path)
-        except OSError as error:
-            name = errno.errorcode.get(error.errno or 0, "")
-            self._journal.write("checkpoint_failed", step=step, errno=name, reason=str(error))
-        else:
-            self._journal.write("checkpoint", step=step)
+def save_checkpoint(path: Path, step: int, net: nn.Module, journal: Journal) -> None:
+    """Save the parameters. If that fails, the last good ones stay, that is recorded, and training goes on."""
+    content = b"".join(tensor.detach().numpy().tobytes() for tensor in net.state_dict().values())
+    unfinished = path.with_suffix(".unfinished")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError as error:
+        name = errno.errorcode.get(error.errno or 0, "")
+        journal.write("checkpoint_failed", step=step, errno=name, reason=str(error))
+    else:
+        journal.write("checkpoint", step=step)
 
 
-class Spoiler:
-    """Filters for a relay, which spoil one answer when they find a trigger of the engine."""
-
-    def __init__(self, triggers: Path, journal: Journal) -> None:
-        self._triggers = triggers
-        self._journal = journal
-
-    def open(self) -> Filter:
-        """Return the filter of a connection."""
-        return at(SPOILT_AT_BYTES, self._spoil)
-
-    def _spoil(self, data: bytes) -> bytes:
-        for name, spoil in TRIGGERS.items():
-            try:
-                (self._triggers / name).unlink()
-            except FileNotFoundError:
-                continue
-            self._journal.write("spoilt", how=name)
-            return spoil(data)
-        return data
-
-
-def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
+def make_manager(order: Order, model: Model, requests: Requests) -> Manager:
     """Make the Manager of this rank; its addresses come from the environment."""
     timeout = timedelta(seconds=order.training.timeout_s)
     host = os.environ["CHAOS_HOST"]
@@ -192,7 +175,7 @@ def make_manager(order: Order, model: Model, journal: Journal) -> Manager:
         quorum_timeout=timedelta(seconds=order.training.quorum_timeout_s),
         replica_id=order.name,
         hostname=host,
-        checkpoint_transport=RelayedTransport(Spoiler(Path(order.triggers), journal).open, timeout, host),
+        checkpoint_transport=RelayedTransport(requests.open_filter, timeout, host),
     )
 
 
