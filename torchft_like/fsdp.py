@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from torchft_like.checkpointing.shards import like_shard_of, local_part
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 
 
@@ -99,7 +100,7 @@ class ShardedState:
             for index, entries in optimizer["state"].items()
         }
         return {
-            "model": {name: _shard(tensor) for name, tensor in self._tensors().items()},
+            "model": {name: local_part(tensor) for name, tensor in self._tensors().items()},
             "optimizer": optimizer,
         }
 
@@ -115,7 +116,7 @@ class ShardedState:
         _let_go_of_gathered(self._model)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
-                _shard(tensor).copy_(state["model"][name])
+                local_part(tensor).copy_(state["model"][name])
         parameters = _by_index(self._optimizer)
         optimizer = dict(state["optimizer"])
         optimizer["state"] = {
@@ -130,7 +131,7 @@ class ShardedState:
         return {**self._parameters, **{name: buffers[name] for name in self._buffer_names if name in buffers}}
 
     def _check(self, theirs: Mapping[str, Tensor]) -> None:
-        own = {name: tuple(_shard(tensor).shape) for name, tensor in self._tensors().items()}
+        own = {name: tuple(local_part(tensor).shape) for name, tensor in self._tensors().items()}
         other = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         if wrong:
@@ -161,14 +162,6 @@ def _by_index(optimizer: Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _shard(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a plain tensor."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():
-        return tensor.to_local().detach()
-
-
 def _pack(value: Any, parameter: Tensor, key: str) -> Any:
     """Return a sharded tensor of an optimizer's state as a marked plain one, and any other value as it is."""
     if not isinstance(value, DTensor):
@@ -182,18 +175,9 @@ def _pack(value: Any, parameter: Tensor, key: str) -> Any:
         raise NotSupportedError(
             f"the optimizer's {key!r} is sharded unlike its parameter: give the Manager your own functions"
         )
-    return {"shard": _shard(value)}
+    return {"shard": local_part(value)}
 
 
 def _unpack(value: Any, parameter: Tensor) -> Any:
-    is_shard = isinstance(value, dict) and value.keys() == {"shard"}
-    if not is_shard or not isinstance(parameter, DTensor):
-        return value
-    return DTensor.from_local(
-        value["shard"],
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    is_shard = isinstance(value, dict) and value.keys() == {"shard"} and isinstance(parameter, DTensor)
+    return like_shard_of(parameter, value["shard"]) if is_shard else value

@@ -28,7 +28,7 @@ from torch.distributed import Work
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from torchft_like.checkpointing.shards import is_dtensor, like_shard_of
+from torchft_like.checkpointing.shards import like_shard_of, local_part
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.step import Share
 from torchft_like.core.sync_schedule import SyncSchedule
@@ -123,7 +123,7 @@ class LocalSGD(_InnerSteps):
         if self._manager.should_commit():
             with torch.no_grad(), _owned(self._manager):
                 for parameter, average in zip(self._model.parameters(), averages, strict=True):
-                    _local(parameter).copy_(average)
+                    local_part(parameter).copy_(average)
         self._local_step = 0
 
     def _after_step(self) -> None:
@@ -263,7 +263,7 @@ class _Fragment:
         """Take the present parameters for the global ones, and keep them on the device."""
         pin = pin_memory and device.type == "cpu" and torch.accelerator.is_available()
         for name, parameter in self._parameters.items():
-            local = _local(parameter)
+            local = local_part(parameter)
             kept = torch.empty(local.shape, dtype=local.dtype, device=device, pin_memory=pin)
             self.original_parameters[name] = kept.copy_(local)
 
@@ -284,13 +284,13 @@ class _Fragment:
         self._works = []
         committed = manager.should_commit()
         with torch.no_grad(), _owned(manager):
-            kept = {n: _local(p).clone() for n, p in self._parameters.items()} if self._alpha > 0 else {}
+            kept = {n: local_part(p).clone() for n, p in self._parameters.items()} if self._alpha > 0 else {}
             for name, parameter in self._parameters.items():
-                _local(parameter).copy_(self.original_parameters[name])
+                local_part(parameter).copy_(self.original_parameters[name])
             if committed:
                 self._step_outer()
                 for name, local in kept.items():
-                    _local(self._parameters[name]).lerp_(local, self._alpha)
+                    local_part(self._parameters[name]).lerp_(local, self._alpha)
         self._pseudogradients.clear()
 
     def _step_outer(self) -> None:
@@ -300,14 +300,14 @@ class _Fragment:
         self._outer.step()
         self._outer.zero_grad()
         for name, parameter in self._parameters.items():
-            self.original_parameters[name].copy_(_local(parameter))
+            self.original_parameters[name].copy_(local_part(parameter))
 
     def _bucket_names(self) -> Iterator[list[str]]:
         """Yield the names of the parameters that share a bucket: neighbours of the same dtype and device."""
         names: list[str] = []
         kind, size = None, 0
         for name, parameter in self._parameters.items():
-            local = _local(parameter)
+            local = local_part(parameter)
             own_kind, own_size = (local.dtype, local.device), local.numel() * local.element_size()
             if names and (own_kind != kind or size + own_size > self._bucket_bytes):
                 yield names
@@ -318,7 +318,7 @@ class _Fragment:
 
     def _fill(self, names: Sequence[str]) -> Tensor:
         """Return a bucket with the pseudogradients of these parameters, which are views of it."""
-        locals_ = [_local(self._parameters[name]) for name in names]
+        locals_ = [local_part(self._parameters[name]) for name in names]
         bucket = torch.empty(
             sum(local.numel() for local in locals_), dtype=locals_[0].dtype, device=locals_[0].device
         )
@@ -341,14 +341,7 @@ class _Fragment:
 
 def extract_local_tensor(t: Tensor) -> Tensor:
     """Return a copy of a tensor, or of this rank's part of a DTensor, without its gradient."""
-    copied = (t.to_local() if is_dtensor(t) else t).detach().clone()
-    copied.grad = None
-    return copied
-
-
-def _local(parameter: Tensor) -> Tensor:
-    """Return the memory of a parameter, or of this rank's part of it; called without autograd."""
-    return parameter.to_local() if is_dtensor(parameter) else parameter
+    return local_part(t).clone()
 
 
 @contextmanager

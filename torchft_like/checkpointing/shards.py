@@ -33,9 +33,7 @@ def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
             f"is a DTensor placed {', '.join(map(str, value.placements))}: partial values do not travel; "
             "redistribute it first"
         )
-    with torch.no_grad():
-        local = value.to_local().detach()
-    sheet.write(Shard(local, layout_of(value), sheet.number_of(value.device_mesh)), depth)
+    sheet.write(Shard(local_part(value), layout_of(value), sheet.number_of(value.device_mesh)), depth)
 
 
 def _write_other(value: object, sheet: Sheet, depth: int) -> None:
@@ -55,6 +53,14 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def _dtensor_class() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the memory of a tensor, or of this rank's part of a DTensor, as a plain tensor."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
+    with torch.no_grad():
+        return tensor.to_local().detach()
 
 
 def layout_of(tensor: DTensor) -> Layout:
@@ -132,9 +138,7 @@ class _Placing:
         if not is_dtensor(own):
             return shard
         layout = layout_of(own)
-        with torch.no_grad():
-            shape = own.to_local().shape
-        if (layout, shape) != (shard.layout, shard.local.shape):
+        if (layout, local_part(own).shape) != (shard.layout, shard.local.shape):
             raise CheckpointFormatError(
                 f"{_shown(path)} is {layout} here, and {shard.layout} in the state to load: every "
                 "replica group must shard the same model over as many ranks"
