@@ -84,9 +84,7 @@ def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tens
         if channel is not None and -dims <= dim < dims and input_.numel() and not input_.shape[dim] % ranks:
             rows = input_.detach().movedim(dim, 0).contiguous()
             own = rows.new_empty((rows.shape[0] // ranks, *rows.shape[1:]))
-            channel.issue(_REDUCE_SCATTER, own, rows, ReduceScatterOptions()).wait()
-            if channel.hides_errors:
-                channel.check()
+            channel.carry_out(_REDUCE_SCATTER, own, rows, ReduceScatterOptions())
             return own.movedim(0, dim).contiguous()
 
     def check() -> int:
@@ -203,7 +201,10 @@ def reduce_scatterv(
         at = checked_along(tensors, dim)
         for tensor in tensors:
             addable(tensor.narrow(at, 0, 0))  # refuses tensors that cannot be added
-        sizes = _sizes_for(choose_sizes(), tensors[0].shape[at], communicator.world_size)
+        chosen, rows, ranks = choose_sizes(), tensors[0].shape[at], communicator.world_size
+        sizes = even_sizes(rows, ranks) if chosen is None else checked_sizes(chosen, ranks)
+        if sum(sizes) != rows:
+            raise ValueError(f"the tensor has {rows} rows, and sizes {list(sizes)[:16]} make {sum(sizes)}")
         told = str(list(sizes))
         named = *device_terms(tensors, communicator.channels), ("dim", str(at)), ("sizes", told), *more()
         return Statement(operation, inputs=specifications(tensors), terms=named), 0, b"", (at, sizes)
@@ -286,15 +287,6 @@ def _start_adding(
         channel.start("alltoall_base", arriving, leaving, out_bytes, in_bytes).wait()
 
     return finish
-
-
-def _sizes_for(sizes: Sequence[int] | None, rows: int, world_size: int) -> Sizes:
-    if sizes is None:
-        return even_sizes(rows, world_size)
-    found = checked_sizes(sizes, world_size)
-    if sum(found) != rows:
-        raise ValueError(f"the tensor has {rows} rows, and sizes {list(found)[:16]} make {sum(found)}")
-    return found
 
 
 def _joined_along(parts: Tensor, dim: int) -> Tensor:

@@ -111,6 +111,12 @@ class Channel:
     def _call(self, collective: Collective, *args: Any) -> Any:
         return getattr(self.group, collective.name)(*args)
 
+    def carry_out(self, collective: Collective, *args: Any) -> None:
+        """Begin a collective, and wait for it, also for a failure that the group hides."""
+        self.issue(collective, *args).wait()
+        if self.hides_errors:
+            self.check()
+
     def start(self, method: str, *args: Any) -> Started:
         return Started(getattr(self.group, method)(*args), self)
 
@@ -342,16 +348,34 @@ class Communicator:
             calls.pop(key, None)
         self.end(operation)
 
+    def call_of(self, operation: str, act: Callable[[], T]) -> Callable[[], T]:
+        """Return a function that makes one call, in which it does `act`."""
+
+        def carry_out() -> T:
+            with self.guard(operation):
+                return act()
+
+        return carry_out
+
     def break_off(self, reason: str) -> None:
         """End operations under way, on this rank and on the peers."""
         for channel in self._each:
             channel.break_off(reason)
-        for queue in self._queues:
-            queue.shutdown(timeout=0)
+        self.end_queues(0.0)
 
-    def when_broken_off(self, queue: MessageQueue) -> None:
-        """End the queue when the groups are taken down."""
+    def keep(self, queue: MessageQueue) -> None:
+        """End the queue when the groups are taken down, or at `end_queues`."""
         self._queues = [*(known for known in self._queues if not known.is_closed), queue]
+
+    def end_queues(self, *timeout: float) -> None:
+        """End the queues between the members, even if an exception interrupts the end of one.
+
+        Args:
+            timeout: that of `MessageQueue.shutdown`, if not its default.
+        """
+        with contextlib.ExitStack() as all_of_them:
+            for queue in self._queues:
+                all_of_them.callback(queue.shutdown, *timeout)
 
     # ---------------------------------------------------------------------- agreement
 
@@ -441,14 +465,10 @@ class Communicator:
         gathering.rootRank = spreading.rootRank = spreading.rootTensor = 0
         own = self.control_bytes(record)
         outputs = [list(everyone.unbind(0))] if self.rank == 0 else []
-        channel.issue(_GATHER, outputs, [own], gathering).wait()
-        if channel.hides_errors:
-            channel.check()
+        channel.carry_out(_GATHER, outputs, [own], gathering)
         if self.rank == 0:  # rank 0 needs no other rank any more to find a record that differs
             records = unpack_all(everyone.cpu().numpy().tobytes())
-        channel.issue(_BROADCAST, [everyone], spreading).wait()
-        if channel.hides_errors:
-            channel.check()
+        channel.carry_out(_BROADCAST, [everyone], spreading)
         return records if self.rank == 0 else unpack_all(everyone.cpu().numpy().tobytes())
 
     # -------------------------------------------------------------------------- bytes

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import Generic, TypeVar
+from concurrent.futures import Future, wait
+from typing import Any, Generic, TypeVar
 
 from torchft_like.errors import GroupCoordinatorError, StaleEpochError, StillUnderWayError
 from torchft_like.process_group.configuration import Configuration
@@ -56,8 +55,8 @@ class Handle(Generic[T]):
     Args:
         text: the operation's name in messages.
         finish: waits for the operation, and raises its error.
-        settle: makes the result, in the first thread that waits: calls that need the same order on all ranks
-          belong there.
+        settle: makes the result, in the first thread that waits, with a function that returns what `finish`
+          has returned or raises what it has raised. Calls that need the same order on all ranks belong there.
         is_over: whether the operation is done, if streams wait for it; then no thread waits.
         epoch: the epoch of the members; the handle can be used for as long as it lasts.
     """
@@ -65,8 +64,8 @@ class Handle(Generic[T]):
     def __init__(
         self,
         text: str,
-        finish: Callable[[], object],
-        settle: Callable[[object], T],
+        finish: Callable[[], Any],
+        settle: Callable[[Callable[[], Any]], T] = lambda outcome: outcome(),
         is_over: Callable[[], bool] | None = None,
         epoch: Epoch | None = None,
     ) -> None:
@@ -75,11 +74,12 @@ class Handle(Generic[T]):
         self._finish = finish
         self._settle = settle
         self._is_over = is_over
-        self._outcome: Future[object] = Future()
+        self._outcome: Future[Any] = Future()
         self._settling = threading.Lock()
         self._result: Future[T] | None = None
         if is_over is None:
-            threading.Thread(target=self._run, name="torchft-coordinator", daemon=True).start()
+            arguments = self._outcome, finish
+            threading.Thread(target=complete, args=arguments, name="torchft-coordinator", daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the result once the operation is done; on a CUDA device, once the current stream waits for
@@ -107,24 +107,13 @@ class Handle(Generic[T]):
         return result
 
     def _wait(self, timeout: float | None) -> T:
-        if self._is_over is not None:
-            with self._settling:
-                if not self._outcome.done():
-                    self._run()
-        try:
-            outcome = self._outcome.result(timeout)
-        except FutureTimeoutError:
-            if not self._outcome.done():
-                raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s") from None
-            outcome = self._outcome.result()  # the operation's own error, or it is done by now
+        if self._is_over is None and not wait([self._outcome], timeout).done:
+            raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s")
         with self._settling:  # ranks make the result together, and only once
+            if not self._outcome.done():
+                complete(self._outcome, self._finish)
             if self._result is None:
-                result: Future[T] = Future()
-                try:
-                    result.set_result(self._settle(outcome))
-                except Exception as error:  # noqa: BLE001 - it is raised below, and at later calls
-                    result.set_exception(error)
-                self._result = result
+                self._result = complete(Future(), lambda: self._settle(self._outcome.result))
             return self._result.result()
 
     def is_completed(self) -> bool:
@@ -138,10 +127,11 @@ class Handle(Generic[T]):
             return f"<stale, of epoch {self._epoch.number}>"
         return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
 
-    def _run(self) -> None:
-        try:
-            outcome = self._finish()
-        except BaseException as error:  # noqa: BLE001 - it is raised in the threads that wait
-            self._outcome.set_exception(error)
-        else:
-            self._outcome.set_result(outcome)
+
+def complete(future: Future[T], act: Callable[[], T]) -> Future[T]:
+    """Give a future what `act` returns or raises; return it."""
+    try:
+        future.set_result(act())
+    except BaseException as error:  # noqa: BLE001 - it is raised in the threads that wait
+        future.set_exception(error)
+    return future

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from torchft_like.communicator.collectives import start_joining
 from torchft_like.communicator.communicator import HARMLESS, Communicator, Started, call, check
-from torchft_like.communicator.handle import Handle
+from torchft_like.communicator.handle import Handle, complete
 from torchft_like.communicator.tensors import as_bytes, buckets, checked_rank, checked_tensor, even_sizes
 from torchft_like.core.agreement.statements import (
     PAYLOAD_BYTES_MAX,
@@ -150,7 +150,7 @@ def start_broadcast(
         return Begun((), None, value)
     if not said.payload:
         communicator.broadcast(communicator.control_bytes(structure), src).wait()
-    flats = _Buckets.outgoing(communicator, tensors).flats if tensors else []
+    flats = _leaving(communicator, tensors)
     return Begun([communicator.broadcast(flat, src) for flat in flats], None, value)
 
 
@@ -179,7 +179,7 @@ def _start_taking(
             f"a rank sends tensors of {nbytes} bytes, and message_bytes_max is "
             f"{communicator.options.message_bytes_max} here: it must be the same on every rank"
         )
-    arriving = _Buckets.incoming(communicator, known.specs)
+    arriving = _Arriving(communicator, known.specs)
 
     def finish() -> object:
         if check_value is not None:
@@ -232,14 +232,11 @@ def start_sending(
         refusal = communicator.send(record, dst, tag)
         # The refusal is sent on another thread, as the receiver may be about to send, too. It has no limit:
         # if the receiver never comes, a timeout would end the group, which the caller goes on to use.
-        Handle("a refusal", lambda: refusal.wait(UNTIL_THE_GROUP_ENDS), lambda _: None)
+        Handle("a refusal", lambda: refusal.wait(UNTIL_THE_GROUP_ENDS))
         raise
     small = message.structure if len(message.structure) <= PAYLOAD_BYTES_MAX else b""
     head = [pack_statement(statement, len(message.structure), small), *([] if small else [message.structure])]
-    flats = [
-        *map(communicator.control_bytes, head),
-        *_Buckets.outgoing(communicator, message.tensors).flats,
-    ]
+    flats = [*map(communicator.control_bytes, head), *_leaving(communicator, message.tensors)]
     return Begun([communicator.send(flat, dst, tag) for flat in flats])
 
 
@@ -292,57 +289,40 @@ def check_size(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
         )
 
 
-class _Buckets:
-    """The tensors of one outgoing message, or the memory for those of an incoming one. What moves are
-    `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.
-    """
+# What moves are `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.
 
-    def __init__(
-        self,
-        communicator: Communicator,
-        tensors: Sequence[Tensor],
-        device_types: Sequence[str],
-        *,
-        is_incoming: bool,
-    ) -> None:
-        self._communicator, self._device_types = communicator, device_types
-        self._tensors, self._is_incoming = list(tensors), is_incoming
-        self._buckets = buckets([tensor.nbytes for tensor in tensors], device_types)
-        self.flats = [self._flat([as_bytes(tensors[index]) for index in bucket]) for bucket in self._buckets]
 
-    @classmethod
-    def outgoing(cls, communicator: Communicator, tensors: Sequence[Tensor]) -> _Buckets:
-        """Join the tensors of a message that the sender has."""
-        movable = [communicator.movable(tensor) for tensor in tensors]
-        return cls(communicator, movable, [tensor.device.type for tensor in tensors], is_incoming=False)
+def _leaving(communicator: Communicator, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the flats of an outgoing message."""
+    parts = [as_bytes(communicator.movable(tensor)) for tensor in tensors]
+    chosen = buckets(list(map(len, parts)), [tensor.device.type for tensor in tensors])
+    joined = ([parts[index] for index in bucket] for bucket in chosen)
+    return [each[0] if len(each) == 1 else torch.cat(each) for each in joined]
 
-    @classmethod
-    def incoming(cls, communicator: Communicator, specs: Sequence[TensorSpec]) -> _Buckets:
-        """Make memory for the tensors that `specs` describe."""
-        tensors = [communicator.empty(spec.shape, spec.dtype, spec.device_type) for spec in specs]
-        return cls(communicator, tensors, [spec.device_type for spec in specs], is_incoming=True)
+
+class _Arriving:
+    """The memory for the tensors of an incoming message, and its `flats`."""
+
+    def __init__(self, communicator: Communicator, specs: Sequence[TensorSpec]) -> None:
+        self._device, self._specs = communicator.device, specs
+        self._tensors = [communicator.empty(spec.shape, spec.dtype, spec.device_type) for spec in specs]
+        chosen = buckets([spec.nbytes for spec in specs], [spec.device_type for spec in specs])
+        self._parts = [[as_bytes(self._tensors[index]) for index in bucket] for bucket in chosen]
+        self.flats = [
+            parts[0] if len(parts) == 1 else parts[0].new_empty(sum(map(len, parts))) for parts in self._parts
+        ]
 
     def unload(self) -> list[Tensor]:
-        """Return the tensors of an incoming message, once all of `flats` have arrived."""
-        for flat, bucket in zip(self.flats, self._buckets, strict=True):
-            if len(bucket) > 1:
-                parts = [as_bytes(self._tensors[index]) for index in bucket]
+        """Return the tensors, once all of `flats` have arrived, each on the device where it belongs."""
+        for flat, parts in zip(self.flats, self._parts, strict=True):
+            if len(parts) > 1:
                 torch._foreach_copy_(parts, list(torch.split(flat, [len(part) for part in parts])))
-        return list(map(self._delivered, self._tensors, self._device_types))
-
-    def _flat(self, parts: list[Tensor]) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        if self._is_incoming:
-            return torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=parts[0].device)
-        return torch.cat(parts)
-
-    def _delivered(self, tensor: Tensor, device_type: str) -> Tensor:
-        """Move a tensor that has arrived to the device where it belongs."""
-        own = self._communicator.device
-        if device_type == own.type:
-            return tensor.to(own)
-        return tensor.cpu() if device_type == "cpu" else tensor
+        own = {self._device.type: self._device}  # tensors of a type that this rank lacks stay where they came
+        places = [own.get(spec.device_type, spec.device_type) for spec in self._specs]
+        return [
+            tensor.to(place) if place in ("cpu", self._device) else tensor
+            for tensor, place in zip(self._tensors, places, strict=True)
+        ]
 
 
 # ------------------------------------------------------------------------------ dicts of tensors
@@ -409,55 +389,34 @@ def start_receiving_dict(
     """Begin to receive into a dict. On a CPU this waits for nothing: the sender may begin at any time."""
     tag = group.tag("from", src)
 
-    def settle(received: Any) -> TensorDict:
+    def settle(received: Received) -> TensorDict:
         arriving.update(_whole_dict(received, gathered_by))
         return arriving
 
     text = f"recv_tensor_dict over {group}"
     if not group.waits_on_streams:
-        return Handle(text, lambda: _receive_next(group, src, tag), settle, None, group.epoch)
-
+        return Handle(text, _receiving(group, src, tag), settle, None, group.epoch)
     with _missed_by(gathered_by), group.guard("recv_tensor_dict"):
         begun = start_receiving(group, src, tag, TENSOR_DICT)
-    finish = _waiting(group, "recv_tensor_dict", begun)
-    return Handle(text, lambda: _outcome(finish), settle, begun.is_over, group.epoch)
+    finish = group.call_of("recv_tensor_dict", begun.wait)
+    return Handle(text, finish, settle, begun.is_over, group.epoch)
 
 
 def receive_dict(group: Communicator, src: int, gathered_by: Communicator | None) -> TensorDict:
     """Return what `src` sends next."""
-    return _whole_dict(_receive_next(group, src, group.tag("from", src)), gathered_by)
+    receive = _receiving(group, src, group.tag("from", src))
+    return _whole_dict(complete(Future(), receive).result, gathered_by)
 
 
 def handle_of(group: Communicator, operation: str, begun: Begun) -> Handle[Any]:
     """Return a handle of a message that is under way to all, or from here to one."""
     watched = begun.is_over if group.waits_on_streams else None
-    finish = _waiting(group, operation, begun)
-    return Handle(f"{operation} over {group}", finish, lambda value: value, watched, group.epoch)
+    finish = group.call_of(operation, begun.wait)
+    return Handle(f"{operation} over {group}", finish, is_over=watched, epoch=group.epoch)
 
 
-def _waiting(group: Communicator, operation: str, begun: Begun) -> Callable[[], Any]:
-    def wait() -> object:
-        with group.guard(operation):
-            return begun.wait()
-
-    return wait
-
-
-def _receive_next(group: Communicator, src: int, tag: int) -> Received:
-    def receive() -> Any:
-        with group.guard("recv_tensor_dict"):
-            return start_receiving(group, src, tag, TENSOR_DICT).wait()
-
-    return _outcome(receive)
-
-
-def _outcome(receive: Callable[[], tuple[TensorDict, Slices]]) -> Received:
-    outcome: Future[tuple[TensorDict, Slices]] = Future()
-    try:
-        outcome.set_result(receive())
-    except BaseException as error:  # noqa: BLE001 - it is raised where the counterparts can hear of it
-        outcome.set_exception(error)
-    return outcome.result
+def _receiving(group: Communicator, src: int, tag: int) -> Received:
+    return group.call_of("recv_tensor_dict", lambda: start_receiving(group, src, tag, TENSOR_DICT).wait())
 
 
 @contextlib.contextmanager

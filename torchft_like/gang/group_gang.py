@@ -93,12 +93,6 @@ _BACKENDS = {"cpu": "torchft-gloo", "cuda": "torchft-nccl"}
 _registrations = itertools.count()
 
 
-class _Members(Communicator):
-    """The members of a gang, each of which hears of a member's death."""
-
-    asks_first_rank = False
-
-
 class GroupGang(Gang):
     """The functions of a gang; a subclass says which members carry them out."""
 
@@ -124,7 +118,9 @@ class GroupGang(Gang):
         channel = Channel(group)
         channels = {device.type: channel for device in group._device_types}
         channels.setdefault(self._device.type, channel)
-        return _Members("gang", (self.rank, self.size), self._device, channels, _OPTIONS)
+        members = Communicator("gang", (self.rank, self.size), self._device, channels, _OPTIONS)
+        members.asks_first_rank = False  # each member hears of a member's death
+        return members
 
     def _has_average(self, tensor: Tensor) -> bool:
         """Return whether the group has MEAN for tensors like this one; otherwise a SUM is divided."""
@@ -219,10 +215,8 @@ class GroupGang(Gang):
             self._communicating("all_gather") as members,
         ):
             flat = source.view(1) if source.dim() == 0 else source
-            is_joined = output.dim() == flat.dim()
-            rows = output.shape[0] if is_joined else output.shape[0] * flat.shape[0]
             # This is the concatenated shape, which every backend takes.
-            joined = output.view(rows, *flat.shape[1:])
+            joined = output.view(members.world_size * flat.shape[0], *flat.shape[1:])
             members.channels[flat.device.type].start(
                 "_allgather_base", as_moved(joined), as_moved(flat)
             ).wait()
@@ -243,7 +237,7 @@ class GroupGang(Gang):
         def length() -> Terms:
             return (("length", str(len(objects)) if is_list else _NO_LIST),)
 
-        with self._communicating("broadcast_objects") as members, self._agreeing(objects, source):
+        with self._communicating("broadcast_objects") as members:
             given = list(objects) if is_list else []
             try:
                 received = start_broadcast(members, "broadcast_objects", given, source, length).wait()
@@ -251,6 +245,11 @@ class GroupGang(Gang):
                     if not isinstance(received, list) or len(received) != len(objects):
                         raise GangError(f"rank {source} sent something else than {len(objects)} objects")
                     objects[:] = received
+            except CollectiveMismatchError as error:
+                if is_list and error.aspect == "arguments":
+                    raise GangError(f"rank {source} cannot send its objects: {error}") from error
+                if is_list:
+                    raise ValueError(str(error)) from error
             except HARMLESS:
                 raise
             except BaseException as error:
@@ -258,21 +257,8 @@ class GroupGang(Gang):
                 # one.
                 members.break_off(f"a member left broadcast_objects half-way: {error!r}")
                 raise
-
-    @contextlib.contextmanager
-    def _agreeing(self, objects: object, source: int) -> Iterator[None]:
-        """Put a disagreement of the members about a broadcast of objects into a gang's words."""
-        own: ValueError | None = None
-        if not isinstance(objects, list):
-            own = ValueError(f"objects are given in a list, not in a {type(objects).__name__}")
-        try:
-            yield
-        except CollectiveMismatchError as error:
-            if own is None and error.aspect == "arguments":
-                raise GangError(f"rank {source} cannot send its objects: {error}") from error
-            raise own or ValueError(str(error)) from error
-        if own is not None:
-            raise own
+            if not is_list:
+                raise ValueError(f"objects are given in a list, not in a {type(objects).__name__}")
 
     @contextlib.contextmanager
     def _communicating(self, what: str) -> Iterator[Communicator]:

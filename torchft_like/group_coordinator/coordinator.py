@@ -139,7 +139,6 @@ class GroupCoordinator:
     options: CoordinatorOptions
 
     mq_broadcaster: MessageQueue | None = None
-    _queues: list[MessageQueue]
     _communicator: Communicator | None = None
     _barriers: Barriers | None = None
     _store: Store | None = None
@@ -282,8 +281,7 @@ class GroupCoordinator:
             return _compiled_all_reduce(input_, self.unique_name)  # type: ignore[no-any-return]
         return collectives.all_reduce(self._current(), input_)
 
-    def _all_reduce_out_place(self, input_: Tensor) -> Tensor:
-        return collectives.all_reduce(self._current(), input_)
+    _all_reduce_out_place = all_reduce
 
     def all_gather(self, input_: Tensor, dim: int = -1) -> Tensor:
         """Join the tensors of all ranks, which have one shape, along `dim`."""
@@ -291,8 +289,7 @@ class GroupCoordinator:
             return _compiled_all_gather(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return collectives.all_gather(self._current(), input_, dim)
 
-    def _all_gather_out_place(self, input_: Tensor, dim: int) -> Tensor:
-        return collectives.all_gather(self._current(), input_, dim)
+    _all_gather_out_place = all_gather
 
     def all_gatherv(self, input_: Tensors, dim: int = 0, sizes: Sequence[int] | None = None) -> Tensors:
         """Join the tensors of all ranks along `dim`, in which their sizes may differ.
@@ -310,8 +307,7 @@ class GroupCoordinator:
             return _compiled_reduce_scatter(input_, dim, self.unique_name, self.world_size)  # type: ignore[no-any-return]
         return collectives.reduce_scatter(self._current(), input_, dim)
 
-    def _reduce_scatter_out_place(self, input_: Tensor, dim: int) -> Tensor:
-        return collectives.reduce_scatter(self._current(), input_, dim)
+    _reduce_scatter_out_place = reduce_scatter
 
     def reduce_scatterv(self, input_: Tensors, dim: int = -1, sizes: Sequence[int] | None = None) -> Tensors:
         """Return this rank's rows along `dim` of the sum over all ranks.
@@ -422,9 +418,7 @@ class GroupCoordinator:
                 then all members read it, each as the reader of its rank in the group.
             blocking: wait until all have joined; otherwise call `wait_until_ready` before it is used.
         """
-        queue = members.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
-        self._keep(queue)
-        return queue
+        return members.create_broadcaster(self._current(), writer_rank, external_writer_handle, blocking)
 
     def create_single_reader_mq_broadcasters(
         self, reader_rank_in_group: int = 0, blocking: bool = False
@@ -440,9 +434,7 @@ class GroupCoordinator:
         Returns:
             The queue; and on the reader the handles in the order of ranks, its own among them.
         """
-        queue, handles = members.create_single_reader(self._current(), lambda: reader_rank_in_group, blocking)
-        self._keep(queue)
-        return queue, handles
+        return members.create_single_reader(self._current(), lambda: reader_rank_in_group, blocking)
 
     # -------------------------------------------------------------------- tensor dicts
 
@@ -738,14 +730,13 @@ class GroupCoordinator:
     def destroy(self) -> None:
         """Release the groups and queues that the coordinator made. Further calls do nothing."""
         communicator, self._communicator, self._barriers = self._communicator, None, None
-        # The last first, and all of them, even if an exception interrupts one.
-        with contextlib.ExitStack() as undo:
-            if communicator is not None and self._owns_groups:
+        if communicator is None:
+            return
+        with contextlib.ExitStack() as undo:  # all of it, the last first, even if an exception interrupts one
+            if self._owns_groups:
                 for group in {id(group): group for group in (self.cpu_group, self.device_group)}.values():
                     undo.callback(destroy_group, group)
-            for queue in self._queues:
-                undo.callback(queue.shutdown)
-        self._queues.clear()
+            undo.callback(communicator.end_queues)
 
     # ------------------------------------------------------------------ which ranks a call is between
 
@@ -768,20 +759,19 @@ class GroupCoordinator:
             raise ValueError(f"{name} {found} is the caller itself: a rank does not send to itself")
         return communicator, found
 
-    def _keep(self, *queues: MessageQueue) -> None:
-        """Keep queues that the coordinator has made: they end with it."""
-        self._queues = [*(known for known in self._queues if not known.is_closed), *queues]
-
-    def _adopt(self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None) -> None:
+    def _adopt(
+        self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None
+    ) -> Communicator:
+        """Have the members that the groups of this place join."""
         self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
         self.device_group = self.cpu_group if device_group is None else device_group
-        self._queues = []
         self.world_size, self.rank = len(self.ranks), self.ranks[self.rank_in_group]
-        self._communicator = Communicator.over(
+        communicator = self._communicator = Communicator.over(
             self.unique_name, self.device, (self.cpu_group, device_group), self.options, epoch
         )
         _by_name[self.unique_name] = self
+        return communicator
 
     def _current(self) -> Communicator:
         """Return the communicator of the next call; a GroupCoordinatorError says why there is none."""
@@ -891,7 +881,15 @@ class Barriers:
         self._pending: Handle[None] | None = None
         self._number = 0  # of the caller's last barrier; each member has its own in the store, under its rank
         if communicator.world_size > 1 and store is None:
-            store = _store_of(communicator)
+            control = communicator.control
+            if (address := control.store_address()) is None:
+                store = c10d._world.pg_map.get(control.group, (None, None))[1]
+            else:
+                try:
+                    store = create_store_client(str(address), as_timedelta(communicator.options.timeout))
+                except (RuntimeError, ValueError) as error:
+                    reason = without_secret(str(error))
+                    _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, reason)
         self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
 
     def wait(self, timeout: timedelta | float | None) -> None:
@@ -901,7 +899,13 @@ class Barriers:
         if members.world_size == 1:
             return
         try:
-            self._pending = self._pending or self._started(limit)
+            if self._pending is None:
+                self._note(self._number + 1)
+                with members.guard("barrier"):
+                    options = BarrierOptions()
+                    options.timeout = limit + as_timedelta(members.options.timeout)
+                    started = members.control.start("barrier", options)
+                self._pending = Handle("barrier", members.call_of("barrier", started.wait))
             self._pending.wait(limit.total_seconds())
         except StillUnderWayError:
             missing = self._missing()
@@ -919,19 +923,6 @@ class Barriers:
             self._note(self._number - 1)
             raise
         self._pending = None
-
-    def _started(self, limit: timedelta) -> Handle[None]:
-        self._note(self._number + 1)
-        with self._communicator.guard("barrier"):
-            options = BarrierOptions()
-            options.timeout = limit + as_timedelta(self._communicator.options.timeout)
-            started = self._communicator.control.start("barrier", options)
-
-        def finish() -> None:
-            with self._communicator.guard("barrier"):
-                started.wait()
-
-        return Handle("barrier", finish, lambda _: None)
 
     def _note(self, number: int) -> None:
         self._number = number
@@ -955,15 +946,3 @@ class Barriers:
         except (RuntimeError, ValueError) as error:  # the store went with the process that served it
             _logger.warning("the store of the barriers does not answer: %s", without_secret(str(error)))
             return None
-
-
-def _store_of(communicator: Communicator) -> Store | None:
-    """Return the store in which the members met, if they met in one."""
-    if (address := communicator.control.store_address()) is None:
-        return c10d._world.pg_map.get(communicator.control.group, (None, None))[1]
-    try:
-        return create_store_client(str(address), as_timedelta(communicator.options.timeout))
-    except (RuntimeError, ValueError) as error:
-        reason = without_secret(str(error))
-        _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, reason)
-        return None

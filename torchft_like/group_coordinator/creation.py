@@ -76,7 +76,12 @@ def make_groups(
         raise ValueError("there is no default process group: call torch.distributed.init_process_group first")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     timeout = as_timedelta(options.timeout)
-    agreement = Agreement(_part_of_next(c10d._get_default_store(), rank), rank, world_size, timeout)
+    store = c10d._get_default_store()
+    with _asking():
+        # A rank's n-th agreement is with the n-th of the others. The store counts them, not the process:
+        # coordinators that only some ranks have made do not count, nor those of another job.
+        number = store.add(f"coordinator/made/{rank}", 1)
+    store = PrefixStore(f"coordinator/{number}", store)
     backend = OURS.get(str(backend).lower(), str(backend).lower())
     try:
         name = unique_name(group_name)
@@ -88,17 +93,14 @@ def make_groups(
             "use_device_communicator": bool(use_device_communicator),
             "use_message_queue_broadcaster": bool(use_message_queue_broadcaster),
             "group_name": group_name,
-            "timeout": options.timeout,
+            **vars(options),
             "check_collectives": check_wanted(options.check_collectives) is True,
-            "message_bytes_max": options.message_bytes_max,
-            "max_chunk_bytes": options.max_chunk_bytes,
-            "max_chunks": options.max_chunks,
         }
         terms = tuple((argument, str(value)) for argument, value in told.items())
     except (ValueError, TypeError) as error:
-        agreement.say(Statement("GroupCoordinator").refused(error))
+        agree(store, rank, world_size, timeout, Statement("GroupCoordinator").refused(error))
         raise
-    agreement.reach(Statement("GroupCoordinator", terms=terms))
+    agree(store, rank, world_size, timeout, Statement("GroupCoordinator", terms=terms))
     with contextlib.ExitStack() as undo:
         try:
             cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
@@ -173,56 +175,30 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
     return own
 
 
-def _part_of_next(store: Store, rank: int) -> Store:
-    """Return the part of the store for a rank's next agreement: its n-th is with the n-th of the others.
+def agree(store: Store, rank: int, world_size: int, timeout: timedelta, statement: Statement) -> None:
+    """Compare a rank's statement with those of the others, in a part of a store; wait for them.
 
-    The store counts them, not the process: coordinators that only some ranks have made do not count, nor
-    those of another job.
+    A rank that refuses says so, and waits for nobody.
     """
+    keys = [str(rank) for rank in range(world_size)]
     with _asking():
-        number = store.add(f"coordinator/made/{rank}", 1)
-    return PrefixStore(f"coordinator/{number}", store)
-
-
-class Agreement:
-    """One rank's part in one agreement, to which a part of the store belongs."""
-
-    def __init__(self, store: Store, rank: int, world_size: int, timeout: timedelta) -> None:
-        self._store = store
-        self._rank = rank
-        self._keys = [str(rank) for rank in range(world_size)]
-        self._timeout = timeout
-
-    def reach(self, statement: Statement) -> None:
-        """Wait for the other ranks, and compare their statements."""
-        self.say(statement)
-        with _asking():
-            missing = self._missing()
-            said = [] if missing else self._store.multi_get(self._keys)
-        if missing:
-            came = set(range(len(self._keys))) - set(missing)
-            waiting = dict.fromkeys(came, (f"{statement.operation}()",))
-            raise CollectiveTimeoutError(self._timeout.total_seconds(), missing, waiting)
-        check({rank: decode(record) for rank, record in enumerate(said)})
-
-    def say(self, statement: Statement) -> None:
-        """State something, such as a refusal, without waiting for the other ranks."""
-        with _asking():
-            self._store.set(str(self._rank), encode_briefly(statement).decode())
-            if self._store.check(self._keys):
-                self._decide([])
-
-    def _missing(self) -> list[int]:
-        """Wait for the decision, and return the ranks that had not come."""
+        store.set(str(rank), encode_briefly(statement).decode())
+        if store.check(keys):
+            store.compare_set(_MISSING, "", "[]")
+        if statement.refusal is not None:
+            return
         try:
-            self._store.wait([_MISSING], self._timeout)
+            store.wait([_MISSING], timeout)
         except RuntimeError:
-            self._decide([rank for rank, key in enumerate(self._keys) if not self._store.check([key])])
-        return _ranks_in(self._store.get(_MISSING))
-
-    def _decide(self, missing: list[int]) -> None:
-        """Decide which ranks are missing, unless it is decided already."""
-        self._store.compare_set(_MISSING, "", json.dumps(missing))
+            absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
+            store.compare_set(_MISSING, "", json.dumps(absent))  # unless it is decided already
+        missing = _ranks_in(store.get(_MISSING))
+        said = [] if missing else store.multi_get(keys)
+    if missing:
+        came = {*range(world_size)} - {*missing}
+        waiting = dict.fromkeys(came, (f"{statement.operation}()",))
+        raise CollectiveTimeoutError(timeout.total_seconds(), missing, waiting)
+    check({rank: decode(record) for rank, record in enumerate(said)})
 
 
 def _ranks_in(value: bytes) -> list[int]:

@@ -200,11 +200,44 @@ class Change:
             raise GroupCoordinatorError(f"the change is over: {self._reason}; begin another")
         limit = self.timeout if timeout is None else as_timedelta(timeout)
         deadline = time.monotonic() + limit.total_seconds()
+        coordinator = self._member.coordinator
         if self.groups is None:
-            self._member.coordinator._leave(self)
-        elif self._has_voted or self._meet(deadline):
-            self._vote(deadline)
-            self._settle(deadline)
+            coordinator._leave(self)
+            return
+        # One that has voted was interrupted before it had the answer.
+        problem = None if self._has_voted else self._vote(self.groups, deadline)
+        if self.is_over and self._reason is None:
+            return
+        if problem is not None:
+            self._member.roll_back(self, f"{self._member.name}: {problem}")
+        elif not self._decided.wait(max(_left(deadline), self.timeout).total_seconds()):
+            self._member.stop_waiting(self)  # unless the answer has come meanwhile
+        if self._answer is Answer.SWITCH and self.membership is not None:
+            try:
+                coordinator._enter(self.membership, self.groups)
+            finally:
+                self.is_over, self._reason = True, "it has come about"
+        elif problem is not None or self._answer is Answer.ROLL_BACK:
+            coordinator._part(_ROLLED_BACK)
+            raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}") from self._failure
+        else:
+            doubt = f"{self._member.name} does not know whether {self} has come about: {self._reason}"
+            coordinator._end_epoch(doubt)
+            raise ChangeInDoubtError(doubt)
+
+    def _vote(self, groups: EpochGroups, deadline: float) -> str | None:
+        """Vote, once all members have met and come to this point; return why this member does not."""
+        if not self._prepared.wait(_left(deadline).total_seconds()):
+            return "has waited for the others in vain"
+        if self.is_over or self.failure is not None:
+            return self.failure
+        try:
+            groups.barrier(_left(deadline))
+        except Exception as error:  # noqa: BLE001 - whatever it is, this member does not vote
+            self._failure = error
+            return self.failure or f"has waited for the others in vain: {error}"
+        self._has_voted = self._member.vote(self)
+        return None if self._has_voted else self.failure or "it was rolled back"
 
     def roll_back(self, reason: str) -> None:
         """Have nobody switch, instead of `complete`. Does nothing if the change is over.
@@ -214,70 +247,22 @@ class Change:
         """
         self._member.roll_back(self, f"{self._member.name}: {reason}")
 
-    # ------------------------------------------------------------------ what `complete` consists of
-
-    def _meet(self, deadline: float) -> bool:
-        """Wait until the members have met; return whether there is anything to decide."""
-        if not self._prepared.wait(_left(deadline).total_seconds()):
-            self._raise_rolled_back("has waited for the others in vain")
-        if self.is_over and self._reason is None:
-            return False
-        if self.failure is not None:
-            self._raise_rolled_back(self.failure)
-        return True
-
-    def _vote(self, deadline: float) -> None:
-        """Vote, once, when all members have come to this point."""
-        if self._has_voted:  # and was interrupted before it had the answer
-            return
-        try:
-            if self.groups is not None:
-                self.groups.barrier(_left(deadline))
-        except Exception as error:  # noqa: BLE001 - whatever it is, this member does not vote
-            self._failure = error
-            self._raise_rolled_back(self.failure or f"has waited for the others in vain: {error}")
-        self._has_voted = self._member.vote(self)
-        if not self._has_voted:
-            self._raise_rolled_back(self.failure or "it was rolled back")
-
-    def _settle(self, deadline: float) -> None:
-        if not self._decided.wait(max(_left(deadline), self.timeout).total_seconds()):
-            self._member.stop_waiting(self)  # unless the answer has come meanwhile
-        if self._answer is Answer.SWITCH and self.membership is not None and self.groups is not None:
-            try:
-                self._member.coordinator._enter(self.membership, self.groups)
-            finally:
-                self.is_over, self._reason = True, "it has come about"
-            return
-        if self._answer is Answer.ROLL_BACK:
-            self._member.coordinator._part(_ROLLED_BACK)
-            raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}")
-        doubt = ChangeInDoubtError(
-            f"{self._member.name} does not know whether {self} has come about: {self._reason}"
-        )
-        self._member.coordinator._end_epoch(str(doubt))
-        raise doubt
-
-    def _raise_rolled_back(self, reason: str) -> None:
-        self._member.roll_back(self, f"{self._member.name}: {reason}")
-        self._member.coordinator._part(_ROLLED_BACK)
-        raise ChangeRolledBackError(f"{self} was rolled back: {self._reason}") from self._failure
-
     # ------------------------------------------------------------- told by the member, under its lock
 
     def prepare(self, membership: Membership) -> None:
         """Meet the members that the lighthouse proposes, on a thread of the change's own."""
         self.membership = membership
-        threading.Thread(target=self._prepare, args=(membership,), name="torchft-change", daemon=True).start()
 
-    def _prepare(self, membership: Membership) -> None:
-        try:
-            if self.groups is not None:
-                self.groups.configure(membership, membership.members.index(self._member.name))
-        except Exception as error:  # noqa: BLE001 - `complete` raises it
-            self._failure = error
-            self.fail(f"could not meet the others: {error}")
-        self._prepared.set()
+        def meet() -> None:
+            try:
+                if self.groups is not None:
+                    self.groups.configure(membership, membership.members.index(self._member.name))
+            except Exception as error:  # noqa: BLE001 - `complete` raises it
+                self._failure = error
+                self.fail(f"could not meet the others: {error}")
+            self._prepared.set()
+
+        threading.Thread(target=meet, name="torchft-change", daemon=True).start()
 
     def fail(self, reason: str) -> None:
         """Abort the groups: the change cannot come about, or its members cannot communicate any more."""
@@ -316,7 +301,7 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
         return
     if old is None:
         return
-    waiting = Handle("a change of members", all_know.wait, lambda _: None)
+    waiting: Handle[object] = Handle("a change of members", all_know.wait)
 
     def close() -> None:
         try:
@@ -363,9 +348,7 @@ class Member:
                 if change.failure is not None and self._candidate.stage is not Stage.VOTED:
                     self.roll_back(change, change.failure)
                 return self._change or change
-            self._change = change = Change(
-                self, EpochGroups(self.coordinator.device, timeout), timeout, shrink_only=shrink_only
-            )
+            change = self._begun(timeout, shrink_only)
             self._say(self._candidate.ask(shrink_only=shrink_only))
             return change
 
@@ -449,11 +432,15 @@ class Member:
         if request is not None and self._link is not None:
             self._link.join(request)
 
-    def _succeed(self, change: Change) -> Change:
-        """Make the change after one that was rolled back."""
-        groups = EpochGroups(self.coordinator.device, change.timeout)
-        self._change = Change(self, groups, change.timeout, shrink_only=change.shrink_only)
+    def _begun(self, timeout: timedelta, shrink_only: bool) -> Change:
+        self._change = Change(
+            self, EpochGroups(self.coordinator.device, timeout), timeout, shrink_only=shrink_only
+        )
         return self._change
+
+    def _succeed(self, change: Change) -> Change:
+        """Begin the change after one that was rolled back."""
+        return self._begun(change.timeout, change.shrink_only)
 
     # ------------------------------------------------------------- told on the coordination loop
 
@@ -553,7 +540,6 @@ class EpochCoordinator(GroupCoordinator):
         self.device = torch.device(device)
         self.local_rank = self.device.index or 0
         self._count_nobody()
-        self._queues = []
 
     def _count_nobody(self) -> None:
         self.ranks, self.rank, self.rank_in_group, self.world_size = [], -1, -1, 0
@@ -562,15 +548,14 @@ class EpochCoordinator(GroupCoordinator):
         """End the present epoch, with the queues that were made in it."""
         if self._communicator is not None and self._communicator.epoch is not None:
             self._communicator.epoch.set(reason)
-        for queue in self._queues:
-            queue.shutdown()
-        self._queues.clear()
+            self._communicator.end_queues()
         self._barriers = self.mq_broadcaster = None
 
-    def _begin_epoch(self, epoch: Epoch, place: Place) -> None:
+    def _begin_epoch(self, epoch: Epoch, place: Place) -> Communicator:
         """Begin an epoch with these members; the one before is over."""
-        self._adopt(place, self.options, epoch)
+        communicator = self._adopt(place, self.options, epoch)
         self.epoch = epoch.number
+        return communicator
 
 
 class ElasticCoordinator(EpochCoordinator):
@@ -843,21 +828,15 @@ class ManagedCoordinator(EpochCoordinator):
         if (lost := self._manager.errored()) is not None:
             raise GroupCoordinatorError(f"the step is lost already: {lost}") from lost
         group = self._manager.process_group
-        if self._communicator is None or self.epoch != group.epoch:
-            self._follow(group)
-        if self._communicator is None:
-            raise GroupCoordinatorError(f"{self.unique_name} has no members")
-        return self._communicator
-
-    def _follow(self, group: ProcessGroup) -> None:
-        """Have the members that the group is configured for."""
+        if self._communicator is not None and self.epoch == group.epoch:
+            return self._communicator
         rank = self._manager.replica_rank()
         if rank is None:
             raise GroupCoordinatorError("the manager has no quorum yet: call start_quorum first")
         self._end_present(f"the quorum is another one since configuration {group.epoch}")
         everyone = list(range(self._manager.replica_world_size()))
         epoch = _ManagedEpoch(group, self._manager)
-        self._begin_epoch(epoch, Place(self.unique_name, rank, everyone, self.device, group, group))
+        return self._begin_epoch(epoch, Place(self.unique_name, rank, everyone, self.device, group, group))
 
 
 class _ManagedEpoch(Epoch):

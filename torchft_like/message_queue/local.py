@@ -456,13 +456,13 @@ class LocalReader(Endpoint):
         self._file_read = 0  # the number of the last of them
         self._lacked_descriptors = False  # for a file, whose descriptor the kernel has dropped
         self._ring: RingReader | None = None
-        self._wake_up = -1
-        self._memory: list[mmap.mmap] = []
         with contextlib.ExitStack() as undo:
             self._events = undo.enter_context(select.epoll())
             self._connection = undo.enter_context(call(handle, rank))
             super().__init__(f"reader {rank} has left the queue")
-            undo.pop_all()
+            undo.callback(os.close, self._stop)
+            undo.callback(self._close_files)
+            self._undo = undo.pop_all()
         self._events.register(self._stop, select.EPOLLIN)
         self._events.register(self._connection, select.EPOLLIN)
 
@@ -497,20 +497,7 @@ class LocalReader(Endpoint):
             self._connection.shutdown(socket.SHUT_RDWR)
 
     def _release(self, linger_s: float = 0.0) -> None:
-        self._connection.close()
-        self._events.close()
-        # `_release` in a fork closes all once more
-        descriptors = self._stop, self._wake_up
-        self._stop = self._wake_up = -1
-        for descriptor in descriptors:
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._close_files()
-        if self._ring is not None:
-            self._ring.release()
-            self._words.release()
-        for memory in self._memory:
-            memory.close()
+        self._undo.close()
 
     # ------------------------------------------------------------------------------- joining
 
@@ -526,9 +513,7 @@ class LocalReader(Endpoint):
         self._wait(is_answered, limit, lambda: (what, ()), spins=False)
         try:
             with descriptors_for(f"reader {self._rank}, which has left the message queue,"):
-                self._take_memory()
-            self._words = memoryview(self._memory[0]).cast("Q")
-            self._ring = RingReader(memoryview(self._memory[1]), self._handle.geometry)
+                self._ring = self._take_memory()
         except QueueWriterLostError:
             raise
         except OSError as error:
@@ -541,18 +526,23 @@ class LocalReader(Endpoint):
             raise
         return self._ring
 
-    def _take_memory(self) -> None:
+    def _take_memory(self) -> RingReader:
         ring_descriptor, page_descriptor, self._wake_up = hear_welcome(self._connection)
+        self._undo.callback(os.close, self._wake_up)
+        geometry = self._handle.geometry
         try:
             # No reader ever reads the eventfd's counter, which would take the wake-up from the other readers:
             # every wake-up is an edge.
             self._events.register(self._wake_up, select.EPOLLIN | select.EPOLLET)
-            self._memory.append(map_received(page_descriptor, PAGE_BYTES, writable=True))
-            ring_bytes = self._handle.geometry.memory_bytes
-            self._memory.append(map_received(ring_descriptor, ring_bytes, writable=False))
+            page = self._undo.enter_context(map_received(page_descriptor, PAGE_BYTES, writable=True))
+            self._words = self._undo.enter_context(memoryview(page).cast("Q"))
+            memory = map_received(ring_descriptor, geometry.memory_bytes, writable=False)
+            ring = RingReader(memoryview(self._undo.enter_context(memory)), geometry)
+            self._undo.callback(ring.release)
         finally:
             os.close(ring_descriptor)
             os.close(page_descriptor)
+        return ring
 
     # ------------------------------------------------------------------------------- reading
 

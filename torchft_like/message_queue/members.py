@@ -118,7 +118,7 @@ def create_single_reader(
     with group.guard(operation), _ended_if_it_fails(made):
         places = _places(group, operation, terms)
         said, queue = group.agree(operation, prepare)
-        group.when_broken_off(queue)
+        group.keep(queue)
         return queue, [assemble(each.payload, []) for each in said] if group.rank == reader else []
 
 
@@ -161,11 +161,11 @@ def _met(
         if written is not None and blocking:
             _let_in(written, _timeout_s(group))
 
-    letting_in = Handle(operation, let_in, lambda _: None)
+    letting_in: Handle[None] = Handle(operation, let_in)
     _, own = group.agree(operation, opened)
     group.agree(operation, joined)
     letting_in.wait()
-    group.when_broken_off(own)
+    group.keep(own)
     return own
 
 
@@ -225,9 +225,14 @@ def _queue_for(group: Communicator, readers: Mapping[int, int], places: list[byt
     """Return a queue from the caller to `readers`: the members that read, and the queue's rank for each."""
     here = places[group.rank]
     near = [called for rank, called in readers.items() if places[rank] == here]
-    are_elsewhere = any(_machine(places[rank]) != _machine(here) for rank in readers)
+    # The others reach this machine at the address from which it reaches their store. Without such a store it
+    # is that of this host's name, which is None.
+    if (store := group.control.store_address()) is not None:
+        host: str | None = local_host_towards(store.server.host, store.server.port)
+    else:
+        are_elsewhere = any(_machine(places[rank]) != _machine(here) for rank in readers)
+        host = None if are_elsewhere else LOOPBACK
     options = group.options
-    host = _host_towards(group, are_elsewhere)
     return MessageQueue(len(readers), len(near), near, options.max_chunk_bytes, options.max_chunks, host)
 
 
@@ -242,16 +247,6 @@ def _places(group: Communicator, operation: str, choose: Callable[[], Terms]) ->
 def _machine(place: bytes) -> bytes:
     """A place without its user: what the loopback interface is common to."""
     return place.rpartition(b"/")[0]
-
-
-def _host_towards(group: Communicator, are_elsewhere: bool) -> str | None:
-    """The address of this machine at which the others reach it: that from which it reaches their store.
-
-    None, which means that of this host's name, where some are elsewhere and the group has no such store.
-    """
-    if (store := group.control.store_address()) is not None:
-        return local_host_towards(store.server.host, store.server.port)
-    return None if are_elsewhere else LOOPBACK
 
 
 def _timeout_s(group: Communicator) -> float:

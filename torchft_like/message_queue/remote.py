@@ -177,23 +177,21 @@ class RemoteReaders:
         try:
             for identity in list(self._readers):
                 self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
-            self._await_the_last(time.monotonic() + linger_s)
+            # If a reader's words are unread at the end of the connection, the system throws away what is
+            # still on its way to that reader. A reader that has read all says nothing more, and the goodbye,
+            # which is short, is on its way at once: such a reader need not be heard now.
+            deadline = time.monotonic() + linger_s
+            self.attend()
+            while self._behind() and (left := deadline - time.monotonic()) > 0:
+                self._router.poll(int(min(left, 0.1) * 1000) + 1)
+                self.attend()
+            for rank in self._behind():
+                _logger.warning("remote reader %d had not read all when the queue was shut down", rank)
         finally:
             self._router.disable_monitor()
             self._monitor.close(0)
             self._router.close(_FAREWELL_MS_MAX)
             self._context.term()
-
-    def _await_the_last(self, deadline: float) -> None:
-        # If a reader's words are unread at the end of the connection, the system throws away what is still on
-        # its way to that reader. A reader that has read all says nothing more, and the goodbye, which is
-        # short, is on its way at once: such a reader need not be heard now.
-        self.attend()
-        while self._behind() and (left := deadline - time.monotonic()) > 0:
-            self._router.poll(int(min(left, 0.1) * 1000) + 1)
-            self.attend()
-        for rank in self._behind():
-            _logger.warning("remote reader %d had not read all when the queue was shut down", rank)
 
     def _behind(self) -> list[int]:
         return [reader.rank for reader in self._readers.values() if reader.read < self._sent]

@@ -6,7 +6,6 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from datetime import timedelta
 from types import FrameType
 from typing import Any
@@ -309,7 +308,7 @@ def gate() -> Iterator[threading.Event]:
 
 
 def test_a_handle_that_is_waited_for_too_briefly_goes_on(gate: threading.Event) -> None:
-    handle = Handle("reading", lambda: gate.wait(LIMIT_S) and 7, lambda found: [found])
+    handle = Handle("reading", lambda: gate.wait(LIMIT_S) and 7, lambda found: [found()])
     with pytest.raises(StillUnderWayError, match="reading is not done after"):
         handle.wait(0.01)
     assert not handle.is_completed()
@@ -325,7 +324,7 @@ def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
     def fail() -> object:
         raise TimeoutError("its own")
 
-    handle: Handle[object] = Handle("reading", fail, lambda found: found)
+    handle: Handle[object] = Handle("reading", fail)
     for _ in range(2):
         with pytest.raises(TimeoutError, match="its own"):
             handle.wait(LIMIT_S)
@@ -335,8 +334,8 @@ def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
 def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_failed() -> None:
     made: list[object] = []
 
-    def settle(found: object) -> object:
-        made.append(found)
+    def settle(found: Callable[[], object]) -> object:
+        made.append(found())
         raise CollectiveMismatchError("shape", {0: "its", 1: "other"})
 
     handle = Handle("reading", lambda: 7, settle)
@@ -344,22 +343,6 @@ def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_f
         with pytest.raises(CollectiveMismatchError, match="shape"):
             handle.wait(LIMIT_S)
     assert made == [7]
-
-
-def test_a_handle_that_is_done_when_the_wait_for_it_ends_gives_the_result() -> None:
-    class Late(Future[object]):
-        """Is done a moment after its wait has ended."""
-
-        def result(self, timeout: float | None = None) -> object:
-            if timeout is not None:
-                self.set_result(7)
-                raise TimeoutError
-            return super().result()
-
-    handle: Handle[object] = Handle("reading", lambda: None, lambda found: found, lambda: False)
-    handle._outcome = Late()
-    handle._is_over = None
-    assert handle.wait(0.01) == 7
 
 
 def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:

@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.group_coordinator import GroupCoordinator
-from torchft_like.group_coordinator.creation import Agreement
+from torchft_like.group_coordinator.creation import agree
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ class Interrupted:
 
 def reach(store: Any, rank: int, timeout: timedelta = PATIENT, of: int = 2) -> int:
     """Return the rank once it may go on."""
-    Agreement(store, rank, of, timeout).reach(Statement("making", terms=(("name", "é" * 5000),)))
+    agree(store, rank, of, timeout, Statement("making", terms=(("name", "é" * 5000),)))
     return rank
 
 
@@ -101,7 +101,7 @@ def test_whose_time_is_up_when_the_last_has_come_goes_on_with_it() -> None:
 
 def test_a_rank_that_refuses_has_come() -> None:
     store = HashStore()
-    Agreement(store, 1, 2, PATIENT).say(Statement("making").refused(ValueError("no such device")))
+    agree(store, 1, 2, PATIENT, Statement("making").refused(ValueError("no such device")))
     with pytest.raises(CollectiveMismatchError, match="no such device"):
         reach(store, 0)
 

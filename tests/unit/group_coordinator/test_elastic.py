@@ -353,14 +353,15 @@ def test_a_member_that_is_late_is_not_left_out_while_it_answers() -> None:
 
 def test_a_member_destroyed_after_its_vote_is_past(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
     crew.hire("ab", 3600)
-    changes, settle = crew.begin("ab"), Change._settle
+    changes, vote = crew.begin("ab"), Member.vote
 
-    def interrupted(change: Change, deadline: float) -> None:
+    def interrupted(member: Member, change: Change) -> bool:
+        has_voted = vote(member, change)
         if change is changes["a"]:
             raise KeyboardInterrupt
-        settle(change, deadline)
+        return has_voted
 
-    monkeypatch.setattr(Change, "_settle", interrupted)
+    monkeypatch.setattr(Member, "vote", interrupted)
     completing = crew.aside(changes["b"].complete)
     with pytest.raises(KeyboardInterrupt):
         changes["a"].complete()

@@ -23,7 +23,10 @@ pytestmark = pytest.mark.usefixtures("no_operator")
 
 
 def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(coordinator, "_store_of", lambda _: None)
+    def unreachable(*_: object) -> None:
+        raise RuntimeError("the store is gone")
+
+    monkeypatch.setattr(coordinator, "create_store_client", unreachable)
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
         early.barrier(0.05)

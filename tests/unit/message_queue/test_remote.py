@@ -227,7 +227,7 @@ def test_an_interrupted_farewell_leaves_nothing(queues: Queues, monkeypatch: pyt
     before = open_descriptors()
     writer, (reader,) = queues.make(remote=[0])
     writer.enqueue("unread", LIMIT_S)
-    monkeypatch.setattr(RemoteReaders, "_await_the_last", interrupt)
+    monkeypatch.setattr(RemoteReaders, "_behind", interrupt)
     with pytest.raises(KeyboardInterrupt):
         writer.shutdown()
     assert reader.dequeue(LIMIT_S) == "unread"
