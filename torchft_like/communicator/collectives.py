@@ -59,19 +59,7 @@ def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
 def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
     """Return the tensors of all ranks joined along `dim`."""
 
-    def check() -> int:
-        return checked_dim(dim, checked_tensor(input_).dim())
-
-    at = communicator.agree_if_checking("all_gather", input_, {"dim": dim}, check)
-    if communicator.world_size == 1:
-        return input_.detach().clone(memory_format=torch.contiguous_format)
-    mine = communicator.movable(input_)
-    parts = torch.empty((communicator.world_size, *mine.shape), dtype=mine.dtype, device=mine.device)
-    if mine.numel():
-        communicator.channels[mine.device.type].start(
-            "_allgather_base", as_bytes(parts), as_bytes(mine)
-        ).wait()
-    return _joined_along(parts, at).to(input_.device)
+    return _gathered(communicator, "all_gather", input_, dim, None)
 
 
 @call("reduce_scatter")
@@ -104,22 +92,8 @@ def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tens
 def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Tensor | None:
     """Return the tensors of all ranks joined along `dim` on rank `dst`; None on other ranks."""
 
-    def check() -> int:
-        checked_rank(dst, communicator.world_size, "dst")
-        return checked_dim(dim, checked_tensor(input_).dim())
-
-    at = communicator.agree_if_checking("gather", input_, {"dst": dst, "dim": dim}, check)
-    if communicator.world_size == 1:
-        return input_.detach().clone(memory_format=torch.contiguous_format)
-    mine = communicator.movable(input_)
-    count = communicator.world_size if communicator.rank == dst else 0
-    parts = torch.empty((count, *mine.shape), dtype=mine.dtype, device=mine.device)
-    if mine.numel():
-        options = GatherOptions()
-        options.rootRank = dst
-        outputs = [[as_bytes(part) for part in parts]] if count else []
-        communicator.channels[mine.device.type].start("gather", outputs, [as_bytes(mine)], options).wait()
-    return _joined_along(parts, at).to(input_.device) if count else None
+    found = _gathered(communicator, "gather", input_, dim, dst)
+    return found if communicator.rank == dst else None
 
 
 @call("broadcast")
@@ -287,6 +261,35 @@ def _start_adding(
         channel.start("alltoall_base", arriving, leaving, out_bytes, in_bytes).wait()
 
     return finish
+
+
+def _gathered(
+    communicator: Communicator, operation: str, input_: Tensor, dim: int, dst: int | None
+) -> Tensor:
+    """Return the tensors of all ranks joined along `dim`, on rank `dst` or on all; nothing on the others."""
+
+    def check() -> int:
+        if dst is not None:
+            checked_rank(dst, communicator.world_size, "dst")
+        return checked_dim(dim, checked_tensor(input_).dim())
+
+    more = {"dim": dim} if dst is None else {"dst": dst, "dim": dim}
+    at = communicator.agree_if_checking(operation, input_, more, check)
+    if communicator.world_size == 1:
+        return input_.detach().clone(memory_format=torch.contiguous_format)
+    mine = communicator.movable(input_)
+    count = communicator.world_size if dst in (None, communicator.rank) else 0
+    parts = torch.empty((count, *mine.shape), dtype=mine.dtype, device=mine.device)
+    if mine.numel():
+        channel = communicator.channels[mine.device.type]
+        if dst is None:
+            channel.start("_allgather_base", as_bytes(parts), as_bytes(mine)).wait()
+        else:
+            options = GatherOptions()
+            options.rootRank = dst
+            outputs = [[as_bytes(part) for part in parts]] if count else []
+            channel.start("gather", outputs, [as_bytes(mine)], options).wait()
+    return _joined_along(parts, at).to(input_.device)
 
 
 def _joined_along(parts: Tensor, dim: int) -> Tensor:

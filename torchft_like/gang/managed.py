@@ -105,17 +105,15 @@ class ManagedGang(GroupGang):
     def _check_nobody_heals(self) -> None:
         if not (healing := self._manager.healing_ranks()):
             return
+        cure = "they do in the next one, and in every one with Manager(use_async_quorum=False)"
+        if self._manager.current_step() == 0:  # step 0 is tried again, and then they heal again
+            cure = "pass Manager(use_async_quorum=False), or init_sync=False if all replicas start out alike"
         error = GangError(
             f"ranks {sorted(healing)} of the quorum fetch the others' state in this step, and sub-gangs do "
-            f"not work in such a step: {self._how_to_go_on()}"
+            f"not work in such a step: {cure}"
         )
         self._manager.report_error(error)
         raise error
-
-    def _how_to_go_on(self) -> str:
-        if self._manager.current_step() == 0:  # step 0 is tried again, and then they heal again
-            return "pass Manager(use_async_quorum=False), or init_sync=False if all replicas start out alike"
-        return "they do in the next one, and in every one with Manager(use_async_quorum=False)"
 
     def _present(self) -> Communicator:
         self._wait_quorum()

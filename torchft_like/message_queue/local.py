@@ -175,23 +175,19 @@ class JoinListener:
             caller.close()
             return
         magic, token, rank = _HELLO.unpack(hello)
-        problem = self._problem(magic, token, rank)
-        if problem is None:
+        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
+            problem = "the token is not that of this queue"
+        elif rank in self.expected:
             self.expected.discard(rank)
             yield rank, caller
             return
+        elif rank in self._ranks:
+            problem = f"reader {rank} has joined already"
+        else:
+            problem = f"rank {rank} is no local reader; they are {sorted(self._ranks)}"
         with contextlib.suppress(OSError):
             caller.send(_REFUSED + problem.encode())
         caller.close()
-
-    def _problem(self, magic: bytes, token: bytes, rank: int) -> str | None:
-        if magic != _MAGIC or not hmac.compare_digest(token, self._token):
-            return "the token is not that of this queue"
-        if rank in self.expected:
-            return None
-        if rank in self._ranks:
-            return f"reader {rank} has joined already"
-        return f"rank {rank} is no local reader; they are {sorted(self._ranks)}"
 
 
 def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
@@ -318,7 +314,14 @@ class LocalReaders:
                 reader.woken = sleep
                 is_needed = True
         if is_needed:
-            _signal(self._wake_up)
+            try:
+                os.eventfd_write(self._wake_up, 1)
+            # A hostile reader has filled the counter: no honest reader writes to it, or reads it.
+            except BlockingIOError:
+                # The hostile reader may go on; the others look again by themselves.
+                with contextlib.suppress(BlockingIOError):
+                    os.eventfd_read(self._wake_up)
+                    os.eventfd_write(self._wake_up, 1)
             os.sched_yield()
 
     def attend(self) -> None:
@@ -378,17 +381,6 @@ class LocalReaders:
         if not self._readers:
             self.free_until = 0
         reader.close()
-
-
-def _signal(wake_up: int) -> None:
-    try:
-        os.eventfd_write(wake_up, 1)
-    # A hostile reader has filled the counter: no honest reader writes to it, or reads it.
-    except BlockingIOError:
-        # The hostile reader may go on; the others look again by themselves.
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(wake_up)
-            os.eventfd_write(wake_up, 1)
 
 
 # ---------------------------------------------------------------------------- a reader's end

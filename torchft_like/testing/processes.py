@@ -256,6 +256,15 @@ def run_tool(*command: str) -> str | None:
     return f"{' '.join(command)}: {done.stderr.strip()}" if done.returncode else None
 
 
+def why_no_namespace(what: str, option: str, *tools: str) -> str | None:
+    """Return why this user or machine cannot make a namespace with `unshare`; None if it can."""
+    if os.geteuid() != 0:
+        return f"{what} needs root"
+    if missing := [tool for tool in ("setpriv", "unshare", *tools) if shutil.which(tool) is None]:
+        return f"{what} needs {', '.join(missing)}"
+    return run_tool("unshare", option, "true")
+
+
 def wait_ended(processes: Iterable[psutil.Process], limit_s: float) -> bool:
     """Wait until all have ended; return False if one has not.
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from torchft_like.testing.chaos.engine import Engine, Features, Run, features, usable
+from torchft_like.testing.chaos.engine import Engine, Missing, Run, features, usable
 from torchft_like.testing.chaos.job import JobError
 from torchft_like.testing.chaos.network import NetworkUnavailableError
 from torchft_like.testing.chaos.orders import JobSettings, Training
@@ -53,15 +53,15 @@ def _carry_out(options: argparse.Namespace) -> int:
         command=options.command,
         naming=options.names,
     )
-    offered = features(settings, network=not options.no_network)
-    kinds, skipped = usable(options.kinds, offered)
+    missing = features(settings, network=not options.no_network)
+    kinds, skipped = usable(options.kinds, missing)
     if not kinds:
         reasons = "\n".join(f"  {kind}: {why}" for kind, why in skipped.items())
         raise ValueError(f"--kinds: none of them can be injected here\n{reasons}")
     plan = draw(options.seed, kinds, options.length, options.interval, settings.replicas)
     out, passed = Path(options.out or tempfile.mkdtemp(prefix="torchft-like-")), False
     try:
-        report = _rounds(options, settings, offered, plan, skipped, out)
+        report = _rounds(options, settings, missing, plan, skipped, out)
         _say(report.to_text().rstrip("\n"))
         passed = report.passed
     finally:
@@ -75,7 +75,7 @@ def _carry_out(options: argparse.Namespace) -> int:
 def _rounds(
     options: argparse.Namespace,
     settings: JobSettings,
-    offered: Features,
+    missing: Missing,
     plan: list[Planned],
     skipped: dict[str, str],
     out: Path,
@@ -87,11 +87,11 @@ def _rounds(
     baseline = None
     if options.baseline:
         with_line = Line("without faults")
-        engine = Engine(settings, out / "baseline", offered, with_line, options.seed)
+        engine = Engine(settings, out / "baseline", missing, with_line, options.seed)
         baseline = engine.run([], options.baseline)
         with_line.end()
     line = Line("faults")
-    run = Engine(settings, out / "chaos", offered, line, options.seed).run(plan, options.length)
+    run = Engine(settings, out / "chaos", missing, line, options.seed).run(plan, options.length)
     line.end()
     setup = {
         "seed": options.seed,

@@ -9,7 +9,7 @@ the end, for any reason. The engine records what happened; `evidence` and `invar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,21 +65,12 @@ class Run:
     compared: int = 0
 
 
-@dataclass(frozen=True)
-class Features:
-    """The features of the machine that the faults of a run may use, which `schedule.Kind.needs` names.
-
-    Attributes:
-        available: names of features.
-        missing: why each of the other features is missing.
-    """
-
-    available: frozenset[str]
-    missing: dict[str, str]
+# Why this machine, this user or these settings lack what faults need, by the names in `Kind.needs`.
+Missing = Mapping[str, str]
 
 
-def features(settings: JobSettings, *, network: bool = True) -> Features:
-    """Return what this machine, this user and these settings offer; `network=False` does without hosts."""
+def features(settings: JobSettings, *, network: bool = True) -> Missing:
+    """Return what the faults of a run have to do without; `network=False` does without hosts."""
     missing: dict[str, str | None] = {
         "network": "a spare is on no host of its own" if settings.spares else why_unavailable(),
         "disk": SmallDisk.why_unavailable(),
@@ -91,19 +82,13 @@ def features(settings: JobSettings, *, network: bool = True) -> Features:
     }
     if not network:
         missing["network"] = "the run was told to do without"
-    return Features(
-        frozenset(name for name, reason in missing.items() if reason is None),
-        {name: reason for name, reason in missing.items() if reason is not None},
-    )
+    return {name: reason for name, reason in missing.items() if reason is not None}
 
 
-def usable(kinds: Sequence[str], offered: Features) -> tuple[list[str], dict[str, str]]:
+def usable(kinds: Sequence[str], missing: Missing) -> tuple[list[str], dict[str, str]]:
     """Return the kinds of fault that can be injected, and why each of the others cannot."""
-    skipped = {
-        kind: "; ".join(offered.missing[need] for need in KINDS[kind].needs if need in offered.missing)
-        for kind in kinds
-        if not set(KINDS[kind].needs) <= offered.available
-    }
+    lacking = {kind: [missing[need] for need in KINDS[kind].needs if need in missing] for kind in kinds}
+    skipped = {kind: "; ".join(reasons) for kind, reasons in lacking.items() if reasons}
     return [kind for kind in kinds if kind not in skipped], skipped
 
 
@@ -113,15 +98,15 @@ class Engine:
     Args:
         settings: the settings of the job.
         folder: the folder for all records; the engine makes it, so it must not exist.
-        offered: what the faults may use; a network and a disk are made where they are offered.
+        missing: what the faults do without; a network and a disk are made where they are not missing.
         tell: called regularly, with the run so far.
         seed: the seed of the network's losses.
     """
 
-    def __init__(self, settings: JobSettings, folder: Path, offered: Features, tell: Tell, seed: int) -> None:
+    def __init__(self, settings: JobSettings, folder: Path, missing: Missing, tell: Tell, seed: int) -> None:
         self._settings = settings
         self._folder = folder.resolve()  # processes in other namespaces and folders use it, too
-        self._offered = offered
+        self._missing = missing
         self._tell = tell
         self._seed = seed
         self._watch = Watch()
@@ -150,10 +135,10 @@ class Engine:
 
     def _set_up(self, stack: ExitStack, run: Run) -> Target:
         network = disk = None
-        if "network" in self._offered.available:
+        if "network" not in self._missing:
             hosts = (LIGHTHOUSE, *self._settings.names)
             network = stack.enter_context(Network(hosts, self._folder, self._seed))
-        if "disk" in self._offered.available:
+        if "disk" not in self._missing:
             disk = SmallDisk(self._folder)
             stack.callback(disk.close)
         checkpoints = disk.path if disk else str(self._folder)

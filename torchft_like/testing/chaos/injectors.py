@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import os
 import resource
-import shutil
 import signal
 import sys
 import threading
@@ -27,7 +26,7 @@ from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.cluster import Daemon, Group, Rank
-from torchft_like.testing.processes import RunningProcess, holds_within, kill_all, run_tool
+from torchft_like.testing.processes import RunningProcess, holds_within, kill_all, why_no_namespace
 
 DISK_KB = 256
 _READY_S_MAX = 5.0
@@ -389,11 +388,7 @@ class SmallDisk:
     @staticmethod
     def why_unavailable() -> str | None:
         """Return why there can be no small disk here; None if there can."""
-        if os.geteuid() != 0:
-            return "a small disk is mounted by root only"
-        if missing := [tool for tool in ("setpriv", "unshare") if shutil.which(tool) is None]:
-            return f"a small disk needs {', '.join(missing)}"
-        return run_tool("unshare", "-m", "true")
+        return why_no_namespace("a small disk", "-m")
 
     def fill(self) -> None:
         """Use up every byte."""

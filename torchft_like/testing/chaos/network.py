@@ -16,7 +16,6 @@ import heapq
 import os
 import random
 import selectors
-import shutil
 import struct
 import threading
 import time
@@ -27,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from torchft_like.testing.processes import RunningProcess, holds_within, run_tool
+from torchft_like.testing.processes import RunningProcess, holds_within, run_tool, why_no_namespace
 
 TUN = "/dev/net/tun"
 PACKET_BYTES_MAX = 65536
@@ -62,16 +61,13 @@ class Rules:
 
 def why_unavailable() -> str | None:
     """Return why there can be no network of namespaces here; None if there can."""
-    if os.geteuid() != 0:
-        return "network namespaces need root"
-    missing = [tool for tool in ("ip", "nsenter", "setpriv", "unshare") if shutil.which(tool) is None]
-    if missing:
-        return f"network namespaces need {', '.join(missing)}"
+    if reason := why_no_namespace("a network of hosts", "-n", "ip", "nsenter"):
+        return reason
     try:
         os.close(os.open(TUN, os.O_RDWR))
     except OSError as error:
-        return f"network namespaces need {TUN}: {error.strerror}"
-    return run_tool("unshare", "-n", "true")
+        return f"a network of hosts needs {TUN}: {error.strerror}"
+    return None
 
 
 class Network:
