@@ -26,6 +26,8 @@ CONTESTANTS = (
     *(replace(peer, name=f"{peer.name}, 4 chunks", worker_options=("--chunks=4",)) for peer in PEERS),
 )
 PLAIN = {"a plain connection": False, "a plain connection, checksums": True}
+LINK_GBITS, LINK_SOURCES, LINK_MEGABYTES = 1, 3, 256
+SPEEDUP_MIN = 2.5
 FAR = 1 << 20  # steps of the other kind of state that the same processes transfer
 
 METHOD = [
@@ -47,6 +49,8 @@ METHOD = [
     "DTensors are a rank's shards, as FSDP2 has them; the fetch includes putting them on the receiver's "
     "mesh. The same two processes transfer plain tensors and DTensors, in turns, as two pairs of processes "
     "differ by up to 30 percent. The ratio is that of two transfers of one turn, of 40 turns.",
+    f"Several sources: {LINK_SOURCES} processes offer the same state, and a fourth one fetches it from one "
+    f"of them, or from all. The kernel paces what each sends to {LINK_GBITS} Gbit/s (SO_MAX_PACING_RATE).",
 ]
 
 
@@ -67,6 +71,7 @@ def main(samples: int = 5) -> Result:
             _measure(result, pairs, megabytes, samples)
         for megabytes in COMPARED_MEGABYTES:
             _compare(result, pairs[0], pairs[1], megabytes, 8 * samples)
+        measure_links(result, fleet, samples)
     result.save()
     return result
 
@@ -119,6 +124,42 @@ def _compare(result: Result, plain: _Pair, sharded: _Pair, megabytes: int, turns
     result.bars.append(Bar(what, statistics.median(ratios), DTENSOR_RATIO_MAX, "x"))
 
 
+def measure_links(result: Result, fleet: Fleet, samples: int) -> None:
+    """Fetch from one source and from several, each behind a link of its own."""
+    options = (f"--link={LINK_GBITS}",)
+    sources = [start_end(fleet, OURS, f"linked-source{number}", *options) for number in range(LINK_SOURCES)]
+    sink = start_end(fleet, OURS, "linked-sink")
+    taken: dict[int, list[float]] = {1: [], LINK_SOURCES: []}
+    step = 0
+    for _ in range(samples):
+        for count, seconds in taken.items():
+            step += 1
+            state = {"step": step, "megabytes": LINK_MEGABYTES, "dtensors": False}
+            prepared = fleet.ask(sources[:count], do="prepare", **state)
+            fleet.ask([sink], do="prepare", **{**state, "step": -step})
+            fetching = fleet.begin(
+                sink, do="fetch", metadata=[one["metadata"] for one in prepared], step=step
+            )
+            offered = fleet.ask(sources[:count], do="offer", step=step)
+            fetched = fetching()
+            fleet.ask(sources[:count], do="withdraw", before=0)
+            if fetched["checksum"] != prepared[0]["checksum"]:
+                raise CorruptStateError(f"what {count} sources sent arrived with another checksum")
+            seconds.append(float(fetched["ended"]) - min(float(one["began"]) for one in offered))
+    for count, seconds in taken.items():
+        case = f"{LINK_MEGABYTES} MB, {count} source{'s' * (count > 1)} of {LINK_GBITS} Gbit/s"
+        result.add(case, OURS.name, "ms", [one * 1e3 for one in seconds])
+    one, several = (statistics.median(seconds) for seconds in taken.values())
+    what = f"{LINK_MEGABYTES} MB from {LINK_SOURCES} sources of {LINK_GBITS} Gbit/s over that from one"
+    result.bars.append(Bar(what, several / one, 1 / SPEEDUP_MIN, "x"))
+
+
+def start_end(fleet: Fleet, system: System, name: str, *options: str) -> FleetProcess:
+    """Start a process that is one end of transfers."""
+    command = [system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]
+    return fleet.start(name, [*command, f"--package={system.package}", *system.worker_options, *options])
+
+
 class _Transfer(NamedTuple):
     """What one transfer took: seconds, those of the offer alone, and bytes of memory."""
 
@@ -133,7 +174,9 @@ class _Pair:
     def __init__(self, fleet: Fleet, system: System) -> None:
         self.system = system
         self._fleet = fleet
-        self._source, self._sink = (self._start(role) for role in ("source", "sink"))
+        self._source, self._sink = (
+            start_end(fleet, system, f"{system.name}-{role}") for role in ("source", "sink")
+        )
         self._step = 0
         self._dtensors = False
 
@@ -149,7 +192,7 @@ class _Pair:
         of = {"megabytes": megabytes, "dtensors": self._dtensors}
         prepared = self._ask(self._source, do="prepare", step=self._step, **of)
         self._ask(self._sink, do="prepare", step=-self._step, **of)
-        fetching = self._fleet.begin(self._sink, do="fetch", metadata=prepared["metadata"], step=self._step)
+        fetching = self._fleet.begin(self._sink, do="fetch", metadata=[prepared["metadata"]], step=self._step)
         offered = self._ask(self._source, do="offer", step=self._step)
         fetched = fetching()
         withdrawn = self._ask(self._source, do="withdraw", before=offered["before"])
@@ -169,11 +212,6 @@ class _Pair:
         bytes_ = {"megabytes": megabytes, "sums": sums}
         port = self._ask(self._source, do="listen", **bytes_)["port"]
         return float(self._ask(self._sink, do="drain", port=port, **bytes_)["seconds"])
-
-    def _start(self, role: str) -> FleetProcess:
-        script = [self.system.interpreter, "-W", "ignore", str(FOLDER / "heal_worker.py")]
-        options = [f"--package={self.system.package}", *self.system.worker_options]
-        return self._fleet.start(f"{self.system.name}-{role}", [*script, *options])
 
     def _ask(self, process: FleetProcess, **command: object) -> Record:
         return self._fleet.ask([process], **command)[0]

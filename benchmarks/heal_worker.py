@@ -4,7 +4,7 @@ It carries out commands:
 
 * {"do": "prepare", "megabytes": n, "step": s, "dtensors": b}: make a state of that size;
 * {"do": "offer", "step": s}: offer it;
-* {"do": "fetch", "metadata": m, "step": s}: fetch the state of the process that offers it, into the own one;
+* {"do": "fetch", "metadata": [m], "step": s}: fetch the state of those that offer it, into the own one;
 * {"do": "withdraw"}: end the offer;
 * {"do": "listen", "megabytes": n, "sums": b}: send so many bytes over a plain connection;
 * {"do": "drain", "port": p, "megabytes": n, "sums": b}: receive them, into memory that was written to before.
@@ -38,18 +38,29 @@ from benchmarks.commands import serve
 PIECE_BYTES = 1 << 20
 TENSOR_FLOATS = 1024 * 256  # 1 MB, a mid-sized layer
 TIMEOUT = timedelta(seconds=60)
+SO_MAX_PACING_RATE = 47  # of Linux, which Python does not name
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--package", choices=["torchft", "torchft_like"], required=True)
     parser.add_argument("--chunks", type=int, default=0)
+    parser.add_argument("--link", type=float, default=0, help="Gbit/s at which it sends at the most")
     options = parser.parse_args()
     torch.set_num_threads(1)
     mesh = mesh_of_one() if options.package == "torchft_like" else None
     module = importlib.import_module(f"{options.package}.checkpointing.http_transport")
     transport = module.HTTPTransport(timeout=TIMEOUT, num_chunks=options.chunks)
+    if options.link:
+        shape(transport, options.link)
     serve(End(options.package, transport, mesh))
+
+
+def shape(transport: Any, gigabits_per_s: float) -> None:
+    """Let the kernel pace what the transport sends: each connection has its part of the link."""
+    transport.metadata()  # starts the server, whose connections inherit what its socket has
+    of_each = int(gigabits_per_s * 1e9 / 8 / transport._lines)
+    transport._serving[0]._listener.setsockopt(socket.SOL_SOCKET, SO_MAX_PACING_RATE, of_each)
 
 
 def mesh_of_one() -> DeviceMesh:
@@ -74,10 +85,11 @@ class End:
         self._transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=self._state, timeout=TIMEOUT)
         return {"began": began, "seconds": time.monotonic() - began, "before": before}
 
-    def fetch(self, metadata: str, step: int) -> dict[str, object]:
+    def fetch(self, metadata: list[str], step: int) -> dict[str, object]:
         before = forget_peak()
         if self._package == "torchft":
-            state = self._transport.recv_checkpoint(src_rank=0, metadata=metadata, step=step, timeout=TIMEOUT)
+            (one,) = metadata
+            state = self._transport.recv_checkpoint(src_rank=0, metadata=one, step=step, timeout=TIMEOUT)
         else:
             state = self._fetch_in_place(metadata, step)
         for own, received in zip(tensors(self._state), tensors(state), strict=True):
@@ -86,10 +98,13 @@ class End:
         found, self._state = checksum(self._state), {}
         return {"ended": ended, "bytes": highest - before, "checksum": found}
 
-    def _fetch_in_place(self, metadata: str, step: int) -> Any:
+    def _fetch_in_place(self, metadata: list[str], step: int) -> Any:
         interface = importlib.import_module("torchft_like.checkpointing.transport")
-        source, into = interface.Source(0, metadata), interface.Destination(self._state)
-        state = self._transport.recv_checkpoint_from([source], step, TIMEOUT, into)
+        sources, into = (
+            list(map(interface.Source, range(len(metadata)), metadata)),
+            interface.Destination(self._state),
+        )
+        state = self._transport.recv_checkpoint_from(sources, step, TIMEOUT, into)
         place = importlib.import_module("torchft_like.checkpointing.shards").place
         return place(state, self._state) if self._mesh else state
 

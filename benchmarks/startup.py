@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.processes import Fleet, FleetProcess
 from benchmarks.report import Bar, Result
-from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, Lighthouse, System, start_lighthouse
+from benchmarks.systems import FOLDER, OURS, PEER_VERSIONS, PEERS, PLAIN_DDP, System, start_lighthouse
 
 OWN_S_MAX = 0.5
 SPARE_S_MAX = 0.3
@@ -31,7 +31,8 @@ METHOD = [
     "The systems take turns; a first turn, which reads the files and compiles them, is not counted: Python "
     "keeps the bytecode, as where a trainer has started before.",
     "Of torchft the pieces after the Manager is made are one: it tells no times. Ours are those of the "
-    "event log. What torch loads for the first model and optimizer (its compiler) is torch's own.",
+    "event log. What torch loads for the first model and optimizer (its compiler) is torch's own: plain "
+    "DDP, a process that trains the same model alone with torch's DistributedDataParallel, takes it, too.",
     "A spare: two replicas train under a lighthouse that is given --replicas=2, a third one waits with "
     "TORCHFT_SPARE=1, and one of the two is killed. The time runs from the kill to the spare's first commit.",
     PEER_VERSIONS,
@@ -51,11 +52,13 @@ def main(samples: int = 5) -> Result:
 
 
 def _measure(result: Result, samples: int, variables: dict[str, str]) -> None:
-    pieces: dict[str, list[dict[str, float]]] = {system.name: [] for system in (OURS, *PEERS)}
+    systems = (OURS, *PEERS, PLAIN_DDP)
+    pieces: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
     for turn in range(samples + 1):
-        for system in (OURS, *PEERS):
+        for system in systems:
             with Fleet(variables) as fleet:
-                taken = _start_beside_another(fleet, system)
+                start = _start_alone if system is PLAIN_DDP else _start_beside_another
+                taken = start(fleet, system)
             if turn:
                 pieces[system.name].append(taken)
     for case in dict.fromkeys(case for of in pieces.values() for taken in of for case in taken):
@@ -67,21 +70,38 @@ def _measure(result: Result, samples: int, variables: dict[str, str]) -> None:
 
 def _start_beside_another(fleet: Fleet, system: System) -> dict[str, float]:
     """Return the seconds of each piece of a newcomer's start."""
-    lighthouse = start_lighthouse(fleet, system, min_replicas=1)
-    _settle(fleet, _start(fleet, system, lighthouse, "first"))
+    meet = f"--lighthouse={start_lighthouse(fleet, system, min_replicas=1).address}"
+    _settle(fleet, _start(fleet, system, meet, "first"))
     events = fleet.folder / "events.jsonl"
     began = time.time()
-    newcomer = _start(fleet, system, lighthouse, "second", TORCHFT_EVENT_FILE=str(events))
+    newcomer = _start(fleet, system, meet, "second", TORCHFT_EVENT_FILE=str(events))
     joint = _first_commit(fleet, newcomer)
-    (started,) = (record for record in newcomer.records if record["event"] == "started")
-    ends = {**started["times"]}
+    ends = _ends_of_start(newcomer)
     if system is OURS:
         ends |= _ends_of(json.loads(line) for line in events.read_text().splitlines())
         ends["step and commit"] = joint
     else:
         ends["quorum, configuration, heal, step and commit"] = joint
+    return _pieces(began, ends)
+
+
+def _start_alone(fleet: Fleet, system: System) -> dict[str, float]:
+    """Return the seconds of each piece of the start of a process that trains without a Manager."""
+    began = time.time()
+    process = _start(fleet, system, f"--rendezvous={fleet.folder / 'rendezvous'}", "alone")
+    first_step = _first_commit(fleet, process)
+    return _pieces(began, {**_ends_of_start(process), "its first step": first_step})
+
+
+def _ends_of_start(process: FleetProcess) -> dict[str, float]:
+    """Return when each piece of a start was over, as the process has reported."""
+    (started,) = (record for record in process.records if record["event"] == "started")
+    return {**started["times"]}
+
+
+def _pieces(began: float, ends: dict[str, float]) -> dict[str, float]:
     seconds = dict(zip(ends, (end - start for start, end in pairwise([began, *ends.values()])), strict=True))
-    whole = joint - began
+    whole = sum(seconds.values())
     return {
         **seconds,
         WHOLE: whole,
@@ -105,10 +125,11 @@ def _take_over(variables: dict[str, str]) -> float:
     """Return the seconds from the death of a member to the first commit of a spare."""
     with Fleet(variables) as fleet:
         lighthouse = start_lighthouse(fleet, OURS, min_replicas=1, extra=("--replicas=2",))
-        first, second = (_start(fleet, OURS, lighthouse, name) for name in ("first", "second"))
+        meet = f"--lighthouse={lighthouse.address}"
+        first, second = (_start(fleet, OURS, meet, name) for name in ("first", "second"))
         for member in (first, second):
             _settle(fleet, member)
-        spare = _start(fleet, OURS, lighthouse, "spare", TORCHFT_SPARE="1")
+        spare = _start(fleet, OURS, meet, "spare", TORCHFT_SPARE="1")
         _wait(fleet, spare, "started")
         _settle(fleet, first)
         died = time.time()
@@ -116,11 +137,11 @@ def _take_over(variables: dict[str, str]) -> float:
         return _first_commit(fleet, spare) - died
 
 
-def _start(fleet: Fleet, system: System, lighthouse: Lighthouse, name: str, **variables: str) -> FleetProcess:
+def _start(fleet: Fleet, system: System, meet: str, name: str, **variables: str) -> FleetProcess:
     options = [
         f"--package={system.package}",
         f"--name={name}",
-        f"--lighthouse={lighthouse.address}",
+        meet,
         f"--pause={PAUSE_S}",
         *system.worker_options,
     ]

@@ -40,7 +40,7 @@ class Source:
     def _hang_after(self, pieces: int) -> None:
         whole, hangs = Snapshot.reading, self._hangs
 
-        def some(self: Snapshot, start: int, stop: int) -> AbstractContextManager[memoryview]:
+        def some(self: Snapshot, start: int, stop: int) -> AbstractContextManager[list[memoryview]]:
             if start // PIECE_BYTES >= pieces:
                 hangs.set()
                 threading.Event().wait()

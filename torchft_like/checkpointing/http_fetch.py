@@ -14,6 +14,8 @@ than for these; a single source is asked at the end, when it has summed what it 
 how much is left to be fetched, and in the end the sources are told that nothing is: a source may wait with
 its tensors for that (`http_server.py`).
 
+On a terminal it shows how much has come, where that takes more than a second.
+
 INVARIANT: a stripe is open, or one thread fetches it, or it has been read; so no two threads write to the
 same memory, and none writes after `run`.
 """
@@ -24,6 +26,7 @@ import logging
 import re
 import socket
 import ssl
+import sys
 import threading
 import time
 import uuid
@@ -68,6 +71,8 @@ STRIPE_CHUNKS_MAX = 4
 STRIPES_PER_LINE = 8  # at the least, of a large state, so that none is waited for for long at the end
 PATIENCE = 3.0  # how many times as long as the last stripe of another connection one may take at the end
 PATIENCE_S = 0.1
+SHOWN_S = 1.0  # after which progress is shown, and no more often than each SHOWN_AGAIN_S
+SHOWN_AGAIN_S = 0.1
 KEPT_OPEN_S = 2.0  # for which a connection without a request is kept, which its source ends some time later
 _STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?\r\n")
 _FIELD = re.compile(rb"\r\n([a-z-]{1,40}): *([^\r\n]{0,200})", re.IGNORECASE)
@@ -139,6 +144,7 @@ class Fetch:
         self._sums: bytes | None = None
         self._left_nbytes = 1  # of the payload, to be read and checked
         self._unread_nbytes = 1  # of it, to be read
+        self._began = self._shown = 0.0
         self._id = uuid.uuid4().hex
 
     def run(self) -> object:
@@ -181,6 +187,7 @@ class Fetch:
             if self._destination.own is not None and incoming.land_in(self._destination.own):
                 self._destination.is_written = True
             self._left_nbytes = self._unread_nbytes = incoming.nbytes
+            self._began = self._shown = time.monotonic()
             self._open.extend(_cut(incoming.nbytes, self._lines * len(self._sources)))
             self._take_kept(incoming, line)
             lines = min(self._lines, len(self._open))
@@ -199,6 +206,7 @@ class Fetch:
                     raise
                 finally:
                     self.end("it is over")  # so that no thread waits for more
+                    self._show(incoming, is_over=True)
         self._destination.received = {s.address.url: s.nbytes for s in self._sources if s.nbytes}
         return incoming.state()
 
@@ -285,9 +293,23 @@ class Fetch:
                     line.source.nbytes += stripe.stop - stripe.start
                     self._unchecked.append((stripe, line.source))
                     self._check(incoming)
+                    self._show(incoming)
                 else:
                     self._open.appendleft(stripe)
                 self._changed.notify_all()
+
+    def _show(self, incoming: IncomingState, *, is_over: bool = False) -> None:
+        """Show on a terminal how much has come; a line is ended if it was begun."""
+        now, is_begun = time.monotonic(), self._shown > self._began
+        is_due = now - self._shown > (SHOWN_AGAIN_S if is_begun else SHOWN_S)
+        if not (is_begun if is_over else is_due) or not getattr(sys.stderr, "isatty", bool)():
+            return
+        self._shown, nbytes = now, incoming.nbytes
+        come = nbytes - self._unread_nbytes
+        text = f"state of step {self.step}: {come / nbytes:4.0%} of {nbytes / 1e9:.2f} GB, "
+        rate = f"{come / 1e9 / (now - self._began):.2f} GB/s"
+        with suppress(OSError):  # the terminal is gone
+            sys.stderr.write(f"\r{text}{rate}" + "\n" * is_over)
 
     def _next(self, line: _Line, took_s: float) -> Stripe | None:
         """Return the next stripe for a connection, when there is one; None when there will be none."""

@@ -8,19 +8,20 @@ It serves one snapshot at a time:
     GET /checkpoint/{step}/done                    no answer, and the end of the connection
 
     200  with Checkpoint-Step and Checkpoint-Id, which tells one snapshot from another
-    202  nothing is offered yet, after a wait of `wait_ms`: ask again
+    202  nothing is offered yet, after a wait of `wait_ms`: ask again; only where the header is asked for
     400  not such a request
     401  the request shows no token of the job (`Authorization: Bearer`), where this process has some; where
          it has a certificate, it speaks TLS with those who show one, and to nobody else
     403  the request does not show the key of the quorum (`Quorum-Key`), where there is one
-    410  a later step is offered: this one will not come again
+    410  a later step is offered, or this one not any more: it will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again (with TLS the connection ends instead); or the server ends
 
 A receiver says in its requests who it is, and how much it still has to fetch, from whomever:
 `Checkpoint-Fetch: ID BYTES`; and in the end that it has everything, and has checked it.
 
-A connection carries any number of requests, one after another, all about the snapshot with which it began.
+A connection carries any number of requests, one after another, all about the snapshot with which it began,
+or with which another connection of the same receiver has, if that is still there.
 A client holds one of a limited number of threads, and each of its actions has a time limit: to send a
 request, to wait, to take each piece, and the whole. When all threads are taken, the client that has been
 silent for longest makes room: a client with a request sends it at once. A connection keeps its snapshot in
@@ -256,6 +257,11 @@ class CheckpointServer:
                 self.changed.wait(remaining_s)
         return None
 
+    def offer_of(self, fetch: bytes) -> Offer | None:
+        """Return the offer, withdrawn or not, that a receiver has begun to fetch over other connections."""
+        with self.changed:
+            return next((c.offer for c in self._connections.values() if c.fetch == fetch and c.offer), None)
+
     def note_left(self, offer: Offer, fetch: bytes, left: int) -> None:
         """Note how many bytes of an offer a receiver has yet to fetch."""
         with self.changed:
@@ -338,12 +344,14 @@ class _Connection:
     """One client: its socket, its thread, and the offer that it is being sent.
 
     Attributes:
+        fetch: the id of the fetch of which it is a part, if its client tells.
         has_asked: whether its first request has come. `is_given_up`: whether it had not when another client
           needed the thread.
     """
 
     def __init__(self, owner: CheckpointServer, peer: socket.socket) -> None:
         self.offer: Offer | None = None
+        self.fetch = b""
         self.has_asked = False
         self.is_given_up = False
         self._owner = owner
@@ -405,24 +413,31 @@ class _Connection:
                 400, "expected GET /checkpoint/STEP/header, sums, done or payload?from=A&to=B"
             )
         key = shown[1].decode("latin-1") if (shown := _KEY.search(head)) else ""
+        if (told := _FETCH.search(head)) is not None:
+            self.fetch = told[1]
+            self.offer = self.offer or self._owner.offer_of(self.fetch)
         if (refusal := self._about_credentials(head, key)) is not None:
             return self._refuse(*refusal)
         step, what = int(match[1]), match[2].decode()
         offer = self._find_offer(step, int(match[5] or 0), key)
-        if offer is None:
-            if self._owner.closing.is_set():
-                return self._refuse(503, "the server is shutting down")
+        if (refusal := self._about_offer(offer, step, what)) is not None:
+            return self._refuse(*refusal)
+        if offer is None or offer.state is None:
             self._say(202, "nothing is offered yet", 0)
-        elif offer.step > step:
-            return self._refuse(410, f"step {offer.step} is offered by now")
-        elif offer.state is None:
-            return self._refuse(424, printable(offer.refusal[:REASON_LENGTH_MAX]))
         else:
-            told = _FETCH.search(head)
             if told is not None and what != "header":
                 self._owner.note_left(offer, told[1], 0 if what == "done" else max(int(told[2]), 1))
             self._send(offer, offer.state, what, int(match[3] or 0), int(match[4] or 0))
         return what != "done"
+
+    def _about_offer(self, offer: Offer | None, step: int, what: str) -> tuple[int, str] | None:
+        if offer is None and self._owner.closing.is_set():
+            return 503, "the server is shutting down"
+        if offer is None:  # who asks for more than the header has had that
+            return None if what == "header" else (410, "it is not offered any more")
+        if offer.step > step:
+            return 410, f"step {offer.step} is offered by now"
+        return (424, printable(offer.refusal[:REASON_LENGTH_MAX])) if offer.state is None else None
 
     def _about_credentials(self, head: bytes, key: str) -> tuple[int, str] | None:
         if (trust := process_trust()) is not None and _role(trust, head) < Role.PARTICIPATE:
@@ -472,15 +487,19 @@ class _Connection:
             chunk, before = divmod(start, CHUNK_BYTES)
             if not before:
                 crc = 0 if state.chunk_sums[chunk] is None else None
-            with state.reading(start, min(stop, (chunk + 1) * CHUNK_BYTES)) as piece:
-                sent = _send_some(self._peer, piece)
-                crc = None if crc is None else crc32(piece[:sent], crc)
-            start += sent
-            if sent and crc is not None and (start == state.nbytes or not start % CHUNK_BYTES):
+            is_full = False
+            with state.reading(start, min(stop, (chunk + 1) * CHUNK_BYTES)) as pieces:
+                for piece in pieces:
+                    sent = _send_some(self._peer, piece)
+                    crc = None if crc is None else crc32(piece[:sent], crc)
+                    start += sent
+                    if is_full := sent < len(piece):
+                        break
+            if crc is not None and (start == state.nbytes or start == (chunk + 1) * CHUNK_BYTES):
                 state.chunk_sums[chunk] = crc
             if start >= due:
                 deadline, due = time.monotonic() + limit_s, start + PIECE_BYTES
-            if sent < len(piece) and not room.poll(max(deadline - time.monotonic(), 0) * 1000):
+            if is_full and not room.poll(max(deadline - time.monotonic(), 0) * 1000):
                 raise TimeoutError(f"it took no MiB within {limit_s:g} s")
         self._peer.settimeout(limit_s)
 

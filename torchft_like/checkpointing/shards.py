@@ -138,12 +138,15 @@ class _Placing:
         if not is_dtensor(own):
             return shard
         layout = layout_of(own)
-        if (layout, local_part(own).shape) != (shard.layout, shard.local.shape):
+        local = local_part(own)
+        if (layout, local.shape) != (shard.layout, shard.local.shape):
             raise CheckpointFormatError(
                 f"{_shown(path)} is {layout} here, and {shard.layout} in the state to load: every "
                 "replica group must shard the same model over as many ranks"
             )
         self._by_number.setdefault((shard.mesh, _form_of(own.device_mesh)), {})[own.device_mesh] = None
+        if shard.local.data_ptr() == local.data_ptr() and not own.requires_grad:  # it has arrived there
+            return own
         return _tensor(shard, own.device_mesh, own.placements, own.stride())
 
     def elsewhere(self, shard: Shard, _: object, path: Path) -> DTensor:

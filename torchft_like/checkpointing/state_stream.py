@@ -231,7 +231,7 @@ class Snapshot(Copying, _OutgoingState):
     else it waits.
 
     INVARIANT: who reads from a tensor's own memory has a pin while it does, which is never for longer than a
-    piece of 1 MiB takes without a wait for anybody, and `settle` waits for the pins.
+    chunk takes without a wait for anybody, and `settle` waits for the pins.
 
     Args:
         state: the state.
@@ -344,42 +344,54 @@ class Snapshot(Copying, _OutgoingState):
         place[size:] = bytes(len(place) - size)
 
     @contextmanager
-    def reading(self, start: int, stop: int) -> Iterator[memoryview]:
-        """Yield some of bytes [start, stop) of the payload, at most 1 MiB: a block that waits for nobody.
+    def reading(self, start: int, stop: int) -> Iterator[list[memoryview]]:
+        """Yield some of bytes [start, stop) of the payload, at most a chunk, in pieces of at most 1 MiB: a
+        block that waits for nobody.
 
         Raises:
             CheckpointError: the state could not be copied, or was not, as nobody was to need it any more.
         """
+        pieces: list[memoryview] = []
         number = bisect_right(self._runs, start, key=itemgetter(0)) - 1
+        stop, live = min(stop, start + CHUNK_BYTES), 0
         with self.changed:
-            run = self._runs[number]
-            if run.piece is None:
+            while start < stop:
+                run = self._runs[number]
                 end = min(start + PIECE_BYTES, stop, run.stop)
-                self.changed.wait_for(lambda: self._filled >= end or self._is_given_up)
-            elif run.piece.is_copied:
-                run = _settled(run)
-            if self._is_given_up or run.memory is None:
-                raise CheckpointError(
-                    "the state could not be copied"
-                    if self._is_given_up
-                    else "the state was not kept: those for whom it was offered had it"
-                )
-            is_live = run.piece is not None
-            self._pins += is_live
+                if run.piece is None and self._filled < end and not self._is_given_up:
+                    if pieces:
+                        break
+                    self.changed.wait_for(lambda: self._filled >= end or self._is_given_up)  # noqa: B023 - now
+                live += run.piece is not None and not run.piece.is_copied
+                pieces.append(self._memory_of(run)[start - run.start : end - run.start])
+                number += end == run.stop
+                start = end
+            self._pins += live > 0
         try:
-            yield run.memory[start - run.start : min(start + PIECE_BYTES, stop, run.stop) - run.start]
+            yield pieces
         finally:
-            if is_live:
+            if live:
                 with self.changed:
                     self._pins -= 1
                     self.changed.notify_all()
 
+    def _memory_of(self, run: _Run) -> memoryview:
+        if run.piece is not None and run.piece.is_copied:
+            run = _settled(run)
+        if not self._is_given_up and run.memory is not None:
+            return run.memory
+        raise CheckpointError(
+            "the state could not be copied"
+            if self._is_given_up
+            else "the state was not kept: those for whom it was offered had it"
+        )
+
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes [start, stop) of the payload in pieces, each of which is good until the next one."""
         while start < stop:
-            with self.reading(start, stop) as piece:
-                yield piece
-            start += len(piece)
+            with self.reading(start, stop) as pieces:
+                yield from pieces
+            start += sum(map(len, pieces))
 
     def sums(self) -> Iterator[bytes]:
         """Yield the checksums of all chunks, some at a time."""
@@ -469,6 +481,9 @@ class IncomingState:
         self._offsets = _offsets(spec.nbytes for spec in self.specs)
         self.nbytes = self._offsets[-1]
         self._leaves: list[torch.Tensor | None] = [None] * len(self.specs)
+        self._outlines = _Outlines()
+        self._outline: Any = None
+        self._lands_on_device = False
         self._making = threading.Lock()
         self._sums = np.zeros(_chunk_count(self.nbytes), dtype="<u4")
         if (nbytes := sum(spec.nbytes for spec in self.specs)) > limits.leaf_bytes:
@@ -488,7 +503,9 @@ class IncomingState:
         Raises:
             CheckpointFormatError: the header does not describe the leaves of which it speaks.
         """
-        return self._value(_Outlines())
+        if self._outline is None:
+            self._outline = self._value(self._outlines)
+        return self._outline
 
     def land_in(self, own: object) -> bool:
         """Let the bytes of a tensor land in the tensor at the same place of `own`, where they lie alike.
@@ -497,8 +514,7 @@ class IncomingState:
         memory with no other one of them. Return whether there is any. What the current stream has begun with
         them is over then.
         """
-        outlines = _Outlines()
-        found = sorted(_alike(self._value(outlines), own, outlines.places))
+        found = sorted(_alike(self.outline(), own, self._outlines.places))
         reach = 0
         for number, (at, index, tensor) in enumerate(found):
             end = at + tensor.nbytes
@@ -506,8 +522,9 @@ class IncomingState:
                 self._leaves[index] = tensor
             reach = max(reach, end)
         landing = [leaf for leaf in self._leaves if leaf is not None]
-        for device in {leaf.device for leaf in landing if devices.has(leaf)}:
+        for device in (on := {leaf.device for leaf in landing if devices.has(leaf)}):
             devices.synchronize(device)  # the threads that read have streams of their own
+        self._lands_on_device = bool(on)
         return bool(landing)
 
     def read(self, source: Source, start: int, stop: int) -> None:
@@ -519,8 +536,9 @@ class IncomingState:
         """
         with ToDevice(PIECE_BYTES) as landing:
             for begin, end in _chunks(start, stop):
-                crc = 0
-                for window in self._windows(begin, end, landing):
+                crc, windows = 0, self._windows(begin, end, landing)
+                # All at once where possible: what is done between two MiB finds nothing in the cache.
+                for window in windows if self._lands_on_device else list(windows):
                     _fill(source, window)
                     crc = crc32(window, crc)
                 self._sums[begin // CHUNK_BYTES] = crc

@@ -79,7 +79,7 @@ class QuorumResult(NamedTuple):
         recover_dst_replica_ranks: members that fetch their state from this one.
         source_ranks: the members that offer the state that this one heals to, its source first.
         source_addresses: their ManagerServers.
-        helps: whether this member offers its state to one that heals from another.
+        helped_ranks: members that heal from another, to which this one offers its state, too.
         max_commit_quorum_id: the quorum in which the up-to-date members committed `max_step`.
         begins_to_catch_up: whether this member, which heals, does that beside the steps that follow.
         catches_up: whether this member goes on with the state that is on its way to it.
@@ -115,7 +115,7 @@ class QuorumResult(NamedTuple):
     first_quorum_id: int = 0
     source_ranks: tuple[int, ...] = ()
     source_addresses: tuple[str, ...] = ()
-    helps: bool = False
+    helped_ranks: tuple[int, ...] = ()
     max_commit_quorum_id: int = 0
     begins_to_catch_up: bool = False
     catches_up: bool = False
@@ -204,7 +204,7 @@ def assign(
         watched=all(is_described(member.fingerprint) for member in members),
         source_ranks=own_sources,
         source_addresses=tuple([members[rank].address for rank in own_sources]),
-        helps=any(replica_rank in helpers for _, *helpers in sources_of.values()),
+        helped_ranks=tuple([dst for dst, (_, *helpers) in sources_of.items() if replica_rank in helpers]),
         max_commit_quorum_id=newest.commit_quorum_id,
         begins_to_catch_up=source is not None and replica_rank in beside,
         catches_up=replica_rank in catching_up,

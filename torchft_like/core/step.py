@@ -213,7 +213,7 @@ class StepProtocol:
             configure=result.quorum_id != self._configured_quorum_id,
             serve=allow_heal and bool(result.recover_dst_replica_ranks),
             heal=result.heal and allow_heal,
-            help=allow_heal and result.helps,
+            help=allow_heal and bool(result.helped_ranks),
             catch_up=result.begins_to_catch_up and allow_heal,
             hold=result.is_awaited,
         )

@@ -217,8 +217,8 @@ class StateExchange:
 
     def _offer(self, attempt: Attempt, result: QuorumResult) -> None:
         ranks = list(result.recover_dst_replica_ranks)
-        if result.helps and self._transport.takes_helpers:
-            ranks += result.healing_ranks.difference(ranks)
+        if self._transport.takes_helpers:
+            ranks += result.helped_ranks
         try:
             with self._registry.reading() as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}

@@ -140,6 +140,29 @@ class TestHostileClients:
             assert client.recv(1000).split()[1] == b"202"
 
 
+class TestConnectionsThatComeLate:
+    """Those of a fetch that has begun over others, after the offer was withdrawn."""
+
+    def test_they_get_the_offer_while_another_one_is_there(self, server: CheckpointServer) -> None:
+        server.key = "ours"
+        server.offer(5, Snapshot({"w": torch.ones(64)}).fill())
+        with request(server.port, "/checkpoint/5/header", "a 256", "ours") as first:
+            assert b" 200 " in first.recv(1000)
+            server.withdraw()
+            server.key = "later"
+            for what in ("payload?from=0&to=256", "sums"):
+                with request(server.port, f"/checkpoint/5/{what}", "a 256", "ours") as late:
+                    assert b" 200 " in late.recv(1000)
+            for fetch, key in (("b 256", "ours"), ("a 256", "theirs")):
+                with request(server.port, "/checkpoint/5/sums", fetch, key) as other:
+                    assert b" 403 " in other.recv(1000)
+
+    @pytest.mark.parametrize("what", ["payload?from=0&to=256", "sums", "done"])
+    def test_without_another_one_they_are_refused_at_once(self, server: CheckpointServer, what: str) -> None:
+        with request(server.port, f"/checkpoint/5/{what}", "a 256") as late:
+            assert late.recv(1000).startswith(b"HTTP/1.1 410 it is not offered any more")
+
+
 class TestWaitForReceivers:
     PATH = "/checkpoint/5/done"
 

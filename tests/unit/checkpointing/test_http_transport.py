@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import io
 import queue
+import re
 import socket
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -159,6 +162,22 @@ class TestTransfer:
             source.send_checkpoint([], 6, make_state(), LIMIT)
         is_over.set()
         assert_same(fetching.result(LIMIT.total_seconds()), state)
+
+    def test_a_terminal_shows_how_much_has_come(
+        self, transports: Make, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        class Terminal(io.StringIO):
+            def isatty(self) -> bool:
+                return True
+
+        source, receiver, terminal = transports(), transports(), Terminal()
+        monkeypatch.setattr(http_fetch, "SHOWN_S", 0.0)
+        monkeypatch.setattr(sys, "stderr", terminal)
+        source.send_checkpoint([], 5, make_state(8_000_000), LIMIT)
+        fetch(receiver, source)
+        shown = terminal.getvalue()
+        assert shown.startswith("\rstate of step 5: ")
+        assert re.search(r"\r[^\r]* 100% of 0.03 GB, [0-9.]+ GB/s\n$", shown)
 
     def test_what_was_kept_is_taken_however_long_that_takes(
         self, transports: Make, monkeypatch: pytest.MonkeyPatch
@@ -633,6 +652,9 @@ class TestFailures:
         class Changing(CheckpointServer):
             def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> http_server.Offer | None:
                 return http_server.Offer(step, state, id=next(ids))
+
+            def offer_of(self, fetch: bytes) -> None:
+                return None
 
         server = Changing(Address(LOOPBACK, 0), ServerLimits())
         try:

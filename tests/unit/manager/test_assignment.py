@@ -57,7 +57,8 @@ def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
     assert results["a"].source_ranks == (1, 2, 3, 4)
     assert results["a"].source_addresses == tuple(f"http://{name}:1" for name in "bcde")
     assert results["h"].source_ranks == (2, 3, 4, 5)
-    assert [name for name, result in results.items() if result.helps] == [*"cdef"]
+    helped = {name: result.helped_ranks for name, result in results.items() if result.helped_ranks}
+    assert helped == {"c": (0,), "d": (0, 7), "e": (0, 7), "f": (7,)}
     assert [name for name, result in results.items() if result.recover_dst_replica_ranks] == [*"bc"]
 
 
@@ -67,13 +68,13 @@ def test_nobody_helps_the_source_of_who_heals_beside_the_steps() -> None:
     results = {name: result_of(members, name) for name in "abcde"}
     assert (results["a"].source_ranks, results["a"].begins_to_catch_up) == ((1,), True)
     assert results["e"].source_ranks == (2, 3, 1)
-    assert [name for name, result in results.items() if result.helps] == [*"bd"]
+    assert [name for name, result in results.items() if result.helped_ranks] == [*"bd"]
 
 
 @pytest.mark.heal_is_clean
 def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
     members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
-    assert not any(result_of(members, name).helps for name in "abc")
+    assert not any(result_of(members, name).helped_ranks for name in "abc")
     assert result_of(members, "b").source_ranks == (0,)
 
 

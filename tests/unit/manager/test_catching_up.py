@@ -138,7 +138,7 @@ def test_a_source_keeps_its_offer_until_who_catches_up_has_the_state_and_offers_
         now = said._replace(has_fetched=has_fetched)
         result = quorum(10, now, dict.fromkeys("bc", Version(6, 10)), asks="b")
         assert result.recover_dst_replica_ranks == ()
-        assert not result.helps
+        assert not result.helped_ranks
         assert result.is_awaited is not has_fetched
         assert result.healing_replica_ids == ("a",)
         assert StepProtocol(StepRules(1)).agreed(result, allow_heal=True).hold is not has_fetched
