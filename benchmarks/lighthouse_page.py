@@ -38,8 +38,8 @@ METHOD = [
     "gzip, as the page does. Beside them the members say how far they are, "
     f"{PROGRESS_PER_S} messages a second in all.",
     "A load: GET / and then GET /status on a new connection, beside the readers; bytes are those of both "
-    "answers with their heads. In Chromium, where it is installed: from the navigation until its script has shown "
-    "the first data, by the browser's own clock.",
+    "answers with their heads. In Chromium, where it is installed: from the navigation until the page has "
+    "shown the first data, by the browser's own clock.",
 ]
 
 
