@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 import struct
 import sys
 import warnings
@@ -215,25 +214,6 @@ def test_every_truncated_structure_is_refused(value: object) -> None:
             assemble(structure[:length], tensors)
     with pytest.raises(PlainDataError):
         assemble(structure + b"\x00", tensors)
-
-
-def test_a_structure_with_wrong_bits_is_refused_or_read_and_never_anything_else() -> None:
-    value = {
-        "a": [1, 2.5, None, "text", (b"b" * 9000, "c" * 9000)],
-        "t": torch.ones(3, 2),
-        "n": np.ones((2, 2)),
-    }
-    structure, tensors = disassemble(value)
-    luck, refused = random.Random(0), 0
-    for _ in range(3000):
-        damaged = bytearray(structure)
-        for _ in range(luck.randint(1, 3)):
-            damaged[luck.randrange(len(damaged))] ^= 1 << luck.randrange(8)
-        try:
-            assemble(bytes(damaged), tensors)
-        except PlainDataError:
-            refused += 1
-    assert refused > 1000
 
 
 def test_lengths_beyond_the_end_allocate_nothing() -> None:
