@@ -77,9 +77,13 @@ def warn_if_open(bind: Address) -> None:
     """Log a warning, once in a process, if other hosts may reach a listener and nothing keeps them out.
 
     Raises:
-        ConfigError: this process's tokens or certificate cannot be read.
+        ConfigError: this process's tokens or certificate cannot be read; or the environment says that there
+            is to be no such listener (TORCHFT_INSECURE=0).
     """
-    if (complaint := about_openness(bind)) and not _warned:
+    complaint = about_openness(bind)
+    if complaint and os.environ.get(INSECURE_ENV) == "0":
+        raise ConfigError(complaint)
+    if complaint and not _warned:
         _warned.add(None)
         logger.warning("%s", complaint)
 

@@ -338,6 +338,15 @@ def test_a_server_that_others_may_reach_without_a_token_says_so_once(
             LighthouseServer("0.0.0.0:0").shutdown()
     (record,) = caplog.records
     assert "0.0.0.0:0 asks for no token" in record.getMessage()
+    monkeypatch.setenv(trust.INSECURE_ENV, "0")
+    place = "a", "http://127.0.0.1:1", "127.0.0.1", "0.0.0.0:0", "127.0.0.1:1", 1
+    for listens in (
+        lambda: LighthouseServer("0.0.0.0:0"),
+        lambda: HTTPTransport(LIMIT, hostname="127.0.0.1", bind_host="0.0.0.0"),
+        lambda: ManagerServer(*place),
+    ):
+        with pytest.raises(ConfigError, match="asks for no token and no certificate"):
+            listens()
 
 
 def test_under_torchfts_name_an_open_lighthouse_warns_and_starts(processes: Processes) -> None:
