@@ -6,7 +6,7 @@ import http.client
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -340,11 +340,12 @@ def test_a_server_that_others_may_reach_without_a_token_says_so_once(
     assert "0.0.0.0:0 asks for no token" in record.getMessage()
     monkeypatch.setenv(trust.INSECURE_ENV, "0")
     place = "a", "http://127.0.0.1:1", "127.0.0.1", "0.0.0.0:0", "127.0.0.1:1", 1
-    for listens in (
+    listeners: list[Callable[[], object]] = [
         lambda: LighthouseServer("0.0.0.0:0"),
         lambda: HTTPTransport(LIMIT, hostname="127.0.0.1", bind_host="0.0.0.0"),
         lambda: ManagerServer(*place),
-    ):
+    ]
+    for listens in listeners:
         with pytest.raises(ConfigError, match="asks for no token and no certificate"):
             listens()
 
