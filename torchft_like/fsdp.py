@@ -11,7 +11,7 @@ group: a rank's state is its own shards, never the whole.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -111,8 +111,21 @@ class ShardedState:
             CheckpointFormatError: that model, or optimizer, had other parameters, or was sharded in another
               way.
         """
-        self._check(state["model"])
-        self._check_groups(state["optimizer"]["param_groups"])
+        own = {name: tuple(local_part(tensor).shape) for name, tensor in self._tensors().items()}
+        other = {name: tuple(tensor.shape) for name, tensor in state["model"].items()}
+        for name in sorted(own.keys() | other.keys()):
+            if own.get(name) != other.get(name):
+                raise CheckpointFormatError(
+                    f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to "
+                    "load: every replica group must shard the same model over as many ranks"
+                )
+        groups = self._optimizer.param_groups, state["optimizer"]["param_groups"]
+        here, there = ([len(group["params"]) for group in each] for each in groups)
+        if here != there:
+            raise CheckpointFormatError(
+                f"the optimizer's groups have {here} parameters here and {there} in the state to load: every "
+                "replica group must give its optimizer the same ones"
+            )
         _let_go_of_gathered(self._model)
         with torch.no_grad():
             for name, tensor in self._tensors().items():
@@ -129,25 +142,6 @@ class ShardedState:
         """Return parameters and present buffers: modules replace buffers, and no hook of FSDP does."""
         buffers = dict(self._model.named_buffers())
         return {**self._parameters, **{name: buffers[name] for name in self._buffer_names if name in buffers}}
-
-    def _check(self, theirs: Mapping[str, Tensor]) -> None:
-        own = {name: tuple(local_part(tensor).shape) for name, tensor in self._tensors().items()}
-        other = {name: tuple(tensor.shape) for name, tensor in theirs.items()}
-        wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
-        if wrong:
-            name = wrong[0]
-            raise CheckpointFormatError(
-                f"{name} has shards of {own.get(name)} here and of {other.get(name)} in the state to load: "
-                "every replica group must shard the same model over as many ranks"
-            )
-
-    def _check_groups(self, theirs: Sequence[Mapping[str, Any]]) -> None:
-        own, other = ([len(g["params"]) for g in groups] for groups in (self._optimizer.param_groups, theirs))
-        if own != other:
-            raise CheckpointFormatError(
-                f"the optimizer's groups have {own} parameters here and {other} in the state to load: every "
-                "replica group must give its optimizer the same ones"
-            )
 
 
 def _let_go_of_gathered(model: nn.Module) -> None:

@@ -288,19 +288,16 @@ class _Fragment:
             for name, parameter in self._parameters.items():
                 local_part(parameter).copy_(self.original_parameters[name])
             if committed:
-                self._step_outer()
+                self._outer.zero_grad()  # it may have other fragments, with gradients of the inner steps
+                for name, parameter in self._parameters.items():
+                    parameter.grad = like_shard_of(parameter, self._pseudogradients[name])
+                self._outer.step()
+                self._outer.zero_grad()
+                for name, parameter in self._parameters.items():
+                    self.original_parameters[name].copy_(local_part(parameter))
                 for name, local in kept.items():
                     local_part(self._parameters[name]).lerp_(local, self._alpha)
         self._pseudogradients.clear()
-
-    def _step_outer(self) -> None:
-        self._outer.zero_grad()  # it may have other fragments, with gradients of the inner steps
-        for name, parameter in self._parameters.items():
-            parameter.grad = like_shard_of(parameter, self._pseudogradients[name])
-        self._outer.step()
-        self._outer.zero_grad()
-        for name, parameter in self._parameters.items():
-            self.original_parameters[name].copy_(local_part(parameter))
 
     def _bucket_names(self) -> Iterator[list[str]]:
         """Yield the names of the parameters that share a bucket: neighbours of the same dtype and device."""

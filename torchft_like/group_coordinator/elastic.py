@@ -341,7 +341,12 @@ class Member:
         """Ask for a quorum; return the change, or the one that is under way."""
         if (departure := self._departure()) is not None:
             return departure
-        self._connect()
+        if self._link is None:
+            arguments = ManagerArguments(rank=0, world_size=1, lighthouse_addr=self._lighthouse)
+            environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
+            config = replace(resolve(arguments, environment), replica_id=self.name)
+            self._link, store = connect(config, self, _HEARTBEAT)
+            self._stores.append(store)
         with self._lock:
             change = self._change
             if change is not None and not change.is_over:
@@ -418,15 +423,6 @@ class Member:
         if self._trouble is not None:
             return f"the lighthouse cannot be reached ({self._trouble})"
         return "not enough members have asked for one; the lighthouse's log says who is awaited"
-
-    def _connect(self) -> None:
-        if self._link is not None:
-            return
-        arguments = ManagerArguments(rank=0, world_size=1, lighthouse_addr=self._lighthouse)
-        environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-        config = replace(resolve(arguments, environment), replica_id=self.name)
-        self._link, store = connect(config, self, _HEARTBEAT)
-        self._stores.append(store)
 
     def _say(self, request: RankJoin | None) -> None:
         if request is not None and self._link is not None:

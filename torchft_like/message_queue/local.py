@@ -334,7 +334,8 @@ class LocalReaders:
             except OSError as error:
                 self._evict(reader, f"it is gone ({error.strerror})")
         for reader in list(self._readers.values()):
-            self._listen(reader)
+            if reader.connection is not None:
+                self._listen(reader, reader.connection)
 
     def close(self) -> None:
         self.listener.close()
@@ -356,9 +357,7 @@ class LocalReaders:
                 return slowest
             self._evict(culprit, "its memory holds an impossible number")
 
-    def _listen(self, reader: _Reader) -> None:
-        if (connection := reader.connection) is None:
-            return
+    def _listen(self, reader: _Reader, connection: socket.socket) -> None:
         try:
             while data := despite_reset(lambda: connection.recv(16, socket.MSG_DONTWAIT)):
                 if data == _LEAVE:

@@ -129,28 +129,24 @@ class Line:
         if time.monotonic() < self._next:
             return
         self._next = time.monotonic() + self._every_s
-        text = _state(self._name, run)
+        ran = time.strftime("%H:%M:%S", time.gmtime(time.time() - run.began if run.began else 0))
+        steps = [commit.step for commit in run.log.commits[-run.settings.replicas :]]
+        parts = [f"{self._name} {ran}", f"step {max(steps, default=0)}"]
+        if run.planned:
+            felt = sum(bool(outcome.felt) for outcome in run.outcomes)
+            parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
+            parts.append(f"{len(hangs(run))} hangs")
+        if run.outcomes:
+            last = run.outcomes[-1]
+            recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"
+            parts.append(f"last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}")
+        text = " | ".join(parts)
         _say(f"\r\033[K{text}" if self._is_terminal else text, sys.stderr, "" if self._is_terminal else "\n")
 
     def end(self) -> None:
         """End the line."""
         if self._is_terminal:
             _say("", sys.stderr)
-
-
-def _state(name: str, run: Run) -> str:
-    ran = time.strftime("%H:%M:%S", time.gmtime(time.time() - run.began if run.began else 0))
-    steps = [commit.step for commit in run.log.commits[-run.settings.replicas :]]
-    parts = [f"{name} {ran}", f"step {max(steps, default=0)}"]
-    if run.planned:
-        felt = sum(bool(outcome.felt) for outcome in run.outcomes)
-        parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
-        parts.append(f"{len(hangs(run))} hangs")
-    if run.outcomes:
-        last = run.outcomes[-1]
-        recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"
-        parts.append(f"last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}")
-    return " | ".join(parts)
 
 
 def _say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:

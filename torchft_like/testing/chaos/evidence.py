@@ -94,13 +94,8 @@ def judge(injection: Injection, log: Log, job: JobSettings, until: float) -> Out
     began = view.first_stall()
     recovered = view.all_committed(job.processes(without=injection.victims), began)
     together = view.all_committed(job.processes(), max(began, injection.lifted), together=True)
-    return Outcome(
-        injection,
-        felt,
-        recovery_s=_since(injection, recovered),
-        whole_s=_since(injection, together),
-        pause_s=view.longest_pause(together or until),
-    )
+    recovery_s, whole_s = (None if time is None else time - injection.time for time in (recovered, together))
+    return Outcome(injection, felt, recovery_s, whole_s, view.longest_pause(together or until))
 
 
 class View:
@@ -177,10 +172,6 @@ def _end_left_out(injection: Injection, log: Log, until: float) -> tuple[str, ..
     told = log.events_between(injection.time, until, "left_out")
     names = (name_of(member) for event in told for member in event["members"])
     return tuple(name for name in names if name in ends)[:1]
-
-
-def _since(injection: Injection, time: float | None) -> float | None:
-    return None if time is None else time - injection.time
 
 
 # ------------------------------------------------------------------ what counts as felt

@@ -91,18 +91,15 @@ class Network:
         self._addresses = {name: f"{_NETWORK}.{index + 1}" for index, name in enumerate(names)}
         self._holders: dict[str, RunningProcess] = {}
         self._packet_bytes = packet_bytes
-        self._switch: Switch | None = None
-        descriptors: dict[str, int] = {}
+        self._switch = Switch(seed)
         try:
             for index, name in enumerate(names):
                 self._holders[name] = RunningProcess(
                     ["unshare", "-n", "sleep", "infinity"], folder / "hosts.log", {}
                 )
-                descriptors[name] = self._plug_in(name, f"ft{os.getpid() % 10**7}x{index}")
-            self._switch = Switch(self._addresses, descriptors, seed)
+                device = self._device_of(name, f"ft{os.getpid() % 10**7}x{index}")
+                self._switch.plug_in(name, self._addresses[name], device)
         except BaseException:
-            for descriptor in descriptors.values() if self._switch is None else ():
-                os.close(descriptor)
             self.close()
             raise
 
@@ -128,8 +125,7 @@ class Network:
 
     def apply(self, rules: Rules) -> None:
         """Apply these rules from now on, and no others."""
-        if self._switch is not None:
-            self._switch.rules = rules
+        self._switch.rules = rules
 
     def cut_off(self, hosts: Iterable[str], *, incoming: bool = True) -> Rules:
         """Return rules that separate these hosts from all others; without `incoming` they still receive."""
@@ -140,7 +136,7 @@ class Network:
 
     def counts(self) -> Counter[str]:
         """Return how many packets were passed, delayed, lost (by chance) and cut so far."""
-        return Counter() if self._switch is None else Counter(self._switch.counts)
+        return Counter(self._switch.counts)
 
     def retransmits(self, host: str) -> int:
         """Return how many TCP segments the host has sent again so far."""
@@ -150,13 +146,12 @@ class Network:
 
     def close(self) -> None:
         """Remove every device and namespace. Safe to call again."""
-        if self._switch is not None:
-            self._switch.close()
+        self._switch.close()
         for holder in self._holders.values():
             holder.kill()
         self._holders.clear()
 
-    def _plug_in(self, host: str, device: str) -> int:
+    def _device_of(self, host: str, device: str) -> int:
         descriptor = os.open(TUN, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             fcntl.ioctl(descriptor, _TUNSETIFF, struct.pack("16sH", device.encode(), _IFF_TUN | _IFF_NO_PI))
@@ -178,22 +173,26 @@ class Network:
 class Switch:
     """A switch that carries packets between descriptors, which it owns, on a thread of its own."""
 
-    def __init__(self, addresses: dict[str, str], descriptors: dict[str, int], seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.rules = Rules()
         self.counts: Counter[str] = Counter()
-        self._descriptors = descriptors
-        self._by_address = {bytes(map(int, address.split("."))): name for name, address in addresses.items()}
+        self._descriptors: dict[str, int] = {}
+        self._by_address: dict[bytes, str] = {}
         self._random = random.Random(seed)  # noqa: S311 - for faults, not for secrets
         self._waiting: list[tuple[float, int, int, bytes]] = []
         self._number = 0
         self._free: dict[tuple[str, str], float] = {}  # when a link's direction has nothing to send
         self._selector = selectors.DefaultSelector()
-        for name, descriptor in descriptors.items():
-            self._selector.register(descriptor, selectors.EVENT_READ, name)
         self._stop_read, self._stop_write = os.pipe()
         self._selector.register(self._stop_read, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._run, name="switch", daemon=True)
         self._thread.start()
+
+    def plug_in(self, host: str, address: str, descriptor: int) -> None:
+        """Carry packets from and to this host, too, from now on."""
+        self._descriptors[host] = descriptor
+        self._by_address[bytes(map(int, address.split(".")))] = host
+        self._selector.register(descriptor, selectors.EVENT_READ, host)
 
     def close(self) -> None:
         """Stop, and remove the devices."""
