@@ -275,17 +275,14 @@ class MessageQueue:
         token = secrets.token_bytes(TOKEN_BYTES)
         n_remote = n_reader - n_local_reader
         remote = None
-        with descriptors_for("a message queue"):
+        with descriptors_for("a message queue"), contextlib.ExitStack() as undo:
             if n_remote:
                 from torchft_like.message_queue.remote import RemoteReaders  # noqa: PLC0415 - zmq
 
                 remote = RemoteReaders(connect_ip or own_host(), n_remote, max_chunks, token, ranks)
-            try:
-                writer = Writer(geometry, ranks, token, remote)
-            except BaseException:
-                if remote is not None:
-                    remote.close()
-                raise
+                undo.callback(remote.close)
+            writer = Writer(geometry, ranks, token, remote)
+            undo.pop_all()
         where = (remote.address, remote.server_key) if remote else ()
         self._become(writer, QueueHandle(writer.name, token, *geometry, ranks, n_remote, *where), None)
 

@@ -87,8 +87,11 @@ class Outcome:
 
 def judge(injection: Injection, log: Log, job: JobSettings, until: float) -> Outcome:
     """Judge a fault by the records up to the time `until`, which is that of the next one."""
-    if injection.kind == "link":
-        injection = replace(injection, victims=_end_left_out(injection, log, until))
+    if injection.kind == "link":  # the victim is that of the two that was left out first, if one was
+        ends = {injection.details.get("one"), injection.details.get("other")}
+        told = log.events_between(injection.time, until, "left_out")
+        names = (name_of(member) for event in told for member in event["members"])
+        injection = replace(injection, victims=tuple(name for name in names if name in ends)[:1])
     view = View(injection, log, job, until)
     felt = FELT.get(injection.kind, _left_out)(view)
     began = view.first_stall()
@@ -164,14 +167,6 @@ class View:
                 rank = rank_of(commit)
                 first[rank] = min(first.get(rank, math.inf), commit.time)
         return max(first[rank] for rank in processes) if processes and processes <= first.keys() else None
-
-
-def _end_left_out(injection: Injection, log: Log, until: float) -> tuple[str, ...]:
-    """Return which of two replica groups that cannot reach each other was left out first, if one was."""
-    ends = {injection.details.get("one"), injection.details.get("other")}
-    told = log.events_between(injection.time, until, "left_out")
-    names = (name_of(member) for event in told for member in event["members"])
-    return tuple(name for name in names if name in ends)[:1]
 
 
 # ------------------------------------------------------------------ what counts as felt

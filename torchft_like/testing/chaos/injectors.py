@@ -78,12 +78,10 @@ def inject(target: Target, planned: Planned) -> AbstractContextManager[Injected]
 
 @contextmanager
 def _signal(number: signal.Signals, *chosen: Group | Rank | Daemon) -> Iterator[Injected]:
-    """Signal the victims, or the lighthouse; those who are asked to leave may end, and SIGSTOP is lifted."""
+    """Signal the victims, or the lighthouse; SIGSTOP is lifted at the end."""
     victims = tuple(each.name for each in chosen if isinstance(each, Group | Rank))
     first = chosen[0]
     for each in chosen:
-        if number == signal.SIGTERM and isinstance(each, Group):
-            may_end(each)
         each.signal(number)
     try:
         yield Injected(victims, {"rank": first.number} if isinstance(first, Rank) else {})
