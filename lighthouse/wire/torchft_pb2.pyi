@@ -405,7 +405,7 @@ class ManagerQuorumRequest(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helps", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited", "secret")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helped_ranks", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited", "secret")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -427,7 +427,7 @@ class ManagerQuorumResponse(_message.Message):
     FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     SOURCE_RANKS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
-    HELPS_FIELD_NUMBER: _ClassVar[int]
+    HELPED_RANKS_FIELD_NUMBER: _ClassVar[int]
     MAX_COMMIT_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     BEGINS_TO_CATCH_UP_FIELD_NUMBER: _ClassVar[int]
     CATCHES_UP_FIELD_NUMBER: _ClassVar[int]
@@ -454,13 +454,13 @@ class ManagerQuorumResponse(_message.Message):
     first_quorum_id: int
     source_ranks: _containers.RepeatedScalarFieldContainer[int]
     source_addresses: _containers.RepeatedScalarFieldContainer[str]
-    helps: bool
+    helped_ranks: _containers.RepeatedScalarFieldContainer[int]
     max_commit_quorum_id: int
     begins_to_catch_up: bool
     catches_up: bool
     is_awaited: bool
     secret: bytes
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helps: bool = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ..., secret: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helped_ranks: _Optional[_Iterable[int]] = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ..., secret: _Optional[bytes] = ...) -> None: ...
 
 class Divergence(_message.Message):
     __slots__ = ("replica_ids", "group_ranks", "kept", "tied", "comparable", "heals")

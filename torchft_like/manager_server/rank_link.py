@@ -385,7 +385,7 @@ def _check_ranks(response: pb.ManagerQuorumResponse) -> None:
     """Check the ranks by which members are looked up, and the number of handles."""
     size = len(response.replica_ids)
     ranks = [response.replica_rank, response.recover_src_replica_rank, response.max_replica_rank]
-    ranks += [*response.recover_dst_replica_ranks, *response.source_ranks]
+    ranks += [*response.recover_dst_replica_ranks, *response.source_ranks, *response.helped_ranks]
     if not all(0 <= rank < size for rank in ranks):
         raise MalformedMessageError(f"the quorum's ranks are not all among its {size} members")
     if len(response.reconfigure_handles) not in (0, size):
