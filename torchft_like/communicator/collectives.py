@@ -34,11 +34,9 @@ from torchft_like.communicator.tensors import (
     with_rows,
 )
 from torchft_like.core.agreement.statements import Statement, Terms
-from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.writing import writing_to
 
 Sizes = tuple[int, ...]
-_REDUCE_SCATTER = BY_NAME["_reduce_scatter_base"]
 
 
 @call("all_reduce")
@@ -72,7 +70,7 @@ def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tens
         if channel is not None and -dims <= dim < dims and input_.numel() and not input_.shape[dim] % ranks:
             rows = input_.detach().movedim(dim, 0).contiguous()
             own = rows.new_empty((rows.shape[0] // ranks, *rows.shape[1:]))
-            channel.carry_out(_REDUCE_SCATTER, own, rows, ReduceScatterOptions())
+            channel.carry_out("_reduce_scatter_base", own, rows, ReduceScatterOptions())
             return own.movedim(0, dim).contiguous()
 
     def check() -> int:

@@ -51,7 +51,6 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking.backend import check_wanted
-from torchft_like.process_group.collectives import BY_NAME, Collective
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
 from torchft_like.process_group.wrapper import as_timedelta
@@ -71,7 +70,6 @@ class Channel:
         configuration: the present configuration, which is set when it is over; None for a group that has
           none.
         hides_errors: whether the group hides its errors from its works.
-        issue: begins a collective, and returns its work.
     """
 
     def __init__(self, group: Group) -> None:
@@ -79,10 +77,6 @@ class Channel:
         self._own = group if isinstance(group, ProcessGroup) else None
         self.configuration = None if self._own is None else _configuration_of(self._own)
         self.hides_errors = self._own is not None and self._own.hides_errors
-        # A group may begin one in fewer steps than by its methods, but only these check for NaN
-        # (TORCH_DIST_NAN_CHECK).
-        is_plain = self._own is not None and not self._own._checks_nan
-        self.issue: Callable[..., Any] = group.issue if is_plain else self._call
 
     @property
     def is_lasting(self) -> bool:
@@ -108,12 +102,9 @@ class Channel:
         """Return the store in which the members met, if the group is of this package."""
         return None if self._own is None else self._own.store_address
 
-    def _call(self, collective: Collective, *args: Any) -> Any:
-        return getattr(self.group, collective.name)(*args)
-
-    def carry_out(self, collective: Collective, *args: Any) -> None:
+    def carry_out(self, method: str, *args: Any) -> None:
         """Begin a collective, and wait for it, also for a failure that the group hides."""
-        self.issue(collective, *args).wait()
+        getattr(self.group, method)(*args).wait()
         if self.hides_errors:
             self.check()
 
@@ -159,7 +150,6 @@ P = ParamSpec("P")
 # ones.
 FIRST_TAG = 1 << 20
 TAGS = 1 << 30
-_GATHER, _BROADCAST = BY_NAME["gather"], BY_NAME["broadcast"]
 _EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # their product is TAGS
 
 
@@ -465,10 +455,10 @@ class Communicator:
         gathering.rootRank = spreading.rootRank = spreading.rootTensor = 0
         own = self.control_bytes(record)
         outputs = [list(everyone.unbind(0))] if self.rank == 0 else []
-        channel.carry_out(_GATHER, outputs, [own], gathering)
+        channel.carry_out("gather", outputs, [own], gathering)
         if self.rank == 0:  # rank 0 needs no other rank any more to find a record that differs
             records = unpack_all(everyone.cpu().numpy().tobytes())
-        channel.carry_out(_BROADCAST, [everyone], spreading)
+        channel.carry_out("broadcast", [everyone], spreading)
         return records if self.rank == 0 else unpack_all(everyone.cpu().numpy().tobytes())
 
     # -------------------------------------------------------------------------- bytes

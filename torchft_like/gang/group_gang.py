@@ -71,7 +71,6 @@ from torchft_like.gang.arguments import (
 from torchft_like.gang.base import Gang, with_index
 from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
-from torchft_like.process_group.collectives import ALLREDUCE
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of, serving_store
 from torchft_like.runtime.hosts import own_host
@@ -186,7 +185,7 @@ class GroupGang(Gang):
             self._all_reduce(tensor, op)
             return
         try:
-            channel.issue(ALLREDUCE, [tensor], AllreduceOptions()).wait()
+            channel.group.allreduce([tensor], AllreduceOptions()).wait()
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             told = self._told("all_reduce", error)
             raise told  # noqa: B904 - it has its cause

@@ -114,7 +114,7 @@ class Reducer:
     def issue(self, collective: Collective, *args: Any) -> Work:
         """Begin a collective on the group, in the order of all ranks."""
         self._driver.wait_for_turn()
-        return self._group.pg.issue(collective, *args)
+        return getattr(self._group.pg, collective.name)(*args)  # type: ignore[no-any-return]
 
     def _quantize(
         self,

@@ -163,10 +163,6 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         """Return the caller's rank among the members."""
         raise NotImplementedError
 
-    def issue(self, collective: Collective, *args: Any) -> Work:
-        """Begin a collective that does not block, in as few steps as the class can."""
-        return getattr(self, collective.name)(*args)  # type: ignore[no-any-return]
-
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Run one collective; return None only if it blocks."""
         raise NotImplementedError

@@ -399,16 +399,21 @@ class Generation:
             if self.configuration.reason is not None:
                 raise self._aborted() from error
             raise
-        return None if work is None else self.take(collective, work, operation)
+        if work is None:
+            return None
+        if isinstance(work, ExplainedOperation) or name in POINT_TO_POINT:
+            return self.take(collective, work)
+        operation.inner = work
+        return operation
 
-    def take(self, collective: Collective, work: Work, operation: GroupOperation | None = None) -> Operation:
+    def take(self, collective: Collective, work: Work) -> Operation:
         """Return an operation for a work of the backend, which raises errors in the group's words."""
         if isinstance(work, ExplainedOperation):
             work.explain = self.explain
             return work
         if collective.name in POINT_TO_POINT:
             return self.operations.message(work, self.explain)
-        operation = operation or self.operations.begin(self.explain)
+        operation = self.operations.begin(self.explain)
         operation.inner = work
         return operation
 

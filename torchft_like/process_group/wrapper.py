@@ -41,7 +41,6 @@ class _OpenToOthers(type(ProcessGroup), ABCMeta):  # type: ignore[misc] # pybind
 
 
 _REQUIRED = object()
-_NO_NAMES: Mapping[str, Any] = {}
 
 
 def _of_inner(name: str, otherwise: object = _REQUIRED) -> Any:
@@ -267,9 +266,6 @@ class ReconfigurableProcessGroup(ProcessGroup):
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         return (self._generation or _known(self._generation)).run(collective, args, kwargs)
-
-    def issue(self, collective: Collective, *args: Any) -> Any:
-        return (self._generation or _known(self._generation)).run(collective, args, _NO_NAMES)
 
 
 def _known(part: T | None) -> T:
