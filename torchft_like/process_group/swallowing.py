@@ -47,8 +47,6 @@ from torchft_like.process_group.work import (
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
 from torchft_like.writing import writing_to
 
-Report = Callable[[Exception], None]
-
 T = TypeVar("T")
 ALLREDUCE_COALESCED = BY_NAME["allreduce_coalesced"]
 
