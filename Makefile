@@ -10,7 +10,7 @@ READY := $(VENV)/.ready
 # Without bytecode each process that loads torch compiles it first, for some five seconds of a processor.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test slow dropin launchers kernels matrix gpu-test style lint format proto bench leaks stress fuzz mutate soak clean help simulate docs
+.PHONY: demo test rest slow dropin launchers kernels matrix gpu-test style lint format proto bench leaks stress fuzz mutate soak clean help simulate docs
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/'
@@ -47,6 +47,9 @@ SIMULATE ?= --compiled
 simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
 	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:100000 --jobs 2
 	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:3000 --jobs 2 --mutants
+
+rest: $(READY)  ## the rows of slow tables that `make test` leaves out, and the DiLoCo example
+	$(BIN)/python -m pytest -m rest tests/integration tests/interop
 
 slow: $(READY)  ## the tests that are too long for `make test`, but for those below
 	$(BIN)/python -m pytest -m "slow and not gpu" --ignore tests/integration/test_no_leak.py \

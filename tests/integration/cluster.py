@@ -20,10 +20,12 @@ CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
 
 PATIENT_MS = 20_000
 
+REST = (pytest.mark.slow, pytest.mark.rest)
+
 
 def also_slow(*values: object) -> Any:
-    """Return a row of a test that only `make slow` runs: other rows show the same sooner."""
-    return pytest.param(*values, marks=pytest.mark.slow)
+    """Return a row of a test that `make rest` runs: `make test` shows the same sooner, by another row."""
+    return pytest.param(*values, marks=REST)
 
 
 class Cluster(cluster.Cluster):

@@ -18,6 +18,7 @@ LIMIT_S = 280.0  # twenty seconds on a machine that does nothing else
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize("link", ["", "100,20"], ids=["on one host", "over a link"])
 def test_a_killed_group_heals_and_both_end_with_the_same_bits(

@@ -184,6 +184,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
 
 
 @pytest.mark.slow
+@pytest.mark.rest
 @pytest.mark.timeout(3 * LIMIT_S)
 def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_its_own(
     processes: Processes,

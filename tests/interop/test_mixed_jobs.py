@@ -18,7 +18,7 @@ import pytest
 
 from benchmarks.processes import Fleet, FleetProcess, Record
 from benchmarks.systems import OURS, TORCHFT, TORCHFT_NIGHTLY, System, start_lighthouse, start_worker
-from tests.integration.cluster import Cluster
+from tests.integration.cluster import REST, Cluster
 from tests.integration.options import WorkerOptions
 
 # The first test of a machine installs the peer, which takes longer than a test may.
@@ -32,7 +32,7 @@ LIMITS = ("--heartbeat_timeout_ms=1000", "--join_timeout_ms=10000")
 WITH_OUR_GROUPS = ("--groups=torchft_like", f"--beside={sysconfig.get_path('purelib')}")  # gRPC is there
 THEIRS = [
     pytest.param(TORCHFT, (), id="torchft"),
-    pytest.param(TORCHFT_NIGHTLY, WITH_OUR_GROUPS, id="nightly over our groups", marks=pytest.mark.slow),
+    pytest.param(TORCHFT_NIGHTLY, WITH_OUR_GROUPS, id="nightly over our groups", marks=REST),
 ]
 
 
