@@ -25,6 +25,7 @@ import sys
 import threading
 import uuid
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -41,7 +42,7 @@ from torchft_like.checkpointing.http_server import shut
 from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.store import serve_store
+from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import own_host
 
@@ -60,7 +61,7 @@ class ParameterServer(ABC):
 
     Args:
         port: the port for requests; 0 for a free one.
-        store_port: the port of the TCPStore in which a session's two ranks meet; 0 for a free one.
+        store_port: the port of the store in which a session's two ranks meet; 0 for a free one.
         host: the address of this machine at which both listen. All who reach it can open sessions.
         sessions_max: the number of sessions at a time; each has a thread.
 
@@ -79,7 +80,7 @@ class ParameterServer(ABC):
     ) -> None:
         if sessions_max < 1:
             raise ValueError(f"sessions_max is {sessions_max}: a server without sessions serves nobody")
-        self.store, self._store_address = serve_store(host, timedelta(seconds=REQUEST_S), store_port)
+        self.store = StoreServer(Address(host, store_port))
         self._host = own_host() if host in _EVERY_ADDRESS else host
         self._groups: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()
@@ -149,7 +150,8 @@ class ParameterServer(ABC):
     def _offer(self) -> tuple[str, str]:
         """Return the id of a new session, and where its ranks meet."""
         session_id = str(uuid.uuid4())
-        return session_id, f"{Address(self._host, self._store_address.port)}/session/{session_id}"
+        reached = Address(self._host, self.store.address.server.port)
+        return session_id, f"{replace(self.store.address, server=reached)}/session/{session_id}"
 
     def _handle_session(self, session_id: str, store_addr: str) -> None:
         pg = self.new_process_group()
@@ -166,9 +168,7 @@ class ParameterServer(ABC):
             with self._lock:
                 del self._groups[session_id]
             pg.shutdown()
-            for key in self.store.list_keys():
-                if session_id in key:
-                    self.store.delete_key(key)
+            self.store.drop_room(f"session/{session_id}")
 
 
 class _Server(ThreadingHTTPServer):

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import socket
+import struct
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import grpc
 import psutil
 import pytest
+import torch
+from torch import nn
 
 from lighthouse import wire
 from lighthouse.address import LOOPBACK, Address, parse_address
@@ -25,9 +31,13 @@ from lighthouse.wire import torchft_pb2 as pb
 from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.lighthouse_clients import LIMIT_S
+from tests.integration.test_manager_api import make_manager
 from tests.stress.hostile import connected
+from torchft_like import LighthouseServer
+from torchft_like.core.store import VALIDATION_MAGIC, Query
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import MANAGER_PORT_ENV
+from torchft_like.process_group.store_server import UNKNOWN_MAX, StoreServer
 from torchft_like.testing.cluster import Group
 
 pytestmark = [pytest.mark.integration, *CHECKED]
@@ -148,6 +158,76 @@ def test_a_replica_group_with_a_token_and_a_certificate_heals_from_others(
         again = cluster.start("b", size=2)
         cluster.wait_for_quorum_of(a, again)
         assert [rank.events("heal") for rank in again.ranks]
+
+
+@pytest.mark.parametrize("shows", ["nothing", "no certificate", "another job's"])
+def test_strangers_at_the_stores_cost_a_job_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: str
+) -> None:
+    """They fill the stores in which process groups meet, squat in them, list them, and say nothing, before a
+    replica comes for which all have to meet again.
+    """
+    if shows != "nothing":
+        monkeypatch.setenv(TLS_ENV, str(certify(tmp_path / "job")))
+    of_another = certify(tmp_path / "other") if shows == "another job's" else None
+    lighthouse = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    stores: Queue[tuple[StoreServer, int]] = Queue()
+    lost: list[str] = []
+
+    def train(name: str) -> None:
+        model = nn.Linear(1, 1)
+        with make_manager(lighthouse, name, model) as manager:
+            complete = 0
+            while complete < 3:
+                manager.start_quorum()
+                manager.allreduce(torch.ones(1)).wait()
+                if not manager.should_commit():
+                    lost.append(f"{name} loses step {manager.current_step()}: {manager.errored()}")
+                if manager.current_step() == 1 and manager._store.meeting_place is not None:
+                    stores.put((manager._store.meeting_place, manager.quorum_id))
+                complete += manager.num_participants() == 3
+
+    with ThreadPoolExecutor(3) as pool, ExitStack() as stack:
+        replicas = [pool.submit(train, name) for name in "ab"]
+        for store, quorum_id in [stores.get(timeout=LIMIT_S) for _ in replicas]:
+            for _ in range(UNKNOWN_MAX // 2):
+                stack.enter_context(connected(store.address.server))
+            strangers = []
+            for request in false_requests(quorum_id):
+                stranger: socket.socket = stack.enter_context(connected(store.address.server))
+                with suppress(OSError):  # an ssl.SSLError is one, too
+                    if shows != "nothing":
+                        context = stranger_context(of_another)
+                        stranger = stack.enter_context(context.wrap_socket(stranger))
+                    stranger.sendall(request)
+                    strangers.append(stranger)
+            for stranger in strangers:
+                with suppress(OSError):
+                    while stranger.recv(4096):  # the answer to its greeting, and then the end
+                        pass
+        replicas.append(pool.submit(train, "c"))
+        for replica in replicas:
+            replica.result(LIMIT_S)
+    lighthouse.shutdown()
+    assert lost == []
+
+
+def false_requests(quorum_id: int) -> Iterator[bytes]:
+    """What a stranger may ask a store who knows what the quorums are called, and not their secrets."""
+
+    def text(data: str | bytes) -> bytes:
+        data = data.encode() if isinstance(data, str) else data
+        return struct.pack("=Q", len(data)) + data
+
+    greeting = bytes([Query.VALIDATE]) + struct.pack("=I", VALIDATION_MAGIC)
+    greeting += bytes([Query.PING]) + struct.pack("=I", 7)
+    names = [f"torchft/{number}/0" for number in (quorum_id, quorum_id + 1)]
+    for prefix in ("x", *names, *(f"{name}/secret={'0' * 32}" for name in names)):
+        key = text(f"/{prefix}/configured/0")
+        yield greeting + bytes([Query.ADD]) + key + struct.pack("=q", 1)
+        yield greeting + bytes([Query.SET]) + key + text(b"x" * 1_000_000)
+    yield greeting + bytes([7])  # how many keys?
+    yield greeting + bytes([17])  # which ones?
 
 
 @contextmanager

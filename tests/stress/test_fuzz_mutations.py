@@ -54,7 +54,18 @@ from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.meeting import Record, StoreLostError
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
+from torchft_like.core.store import (
+    MESSAGE_BYTES_MAX,
+    VALIDATION_MAGIC,
+    KeyValueStore,
+    Query,
+    Request,
+    RequestReader,
+    StoreRequestError,
+)
+from torchft_like.core.store import Client as StoreClient
 from torchft_like.errors import (
     CheckpointError,
     CheckpointFormatError,
@@ -342,6 +353,47 @@ def answer_of_store(data: bytes) -> object:
 
 def word(text: bytes) -> bytes:
     return struct.pack("=Q", len(text)) + text
+
+
+def asked_of_store(*keys: bytes) -> bytes:
+    """What clients ask of a store: each request, with these keys."""
+    said = [b"\0" + struct.pack("=I", VALIDATION_MAGIC), b"\x0d" + struct.pack("=I", 7)]
+    for key in keys:
+        said += [b"\1" + word(key) + word(b"value"), b"\4" + word(key + b"n") + struct.pack("=q", -3)]
+        said += [b"\2" + word(key) + word(b"value") + word(b"another"), b"\3" + word(key)]
+        said += [b"\x09" + word(key) + word(b"more"), b"\x08" + word(key)]
+    many = struct.pack("=Q", len(keys)) + b"".join(map(word, keys))
+    said += [bytes([query]) + many for query in (5, 10, 6)]
+    said.append(b"\x0b" + struct.pack("=Q", len(keys)) + b"".join(word(key) + word(b"v") for key in keys))
+    return b"".join([*said, b"\x0c"])
+
+
+def ask_store(data: bytes) -> None:
+    """Ask a store of quorums, one of which has a secret, for what a client says; another client waits."""
+    store, client, waits, reader = (
+        KeyValueStore(awaits_quorums=True),
+        StoreClient(),
+        StoreClient(),
+        RequestReader(),
+    )
+    store.announce(7, QuorumSecret())
+    store.announce(8, QUORUM_SECRET)
+    reader.bytes_max = MESSAGE_BYTES_MAX
+    assert store.admits(waits, OPEN_KEYS[0])
+    store.perform(waits, Request(Query.WAIT, OPEN_KEYS))
+    for at in range(0, len(data), 100):
+        reader.feed(data[at : at + 100])
+        while (request := reader.next()) is not None:
+            if not all(store.admits(client, key) for key in request.keys):
+                raise StoreRequestError("not admitted")
+            store.perform(client, request)
+            store.take_answers()
+
+
+OPEN_KEYS = (b"/torchft/7/0/a", b"/torchft/7/0/b")
+QUORUM_SECRET = QuorumSecret(bytes(32))
+SECRET_KEY = f"/torchft/8/0/secret={QUORUM_SECRET.meeting_key}/a".encode()
+STORE_ASKED = asked_of_store(*OPEN_KEYS), asked_of_store(SECRET_KEY)
 
 
 CALL = Statement("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
@@ -819,6 +871,17 @@ PARSERS = [
         address_of_store,
         (AddressError,),
         [b"a..b:1", b"a" * 64 + b":1", b"a\0b:1", b"\xff"],
+    ),
+    Parser(
+        "requests to a store",
+        list(STORE_ASKED),
+        ask_store,
+        (StoreRequestError,),
+        [
+            b"\1" + struct.pack("=Q", 2**63),
+            b"\x0a" + struct.pack("=Q", 2**32) + bytes(100),
+            b"\x0b" + bytes(8),
+        ],
     ),
     Parser(
         "the handle of a group",

@@ -117,7 +117,8 @@ MAKERS = {
         "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
         "torchft_like/parameter_server.py",
         "torchft_like/process_group/checking/link.py",
-        "torchft_like/process_group/store.py",
+        "torchft_like/process_group/store.py",  # for torch's, where a user has named it
+        "torchft_like/process_group/store_server.py",
     },
 }
 # Modules of the standard library and others that would make one by other names.

@@ -127,7 +127,7 @@ class QuorumResult(NamedTuple):
 
         It is torchft's where the quorum has no secret. Otherwise nobody else knows it.
         """
-        key = self.secret.key("meeting")
+        key = self.secret.meeting_key
         return f"{self.store_address}/{what}" + (f"/secret={key}" if key else "")
 
     @property

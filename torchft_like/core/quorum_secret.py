@@ -22,3 +22,18 @@ class QuorumSecret(bytes):
     def key(self, purpose: str) -> str:
         """Return the key for one purpose in hexadecimal digits; "" where the quorum has no secret."""
         return hmac.digest(self, purpose.encode(), "sha256").hex()[:KEY_CHARACTERS] if self else ""
+
+    @property
+    def meeting_key(self) -> str:
+        """The key that is in the prefix under which the members meet."""
+        return self.key("meeting")
+
+
+def shared_key(meeting_key: str) -> str:
+    """Return the key of the part of the store that users share, whose prefix torch's errors show."""
+    return QuorumSecret(meeting_key.encode()).key("shared")
+
+
+def meeting_keys(secret: QuorumSecret) -> tuple[str, ...]:
+    """Return the keys of which one is in each key of a quorum in its store; none where it has no secret."""
+    return (secret.meeting_key, shared_key(secret.meeting_key)) if secret else ()

@@ -72,7 +72,8 @@ from torchft_like.gang.base import Gang, with_index
 from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of, serving_store
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of
+from torchft_like.process_group.store_server import serving_store
 from torchft_like.runtime.hosts import own_host
 
 # Constants, because an enum looks its members up in Python.
@@ -474,9 +475,8 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
     # never end.
     ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
     own = next((ranks for ranks in partition if rank in ranks), ())
-    timeout = timeout_of(group, communicator.device)
     with ExitStack() as until_met:
-        text = _serve(group, timeout, until_met) if len(own) > 1 and own[0] == rank else ""
+        text = _serve(group, until_met) if len(own) > 1 and own[0] == rank else ""
         statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
         payload = text.encode()[:PAYLOAD_BYTES_MAX]
         records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
@@ -492,9 +492,9 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
         return Part(made, group, ending)
 
 
-def _serve(group: dist.ProcessGroup, timeout: timedelta, until_met: ExitStack) -> str:
+def _serve(group: dist.ProcessGroup, until_met: ExitStack) -> str:
     try:
-        return str(until_met.enter_context(serving_store(own_host(_store_of(group)), timeout)))
+        return str(until_met.enter_context(serving_store(own_host(_store_of(group)))))
     except (BindError, RuntimeError) as error:
         return f"{_NOT_SERVED}{error}"
 

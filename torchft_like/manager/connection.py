@@ -22,7 +22,7 @@ def connect(
         ConnectError, BindError: a server could not be reached in time, or could not listen.
     """
     store = open_group_store(config)
-    if config.group_rank > 0:
+    if (place := store.meeting_place) is None:  # another rank has it, which is rank 0
         address = find_manager(store.shared, config)
         limits = config.connect_timeout_s, config.host, config.dead_after_s
         key = store.shared.get(_key_of_ranks(config)).decode(errors="backslashreplace")
@@ -34,7 +34,7 @@ def connect(
         lighthouse_addr=str(config.lighthouse),
         hostname=config.host,
         bind=str(Address(config.host, config.port)),
-        store_addr=str(store.meeting_place),
+        store_addr=str(place.address),
         world_size=config.group_world_size,
         heartbeat_interval=heartbeat_interval,
         connect_timeout=timedelta(seconds=config.connect_timeout_s),
@@ -42,6 +42,7 @@ def connect(
         job_id=config.job_id,
         spare=config.spare,
         dead_after=timedelta(seconds=config.dead_after_s),
+        on_quorum=place.announce,
     )
     try:
         store.shared.set(_key_of_ranks(config), server.rank_key)

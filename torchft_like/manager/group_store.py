@@ -1,11 +1,12 @@
-"""The TCPStores of one replica group.
+"""The stores of one replica group.
 
-In one the ranks find their ManagerServer. Under torchrun it is the agent's; otherwise rank 0 serves it.
+In one the ranks find their ManagerServer: a TCPStore where the user has named, under torchrun the agent's;
+otherwise rank 0 serves it. A group of one rank needs none.
 
 In the other one the process groups meet that join one rank of every replica group, so its address is part of
-the quorum. Rank 0 always serves it: the agent's is open to the whole job's host, and torch's own server asks
-the name server about each of its clients, one after the other, so that a few hundred silent connections to it
-would make the survivors of a loss wait for half a minute. Rank 0 serves one store for both where it can.
+the quorum. Rank 0 always serves it, with our own server: torch's is open to all who reach it, and asks the
+name server about each of its clients, one after the other, so that a few hundred silent connections to it
+would make the survivors of a loss wait for half a minute.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
@@ -23,6 +24,7 @@ from lighthouse.forks import disown
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.process_group.store import serve_store
+from torchft_like.process_group.store_server import StoreServer
 
 PROBE_S = 1.0
 
@@ -33,13 +35,11 @@ class GroupStore:
 
     Attributes:
         shared: the one in which the group's ranks find each other.
-        served: the one that this rank serves; None on ranks other than 0.
-        meeting_place: the address of the one in which process groups meet; None on ranks other than 0.
+        meeting_place: the one in which process groups meet; None on ranks other than 0.
     """
 
-    shared: TCPStore
-    served: TCPStore | None = None
-    meeting_place: Address | None = None
+    shared: Store
+    meeting_place: StoreServer | None = None
 
 
 def open_group_store(config: ManagerConfig) -> GroupStore:
@@ -47,24 +47,24 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
 
     Raises:
         ConnectError: rank 0's store did not answer within `connect_timeout`.
-        BindError: rank 0 cannot listen at the store's address.
+        BindError: rank 0 cannot listen at the address of one of them.
     """
-    timeout = timedelta(seconds=config.connect_timeout_s)
-    store = config.store or Address(config.host, 0)
-    is_first = config.group_rank == 0
-    if config.store is None or (is_first and not config.store_is_agents and not is_listening(store)):
-        served, address = serve_store(store.host, timeout, store.port)
-        return GroupStore(served, served, address)
-    shared = _connect(store, config)
-    return GroupStore(shared, *serve_store(config.host, timeout)) if is_first else GroupStore(shared)
+    shared: Store = HashStore()
+    store, is_first = config.store, config.group_rank == 0
+    if store is not None and is_first and not config.store_is_agents and not is_listening(store):
+        shared, _ = serve_store(store.host, timedelta(seconds=config.connect_timeout_s), store.port)
+    elif store is not None:
+        shared = _connect(store, config)
+    meeting_place = StoreServer(Address(config.host, 0), awaits_quorums=True) if is_first else None
+    return GroupStore(shared, meeting_place)
 
 
-def publish_manager(store: TCPStore, config: ManagerConfig, address: str) -> None:
+def publish_manager(store: Store, config: ManagerConfig, address: str) -> None:
     """Publish the address of the ManagerServer for the other ranks."""
     store.set(_key(config), address)
 
 
-def find_manager(store: TCPStore, config: ManagerConfig) -> Address:
+def find_manager(store: Store, config: ManagerConfig) -> Address:
     """Wait for the address of the ManagerServer that rank 0 publishes, and return it.
 
     Raises:

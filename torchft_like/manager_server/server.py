@@ -14,7 +14,7 @@ import logging
 import os
 import secrets
 import uuid
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from typing import Any
 
@@ -27,6 +27,7 @@ from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.trust import process_trust
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.peer_links import Probe
+from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.replica_group import (
     BrokenLinks,
     Effect,
@@ -82,6 +83,7 @@ class ManagerServer:
         job_id: the name of the job, "" if none was given.
         spare: whether the group waits for a free place before it takes part.
         dead_after: how long a rank's process may be silent before the group is lost.
+        on_quorum: called on the loop with the id and the secret of each quorum, before the ranks hear of it.
 
     Attributes:
         rank_key: a secret of the replica group, without which nobody is one of its ranks; "" for none, in a
@@ -107,10 +109,11 @@ class ManagerServer:
         job_id: str = "",
         dead_after: timedelta = timedelta(seconds=DEAD_S),
         spare: bool = False,
+        on_quorum: Callable[[int, QuorumSecret], None] = lambda *_: None,
     ) -> None:
         self._replica_id, self._is_spare = replica_id, spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
-        self._store_addr = store_addr
+        self._store_addr, self._on_quorum = store_addr, on_quorum
         self._hostname = hostname
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
@@ -292,6 +295,7 @@ class ManagerServer:
         self._perform(self._group.lease_ended())
 
     def quorum_formed(self, quorum: pb.Quorum) -> None:
+        self._on_quorum(quorum.quorum_id, QuorumSecret(quorum.secret))
         number = quorum.quorum_id, quorum.participants, quorum.round
         of_all = quorum.stands, quorum.first_quorum_id, quorum.secret
         self._perform(self._group.quorum_formed(*number, *of_all))

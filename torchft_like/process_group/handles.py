@@ -17,16 +17,17 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import ErrorType, Store, TCPStore, Work
+from torch._C._distributed_c10d import ErrorType, Store, Work
 
+from lighthouse.address import Address
 from lighthouse.core.json_text import read_json
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.store import (
     DEFAULT_TIMEOUT,
     create_store_client,
     parse_store_address,
-    serve_store,
 )
+from torchft_like.process_group.store_server import StoreServer
 from torchft_like.process_group.work import FinishedOperation
 from torchft_like.runtime.hosts import own_host
 
@@ -102,7 +103,7 @@ class Reconfigurable:
     supports_reconfigure = True
 
     _handle_id: str | None = None
-    _handle_store: tuple[TCPStore, str] | None = None  # the store, and its address
+    _handle_store: StoreServer | None = None
     _identity: Mapping[str, Any] = {}
     _rank_in_job: int | None = None
 
@@ -136,10 +137,10 @@ class Reconfigurable:
         """
         with _serving:
             if self._handle_store is None:
-                store, address = serve_store(own_host(), DEFAULT_TIMEOUT)
-                self._handle_store = store, str(address)
+                self._handle_store = StoreServer(Address(own_host(), 0))
                 self._handle_id = uuid.uuid4().hex
-        return json.dumps(Handle(self._handle_id or "", self._handle_store[1], self._rank_in_job)._asdict())
+        address = str(self._handle_store.address)
+        return json.dumps(Handle(self._handle_id or "", address, self._rank_in_job)._asdict())
 
     def get_error(self) -> ErrorType:
         """Return whether the group is usable, in the form of torch's backends; `errored()` says why not."""

@@ -2,7 +2,7 @@
 `dist.new_group`.
 
 torch makes a group from a store in which the members find each other; the groups of this package are
-configured with the address of a TCPStore. So rank 0 tells the others, through the store that torch passes,
+configured with the address of a store. So rank 0 tells the others, through the store that torch passes,
 where they meet: under a prefix never used before, in that same store if it is a TCPStore, else in one that
 rank 0 serves itself.
 
@@ -19,6 +19,7 @@ import contextlib
 import importlib
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -29,7 +30,8 @@ from torch._C._distributed_c10d import Store
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.store import StoreAddress, parse_store_address, server_of, serving_store
+from torchft_like.process_group.store import StoreAddress, parse_store_address, server_of
+from torchft_like.process_group.store_server import serving_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
 
@@ -89,7 +91,7 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
     key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
     with contextlib.ExitStack() as until_met:
         if rank == 0:
-            published = server or until_met.enter_context(serving_store(own_host(), timeout))
+            published = server or until_met.enter_context(serving_store(own_host()))
             store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         try:
             store.wait([key], timeout)
@@ -99,4 +101,4 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
             ) from error
         place = parse_store_address(store.get(key).decode(errors="backslashreplace"))
         # Each member uses torch's store by a name that is valid on its host.
-        yield StoreAddress(server or place.server, place.prefix)
+        yield replace(place, server=server or place.server)

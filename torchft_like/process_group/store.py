@@ -1,7 +1,9 @@
 """The store through which the members of a group find each other, and how they meet there.
 
-It is a TCPStore, which the Manager, a member or the user serves; `host:port/prefix` names a part of it. Here
-are its address, torch's client and server, and a client whose every wait can be ended from another thread.
+It is a store of ours (`store_server.py`), which the Manager or a member serves, or a TCPStore of the user's;
+`host:port/prefix` names a part of it, `tls://host:port/prefix` a part of one of ours in a job with
+certificates. Here are its address, torch's client and server, and a client whose every wait can be ended from
+another thread.
 
 torch's own client blocks in C++ for as long as its server is stopped or its host silent, nothing can end that
 from outside, and it reports a lost connection with pages of native stack. While a group is being configured,
@@ -14,28 +16,36 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import os
 import re
 import select
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from enum import IntEnum
-from typing import cast
+from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import disown
 from lighthouse.listening import listen_tcp
-from torchft_like.core.quorum_secret import QuorumSecret
+from lighthouse.tls import connecting
+from torchft_like.core.quorum_secret import shared_key
+from torchft_like.core.store import READY, VALIDATION_MAGIC, WAIT_CANCELED, Query
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
+
+P = ParamSpec("P")
+T = TypeVar("T")
+S = TypeVar("S", bound="AbortableStore")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 VALUE_BYTES_MAX = 64 * 1024 * 1024
@@ -47,26 +57,26 @@ POLL_MS_MAX = 2**31 - 1  # the system call takes a C int
 # work.
 _NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
 
-_VALIDATION_MAGIC = 0x3C85F7CE
-_SECRET = re.compile(r"\bsecret=[^/]*")
-_READY = 0
+_TLS = "tls://"
+_SECRET = re.compile(r"\bsecret=([^/]*)")
 
 
 @dataclass(frozen=True, repr=False)
 class StoreAddress:
-    """The address at which the store listens, and the prefix that all keys get.
+    """The address at which the store listens, the prefix that all keys get, and whether it speaks TLS.
 
     A part `secret=...` of the prefix keeps out who does not know it. It is in no text for people.
     """
 
     server: Address
-    prefix: str
+    prefix: str = ""
+    is_tls: bool = False
 
     def __str__(self) -> str:
-        return f"{self.server}/{self.prefix}"
+        return f"{_TLS if self.is_tls else ''}{self.server}" + (f"/{self.prefix}" if self.prefix else "")
 
     def __repr__(self) -> str:
-        return f"{self.server}/{self.name}"
+        return without_secret(str(self))
 
     @property
     def name(self) -> str:
@@ -77,8 +87,8 @@ class StoreAddress:
     def shared(self) -> StoreAddress:
         """The part that users share. torch's errors show its prefix, which does not tell the secret."""
         key = _SECRET.search(self.prefix)
-        own = "/" + QuorumSecret(key[0].encode()).key("shared") if key else ""
-        return StoreAddress(self.server, f"{without_secret(self.prefix)}{own}/shared")
+        own = f"/{shared_key(key[1])}" if key else ""
+        return replace(self, prefix=f"{without_secret(self.prefix)}{own}/shared")
 
 
 def without_secret(text: str) -> str:
@@ -87,7 +97,7 @@ def without_secret(text: str) -> str:
 
 
 def parse_store_address(text: str) -> StoreAddress:
-    """Read `host:port/prefix`; the prefix may contain slashes and may be empty.
+    """Read `host:port/prefix` or `tls://host:port/prefix`; the prefix may contain slashes and may be empty.
 
     Raises:
         AddressError: the text has another form; the message shows it.
@@ -95,10 +105,11 @@ def parse_store_address(text: str) -> StoreAddress:
     if not isinstance(text, str):
         raise AddressError(f"store address {text!r:.200} is not host:port/prefix")
     shown = repr(without_secret(text))
-    scheme, separator, rest = text.rpartition("://")
+    is_tls = text.startswith(_TLS)
+    scheme, separator, rest = text.removeprefix(_TLS).rpartition("://")
     server, _, prefix = rest.partition("/")
     try:
-        return StoreAddress(parse_address(scheme + separator + server), prefix)
+        return StoreAddress(parse_address(scheme + separator + server), prefix, is_tls)
     except AddressError as error:
         raise AddressError(
             f"store address {shown:.200} is not host:port/prefix (example: 127.0.0.1:29500/job)"
@@ -123,13 +134,18 @@ class GroupMembers:
 
 
 def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
-    """Make torch's client for the part of a TCPStore that `host:port/prefix` names.
+    """Make a client for the part of a store that `host:port/prefix` names: torch's, or ours where the store
+    speaks TLS.
 
     Raises:
         AddressError: the address is malformed.
-        torch.distributed.DistNetworkError: no store answers there within `timeout`.
+        torch.distributed.DistNetworkError, ProcessGroupError: no store answers there within `timeout`.
     """
     address = parse_store_address(store_addr)
+    if address.is_tls:
+        shared = SharedStore(address, timeout)
+        shared.connect()
+        return shared
     disown(address.server)
     host, port = address.server.host, address.server.port
     client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
@@ -137,7 +153,8 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, Address]:
-    """Serve a store at a port of `host`, 0 for a free one, until the last reference to it is gone.
+    """Serve a TCPStore of torch's at a port of `host`, 0 for a free one, until the last reference to it is
+    gone.
 
     Raises:
         BindError: `host` is not of this machine.
@@ -157,16 +174,6 @@ def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore,
     return server, Address(host, port)
 
 
-@contextlib.contextmanager
-def serving_store(host: str, timeout: timedelta) -> Iterator[Address]:
-    """Serve a store, as `serve_store` does, for the time of a block."""
-    server, address = serve_store(host, timeout)
-    try:
-        yield address
-    finally:
-        del server  # an error that the caller keeps would keep this frame, and the server
-
-
 def server_of(store: Store) -> Address | None:
     """Return the address of a TCPStore, under any number of prefixes; None for a store of another kind."""
     while isinstance(store, PrefixStore):
@@ -174,41 +181,38 @@ def server_of(store: Store) -> Address | None:
     return Address(store.host, store.port) if isinstance(store, TCPStore) else None
 
 
-class _Query(IntEnum):
-    VALIDATE = 0
-    SET = 1
-    COMPARE_SET = 2
-    GET = 3
-    ADD = 4
-    CHECK = 5
-    WAIT = 6
-    DELETE_KEY = 8
-    MULTI_GET = 10
-    PING = 13
-
-
 async def answers(server: Address, within_s: float) -> bool:
     """Return whether a TCPStore answers in time. A thread in C++ does: its process may be busy in Python."""
-    hello = bytes([_Query.VALIDATE]) + struct.pack("=I", _VALIDATION_MAGIC)
+    hello = bytes([Query.VALIDATE]) + struct.pack("=I", VALIDATION_MAGIC)
     with contextlib.suppress(OSError, EOFError):  # a TimeoutError is an OSError
         async with asyncio.timeout(within_s):
             reader, writer = await asyncio.open_connection(server.host, server.port)
             with contextlib.closing(writer):
-                writer.write(hello + bytes([_Query.PING]) + struct.pack("=I", os.getpid()))
+                writer.write(hello + bytes([Query.PING]) + struct.pack("=I", os.getpid()))
                 await reader.readexactly(4)
                 return True
     return False
 
 
+def _in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
+    """Let the threads that share a client ask one after the other."""
+
+    @functools.wraps(method)
+    def ask(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        with self._turn:
+            return method(self, *args, **kwargs)
+
+    return ask
+
+
 class AbortableStore(Store):
-    """A store client that one thread uses and any thread may abort.
+    """A store client that any thread may abort; threads that share it take turns.
 
-    It speaks the TCPStore's wire protocol as torch 2.11 to 2.13 do: one byte names the query, strings are
-    preceded by their length, integers are 64 bits in the machine's byte order. It has the few queries that
-    process groups make. Its methods raise ProcessGroupAbortedError once the client was aborted, TimeoutError
-    when `timeout` has passed without an answer, ProcessGroupError when the store is gone.
+    It speaks the TCPStore's protocol (`core/store.py`). Its methods raise ProcessGroupAbortedError once the
+    client was aborted, TimeoutError when `timeout` has passed without an answer, ProcessGroupError when the
+    store is gone.
 
-    Only the thread that uses the client closes its descriptor: if another thread closed it, its number could
+    Only a thread that uses the client closes its descriptor: if another thread closed it, its number could
     belong to another file by the time of the next call.
     """
 
@@ -216,7 +220,9 @@ class AbortableStore(Store):
         super().__init__()
         self._server = address.server
         self._prefix = address.prefix
+        self._is_tls = address.is_tls
         self._limit = timeout
+        self._turn = threading.RLock()
         self._lock = threading.Lock()  # no shutdown comes while a connection is made
         self._aborted = False
         self._socket: socket.socket | None = None
@@ -225,8 +231,10 @@ class AbortableStore(Store):
     def connect(self) -> None:
         """Connect to the store; try again while it refuses, since it may be about to start."""
         self._connect(self._deadline())
-        self._send(_Query.VALIDATE, struct.pack("=I", _VALIDATION_MAGIC), self._deadline())
-        deadline = self._ask(_Query.PING, struct.pack("=I", os.getpid()))
+        if self._is_tls:
+            self._shake_hands()
+        self._send(Query.VALIDATE, struct.pack("=I", VALIDATION_MAGIC), self._deadline())
+        deadline = self._ask(Query.PING, struct.pack("=I", os.getpid()))
         if struct.unpack("=I", self._receive(4, deadline))[0] != os.getpid():
             raise ProcessGroupError(f"what answers at {self._server} is not a TCPStore")
 
@@ -235,8 +243,8 @@ class AbortableStore(Store):
         with self._lock:
             self._aborted = True
             if self._socket is not None:
-                with contextlib.suppress(OSError):
-                    self._socket.shutdown(socket.SHUT_RDWR)
+                with contextlib.suppress(OSError):  # one with TLS would begin to speak without it
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close the connection; only the thread that uses the client may call this."""
@@ -245,37 +253,45 @@ class AbortableStore(Store):
                 self._socket.close()
                 self._socket = None
 
+    @_in_turn
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(_Query.SET, self._key(key) + _with_length(value))
+        self._ask(Query.SET, self._key(key) + _with_length(value))
 
+    @_in_turn
     def get(self, key: str) -> bytes:
         """Return the value of a key, once it has one."""
         self.wait([key])
-        return self._receive_bytes(self._ask(_Query.GET, self._key(key)))
+        return self._receive_bytes(self._ask(Query.GET, self._key(key)))
 
+    @_in_turn
     def multi_get(self, keys: list[str]) -> list[bytes]:
         """Return the values of keys that all have one, in one query."""
-        deadline = self._ask(_Query.MULTI_GET, self._keys(keys))
+        deadline = self._ask(Query.MULTI_GET, self._keys(keys))
         return [self._receive_bytes(deadline) for _ in keys]
 
+    @_in_turn
     def add(self, key: str, amount: int) -> int:
         """Add to a counter that starts at 0, and return the sum."""
-        return self._receive_integer(self._ask(_Query.ADD, self._key(key) + struct.pack("=q", amount)))
+        return self._receive_integer(self._ask(Query.ADD, self._key(key) + struct.pack("=q", amount)))
 
+    @_in_turn
     def check(self, keys: list[str]) -> bool:
-        return self._receive(1, self._ask(_Query.CHECK, self._keys(keys)))[0] == _READY
+        return self._receive(1, self._ask(Query.CHECK, self._keys(keys))) == READY
 
+    @_in_turn
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        self._receive(1, self._ask(_Query.WAIT, self._keys(keys), timeout))
+        self._receive(1, self._ask(Query.WAIT, self._keys(keys), timeout))
 
+    @_in_turn
     def delete_key(self, key: str) -> bool:
         """Delete a key; return whether it had a value."""
-        return self._receive_integer(self._ask(_Query.DELETE_KEY, self._key(key))) == 1
+        return self._receive_integer(self._ask(Query.DELETE_KEY, self._key(key))) == 1
 
+    @_in_turn
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Replace a value if it is the expected one; return the value that the key has afterwards."""
         values = _with_length(expected_value) + _with_length(desired_value)
-        return self._receive_bytes(self._ask(_Query.COMPARE_SET, self._key(key) + values))
+        return self._receive_bytes(self._ask(Query.COMPARE_SET, self._key(key) + values))
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._limit = timeout
@@ -331,24 +347,20 @@ class AbortableStore(Store):
             code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         return code
 
-    def _ask(self, query: _Query, body: bytes, timeout: timedelta | None = None) -> float:
+    def _ask(self, query: Query, body: bytes, timeout: timedelta | None = None) -> float:
         """Send a query; return the deadline of the answer."""
         deadline = self._deadline(timeout)
         self._send(query, body, deadline)
         return deadline
 
-    def _send(self, query: _Query, body: bytes, deadline: float) -> None:
+    def _send(self, query: Query, body: bytes, deadline: float) -> None:
         data = memoryview(bytes([query]) + body)
         while data:
-            self._await(select.POLLOUT, deadline)
-            with self._translated():
-                data = data[self._open_socket().send(data) :]
+            data = data[self._act(lambda to: to.send(data), select.POLLOUT, deadline) :]  # noqa: B023
 
     def _receive(self, count: int, deadline: float) -> bytes:
         while len(self._unread) < count:
-            self._await(select.POLLIN, deadline)
-            with self._translated():
-                part = self._open_socket().recv(RECEIVE_BYTES)
+            part = self._act(lambda of: of.recv(RECEIVE_BYTES), select.POLLIN, deadline)
             if not part:
                 raise self._lost("it closed the connection")
             self._unread += part
@@ -364,6 +376,32 @@ class AbortableStore(Store):
         if count > VALUE_BYTES_MAX:
             raise ProcessGroupError(f"the store at {self._server} announces a value of {count} bytes")
         return self._receive(count, deadline)
+
+    def _shake_hands(self) -> None:
+        with self._lock:
+            self._check()
+            plain = self._open_socket()
+            self._socket = connecting(plain, shakes=False)
+            if self._socket is plain:
+                raise ProcessGroupError(
+                    f"the store at {self._server} speaks TLS, and this process has no certificate: set "
+                    "TORCHFT_TLS"
+                )
+
+    def _act(self, act: Callable[[socket.socket], T], event: int, deadline: float) -> T:
+        """Do something with the connection, as soon as that can be done."""
+        while True:
+            self._check()
+            try:
+                return act(self._open_socket())
+            except BlockingIOError:
+                self._await(event, deadline)
+            except ssl.SSLWantReadError:
+                self._await(select.POLLIN, deadline)
+            except ssl.SSLWantWriteError:
+                self._await(select.POLLOUT, deadline)
+            except OSError as error:
+                raise self._lost(error.strerror or str(error)) from error
 
     def _await(self, event: int, deadline: float) -> None:
         poll = select.poll()
@@ -382,18 +420,28 @@ class AbortableStore(Store):
         if self._aborted:
             raise ProcessGroupAbortedError(f"aborted while talking to the store at {self._server}")
 
-    @contextlib.contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except BlockingIOError:
-            raise
-        except OSError as error:
-            raise self._lost(error.strerror or str(error)) from error
-
     def _lost(self, reason: str) -> ProcessGroupError:
         self._check()
         return ProcessGroupError(f"lost the store at {self._server}: {reason}")
+
+
+class SharedStore(AbortableStore):
+    """A client that goes on after a wait in vain, for which it raises torch's DistStoreError, as torch's, and
+    that closes with the last reference to it.
+    """
+
+    def __del__(self) -> None:
+        self.close()
+
+    @_in_turn
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        try:
+            super().wait(keys, timeout)
+        except TimeoutError as error:
+            deadline = self._ask(Query.CANCEL_WAIT, b"")
+            while self._receive(1, deadline) != WAIT_CANCELED:
+                pass
+            raise DistStoreError(f"nobody has set all of the keys {keys} in time") from error
 
 
 def _with_length(value: str | bytes) -> bytes:

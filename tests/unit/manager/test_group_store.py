@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import timedelta
+
+from torch._C._distributed_c10d import HashStore
 
 from tests.stores import serve_store
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager.group_store import open_group_store
-from torchft_like.process_group.store import create_store_client
-
-LIMIT = timedelta(seconds=60)
 
 
 def environment(port: int, is_agents: bool) -> dict[str, str]:
@@ -29,21 +27,24 @@ def test_process_groups_meet_in_a_store_of_rank_0_and_not_in_torchruns() -> None
     second = open_group_store(replace(config, group_rank=1))
     first.shared.set("manager", "here")
     assert second.shared.get("manager") == b"here"
-    assert (second.served, second.meeting_place) == (None, None)
+    assert second.meeting_place is None
     assert first.meeting_place is not None
-    assert first.meeting_place.port != agents.port
-    del agents, second
-    for text in ("one", "other"):
-        client = create_store_client(f"{first.meeting_place}/{text}", LIMIT)
-        client.set("who", text)
-        assert client.get("who") == text.encode()
+    assert first.meeting_place.address.server.port != agents.port
 
 
-def test_rank_0_serves_one_store_for_both_where_torchrun_does_not() -> None:
+def test_rank_0_serves_the_store_that_the_user_has_named_where_torchrun_does_not() -> None:
     free = serve_store()
     port = free.port
     del free
     config = resolve(ManagerArguments(rank=0, world_size=2), environment(port, is_agents=False))
+    first = open_group_store(config)
+    second = open_group_store(replace(config, group_rank=1))
+    first.shared.set("manager", "here")
+    assert second.shared.get("manager") == b"here"
+
+
+def test_a_group_of_one_rank_needs_no_store_of_the_users() -> None:
+    config = resolve(ManagerArguments(), {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"})
     store = open_group_store(config)
-    assert store.served is store.shared
-    assert store.meeting_place == config.store
+    assert isinstance(store.shared, HashStore)
+    assert store.meeting_place is not None

@@ -39,7 +39,7 @@ from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.store import AbortableStore, GroupMembers, StoreAddress, meeting_store
+from torchft_like.process_group.store import AbortableStore, GroupMembers, meeting_store
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.hosts import local_host_towards
 
@@ -331,7 +331,7 @@ def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
         ProcessGroupAbortedError: the group was aborted during the wait.
         ProcessGroupError: a rank did not come in time, or checks in another way.
     """
-    place = StoreAddress(members.store.server, f"{members.store.prefix}/checking")
+    place = replace(members.store, prefix=f"{members.store.prefix}/checking")
     sockets = Sockets()
     with abort.ends(sockets.cut):
         try:

@@ -1,0 +1,253 @@
+"""Our server of a store: what it does for torch's client and ours, whom it admits, and what it holds."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistError
+
+from lighthouse.address import LOOPBACK, Address
+from lighthouse.tls import TLS_ENV
+from tests.certificates import certify, stranger_context
+from torchft_like.core.quorum_secret import QuorumSecret, meeting_keys
+from torchft_like.core.store import QUORUMS_MAX, Client, KeyValueStore, Query, Request, StoreRequestError
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.process_group import ProcessGroupGloo, create_store_client, store_server
+from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
+from torchft_like.process_group.store_server import UNKNOWN_MAX, StoreServer
+from torchft_like.runtime.event_loop import coordination_loop
+
+from .conftest import LIMIT_S, Party, allreduced
+
+LIMIT = timedelta(seconds=LIMIT_S)
+SECRETS = [QuorumSecret(bytes([number]) * 32) for number in range(QUORUMS_MAX + 1)]
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    with closing(StoreServer(Address(LOOPBACK, 0))) as server:
+        yield server
+
+
+@pytest.fixture
+def of_quorums() -> Iterator[StoreServer]:
+    with closing(StoreServer(Address(LOOPBACK, 0), awaits_quorums=True)) as server:
+        yield server
+
+
+def announce(server: StoreServer, quorum_id: int, secret: QuorumSecret) -> None:
+    async def on_the_loop() -> None:
+        server.announce(quorum_id, secret)
+
+    coordination_loop().run(on_the_loop())
+
+
+def place(server: StoreServer, quorum_id: int, secret: QuorumSecret) -> str:
+    return f"{server.address}/torchft/{quorum_id}/0/secret={secret.meeting_key}"
+
+
+def connected(address: str) -> AbortableStore:
+    store = AbortableStore(parse_store_address(address), LIMIT)
+    try:
+        store.connect()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def test_torchs_client_has_what_it_asks_of_torchs_server(server: StoreServer) -> None:
+    client: Any = create_store_client(f"{server.address}/a", LIMIT)
+    other: Any = create_store_client(f"{server.address}/a", LIMIT)
+    client.set("a", "1")
+    client.multi_set(["b", "c"], ["2", b"3"])
+    assert other.multi_get(["a", "b", "c"]) == [b"1", b"2", b"3"]
+    client.append("a", "0")
+    assert (other.get("a"), other.add("n", 5), client.add("n", -7)) == (b"10", 5, -2)
+    assert (client.get("n"), client.add("a", 1)) == (b"-2", 11)
+    assert client.compare_set("new", "x", "y") == b"x"
+    assert client.compare_set("new", "", "y") == b"y"
+    assert other.compare_set("new", "z", "w") == b"y"
+    assert (other.check(["a", "b"]), other.check(["a", "none"])) == (True, False)
+    with pytest.raises(DistError, match="none"):
+        client.wait(["a", "none"], timedelta(milliseconds=50))
+    other.set("none", b"x" * 1_000_000)
+    client.wait(["a", "none"], LIMIT)
+    assert len(client.get("none")) == 1_000_000
+    assert (client.delete_key("none"), client.delete_key("none")) == (True, False)
+
+
+def test_nobody_can_list_or_count_the_keys(server: StoreServer) -> None:
+    client = create_store_client(f"{server.address}/a", LIMIT)
+    client.set("a", "1")
+    for ask in (client.num_keys, client.list_keys):
+        with pytest.raises((DistError, RuntimeError)):
+            ask()
+        client = create_store_client(f"{server.address}/a", LIMIT)
+
+
+def test_a_member_that_comes_before_its_quorum_is_known_waits(party: Party, of_quorums: StoreServer) -> None:
+    announce(of_quorums, 6, SECRETS[0])
+    with closing(connected(place(of_quorums, 7, SECRETS[1]))) as early:
+        added = party.aside(early.add, "configured/0", 1)
+        with closing(connected(place(of_quorums, 6, SECRETS[0]))) as present:
+            present.set("a", "1")  # a round trip, in which the early one is heard, too
+        assert not added.done()
+        announce(of_quorums, 7, SECRETS[1])
+        assert added.result(LIMIT_S) == 1
+    shared = parse_store_address(place(of_quorums, 7, SECRETS[1])).shared
+    create_store_client(str(shared), LIMIT).set("of", "users")
+
+
+@pytest.mark.parametrize("shows", ["", "/secret=" + "0" * 32, f"/secret={SECRETS[0].meeting_key}"])
+def test_who_does_not_know_the_secret_is_shut_out(
+    of_quorums: StoreServer, monkeypatch: pytest.MonkeyPatch, shows: str
+) -> None:
+    monkeypatch.setattr(store_server, "KEY_S", 0.1)
+    announce(of_quorums, 6, SECRETS[0])
+    announce(of_quorums, 7, SECRETS[1])
+    with (
+        closing(connected(f"{of_quorums.address}/torchft/7/0{shows}")) as stranger,
+        pytest.raises(ProcessGroupError, match="lost the store"),
+    ):
+        stranger.add("configured/0", 1)
+    with closing(connected(place(of_quorums, 7, SECRETS[1]))) as member:
+        assert member.add("configured/0", 1) == 1
+
+
+def test_without_secrets_prefixes_are_admitted_as_they_come(of_quorums: StoreServer) -> None:
+    announce(of_quorums, 7, QuorumSecret())
+    create_store_client(f"{of_quorums.address}/torchft/7/0", LIMIT).set("a", "1")
+
+
+def test_what_is_left_of_old_quorums_is_deleted(of_quorums: StoreServer) -> None:
+    announce(of_quorums, 0, SECRETS[0])
+    with closing(connected(place(of_quorums, 0, SECRETS[0]))) as member:
+        for number in range(1, QUORUMS_MAX):
+            announce(of_quorums, number, SECRETS[number])
+        assert member.add("n", 1) == 1
+        announce(of_quorums, QUORUMS_MAX, SECRETS[QUORUMS_MAX])
+        with pytest.raises(ProcessGroupError, match="lost the store"):
+            member.add("n", 1)
+
+
+def test_silent_connections_keep_nobody_out(of_quorums: StoreServer) -> None:
+    announce(of_quorums, 7, SECRETS[1])
+    with ExitStack() as stack:
+        for _ in range(UNKNOWN_MAX + 20):
+            stack.enter_context(socket.create_connection((LOOPBACK, of_quorums.address.server.port)))
+        member = stack.enter_context(closing(connected(place(of_quorums, 7, SECRETS[1]))))
+        assert member.add("n", 1) == 1
+
+
+def test_what_is_too_long_or_no_request_ends_its_connection_alone(server: StoreServer) -> None:
+    with closing(connected(f"{server.address}/a/b")) as member:
+        for nonsense in (b"GET / HTTP/1.1\r\n\r\n", b"\x01" + b"\xff" * 8, b"\x06" + b"\xff" * 8, b"\x07"):
+            with socket.create_connection((LOOPBACK, server.address.server.port)) as stranger:
+                stranger.settimeout(LIMIT_S)
+                stranger.sendall(nonsense)
+                with suppress(ConnectionResetError):
+                    assert stranger.recv(1) == b""
+        assert member.add("n", 1) == 1
+
+
+def test_old_rooms_make_room_and_a_full_one_is_refused() -> None:
+    store = KeyValueStore(awaits_quorums=False, bytes_max=2000)
+    first, second = Client(), Client()
+
+    def put(client: Client, key: bytes, size: int) -> None:
+        assert store.admits(client, key)
+        store.perform(client, Request(Query.SET, (key,), (b"x" * size,)))
+
+    put(first, b"/one/1/a", 1000)
+    put(second, b"/two/2/a", 1000)
+    assert [(one.client, one.parts) for one in store.take_answers()] == [(first, None)]
+    with pytest.raises(StoreRequestError, match="full"):
+        put(second, b"/two/2/b", 1000)
+    store.perform(second, Request(Query.DELETE_KEY, (b"/two/2/a",)))
+    put(second, b"/two/2/b", 1000)
+
+
+def test_a_wait_costs_its_client_room_until_it_ends() -> None:
+    store = KeyValueStore(awaits_quorums=False, bytes_max=2000)
+    waiting, other = Client(), Client()
+    keys = tuple(b"/a/b/%d" % number for number in range(20))
+    for client in (waiting, other):
+        assert store.admits(client, keys[0])
+    store.perform(waiting, Request(Query.WAIT, keys))
+    with pytest.raises(StoreRequestError, match="full"):
+        store.perform(other, Request(Query.WAIT, keys))
+    store.forget(waiting)
+    store.perform(other, Request(Query.WAIT, keys))
+    assert not store.take_answers()
+
+
+@pytest.fixture
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = certify(tmp_path / "job")
+    monkeypatch.setenv(TLS_ENV, str(folder))
+    return folder
+
+
+def test_with_a_certificate_members_meet_and_share_a_store_over_tls(
+    party: Party, certificate: Path, request: pytest.FixtureRequest
+) -> None:
+    address = f"{request.getfixturevalue('server').address}/a"
+    assert address.startswith("tls://")
+    groups = [party.own(ProcessGroupGloo(LIMIT)) for _ in range(2)]
+    party.together(groups, lambda rank, group: group.configure(f"{address}/b", rank, 2))
+    assert party.together(groups, lambda rank, group: allreduced(group, rank + 1)) == [3.0, 3.0]
+    shared: list[Any] = [PrefixStore("users", group.get_group_store()) for group in groups]
+    with pytest.raises(DistError, match="none"):
+        shared[0].wait(["none"], timedelta(milliseconds=50))
+    shared[0].set("a", b"x" * 1_000_000)
+    assert (len(shared[1].get("a")), shared[1].add("n", 2), shared[0].check(["none"])) == (
+        1_000_000,
+        2,
+        False,
+    )
+
+
+def test_an_abort_ends_a_wait_over_tls(
+    party: Party, certificate: Path, request: pytest.FixtureRequest
+) -> None:
+    with closing(connected(f"{request.getfixturevalue('server').address}/a")) as client:
+        client.set("a", "1")
+        waiting = party.aside(client.get, "none")
+        with closing(connected(f"{request.getfixturevalue('server').address}/a")) as other:
+            assert other.get("a") == b"1"
+        client.abort()
+        with pytest.raises(ProcessGroupAbortedError):
+            waiting.result(LIMIT_S)
+
+
+def test_who_has_no_certificate_of_the_job_is_shut_out(
+    tmp_path: Path, certificate: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    address: StoreAddress = request.getfixturevalue("server").address
+    with closing(connected(f"{address}/a")) as member:
+        with pytest.raises(ProcessGroupError, match="lost the store"):
+            connected(f"{address.server}/a")
+        for shows in (None, certify(tmp_path / "other")):
+            with (
+                socket.create_connection((LOOPBACK, address.server.port), LIMIT_S) as plain,
+                suppress(OSError),
+                stranger_context(shows).wrap_socket(plain) as encrypted,
+            ):
+                assert encrypted.recv(1) == b""
+        monkeypatch.delenv(TLS_ENV)
+        with pytest.raises(ProcessGroupError, match="has no certificate"):
+            connected(f"{address}/a")
+        assert member.add("n", 1) == 1
+
+
+def test_keys_of_a_quorum_show_one_of_two_keys() -> None:
+    assert len(set(meeting_keys(SECRETS[0]))) == 2
+    assert meeting_keys(QuorumSecret()) == ()
