@@ -124,7 +124,9 @@ def test_who_does_not_know_the_secret_is_shut_out(
 
 def test_without_secrets_prefixes_are_admitted_as_they_come(of_quorums: StoreServer) -> None:
     announce(of_quorums, 7, QuorumSecret())
-    create_store_client(f"{of_quorums.address}/torchft/7/0", LIMIT).set("a", "1")
+    client = create_store_client(f"{of_quorums.address}/torchft/7/0", LIMIT)
+    client.set("a", "1")
+    assert client.get("a") == b"1"
 
 
 def test_what_is_left_of_old_quorums_is_deleted(of_quorums: StoreServer) -> None:
