@@ -14,7 +14,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from torch.futures import Future
 
 from torchft_like.futures import future_wait
-from torchft_like.process_group.work import FOREVER, Operation, wait_until
+from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.writing import divide
 
 Report = Callable[[Exception], object]
@@ -51,7 +51,7 @@ class Reduction(Operation):
         report: Report,
         pending: Pending | None = None,
     ) -> None:
-        super().__init__()
+        Operation.__init__(self)
         self._tensors = tensors
         self._divide_by = divide_by
         self._report = report
@@ -78,7 +78,7 @@ class Reduction(Operation):
             self._future.wait()
         elif (inner := self._inner) is not None:
             try:
-                wait_until(inner, FOREVER)
+                inner.wait()
             except Exception as error:  # noqa: BLE001 - any error loses the step, and goes to the Manager
                 self._fail(error)
             else:

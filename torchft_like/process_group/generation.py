@@ -401,7 +401,8 @@ class Generation:
             raise
         if work is None:
             return None
-        if isinstance(work, ExplainedOperation) or name in POINT_TO_POINT:
+        # The first question is the usual case: the metaclass of torch's classes makes `isinstance` slow.
+        if (type(work) is not Work and isinstance(work, ExplainedOperation)) or name in POINT_TO_POINT:
             return self.take(collective, work)
         operation.inner = work
         return operation

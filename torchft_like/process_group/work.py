@@ -113,10 +113,10 @@ class Operation(Work):
 
 def wait_until(work: Work, deadline: float) -> None:
     """Block until a work is over, which any library may have made; a passed deadline is an error."""
-    if isinstance(work, Operation):
-        work.wait_until(deadline)
-    elif deadline == FOREVER:
+    if deadline == FOREVER:
         work.wait()
+    elif isinstance(work, Operation):
+        work.wait_until(deadline)
     else:
         left_s = max(deadline - time.monotonic(), 0.001)  # zero would mean no limit
         work.wait(timedelta(seconds=left_s))
