@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from lighthouse.events import read_events
+from tests.integration.cluster import REST
 from torchft_like.testing.chaos.network import why_unavailable
 from torchft_like.testing.processes import Processes
 
@@ -17,10 +18,14 @@ EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "train_diloco.py"
 LIMIT_S = 280.0  # twenty seconds on a machine that does nothing else
 
 
-@pytest.mark.slow
-@pytest.mark.rest
 @pytest.mark.timeout(LIMIT_S + 20)
-@pytest.mark.parametrize("link", ["", "100,20"], ids=["on one host", "over a link"])
+@pytest.mark.parametrize(
+    "link",
+    [
+        pytest.param("", marks=REST, id="on one host"),
+        pytest.param("100,20", marks=pytest.mark.slow, id="over a link"),
+    ],
+)
 def test_a_killed_group_heals_and_both_end_with_the_same_bits(
     tmp_path: Path, processes: Processes, link: str
 ) -> None:
