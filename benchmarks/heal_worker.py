@@ -92,8 +92,9 @@ class End:
             state = self._transport.recv_checkpoint(src_rank=0, metadata=one, step=step, timeout=TIMEOUT)
         else:
             state = self._fetch_in_place(metadata, step)
-        for own, received in zip(tensors(self._state), tensors(state), strict=True):
-            own.copy_(received)  # as `load_state_dict` does
+        with torch.no_grad():  # as `load_state_dict` does
+            for own, received in zip(tensors(self._state), tensors(state), strict=True):
+                own.copy_(received)
         ended, highest = time.monotonic(), peak()
         found, self._state = checksum(self._state), {}
         return {"ended": ended, "bytes": highest - before, "checksum": found}
