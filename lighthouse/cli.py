@@ -177,7 +177,8 @@ def _within_open_files(config: LighthouseConfig) -> LighthouseConfig:
     Raises:
         ConfigError: it is not enough for the replicas that were asked for, or for hardly any.
     """
-    from lighthouse.net import DESCRIPTORS_KEPT, allow_many_files  # noqa: PLC0415 - likewise
+    from lighthouse.listening import DESCRIPTORS_KEPT  # noqa: PLC0415 - likewise
+    from lighthouse.net import allow_many_files  # noqa: PLC0415 - likewise
 
     files = allow_many_files()
     enough_for = files - DESCRIPTORS_KEPT

@@ -8,6 +8,8 @@ from lighthouse.address import Address
 from lighthouse.errors import BindError
 from lighthouse.forks import disown
 
+DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
+
 
 def listen_tcp(bind: Address) -> socket.socket:
     """Make a listening TCP socket for an HTTP server; port 0 takes a free one.

@@ -27,14 +27,13 @@ from lighthouse.core.trust import Role, digest_of
 from lighthouse.errors import ConfigError
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
-from lighthouse.listening import bind_error, why_unbindable
+from lighthouse.listening import DESCRIPTORS_KEPT, bind_error, why_unbindable
 from lighthouse.tls import NAME, Identity, process_identity
 from lighthouse.trust import ROLES, authorization, process_trust, warn_if_open
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
-DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 AUTHORIZATION = "authorization"
 DISTRUST = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 

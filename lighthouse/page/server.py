@@ -50,8 +50,7 @@ from lighthouse.core.history import DURATION_BOUNDS_S, Durations
 from lighthouse.core.trust import Role
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import printable
-from lighthouse.listening import listen_tcp
-from lighthouse.net import DESCRIPTORS_KEPT
+from lighthouse.listening import DESCRIPTORS_KEPT, listen_tcp
 from lighthouse.page.status import STATES, Snapshot, take
 from lighthouse.tls import page_context, scheme
 from lighthouse.trust import process_trust, warn_if_open

@@ -24,8 +24,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from lighthouse.address import Address
-from lighthouse.listening import listen_tcp
-from lighthouse.net import DESCRIPTORS_KEPT
+from lighthouse.listening import DESCRIPTORS_KEPT, listen_tcp
 from lighthouse.tls import process_identity
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.store import (
