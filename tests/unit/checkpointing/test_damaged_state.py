@@ -68,6 +68,12 @@ def test_a_forged_structure_is_refused(structure: bytes) -> None:
         load_state(forged(structure))
 
 
+def test_a_header_whose_text_has_changed_on_the_way_is_refused() -> None:
+    stream = forged(EMPTY + struct.pack("<BI", STR, 4) + b"name")
+    with pytest.raises(CheckpointFormatError, match="the header is corrupt"):
+        load_state(stream.replace(b"name", b"nama"))
+
+
 def test_format_errors_are_checkpoint_errors_and_value_errors() -> None:
     assert issubclass(CheckpointFormatError, CheckpointError)
     assert issubclass(CheckpointFormatError, ValueError)
