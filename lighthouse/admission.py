@@ -17,11 +17,14 @@ from typing import Any
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.hosts import HostList
 from lighthouse.core.identity import about_job_id
 from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.trust import is_token
+from lighthouse.errors import AddressError
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address or a reason
@@ -58,13 +61,32 @@ def believable(now_ms: int, highest: QuorumNumber) -> QuorumNumber:
     return QuorumNumber(max(ahead_ms, highest.quorum_id), max(ahead_ms, highest.round))
 
 
-def about_register(register: pb.Register, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
+def about_addresses(config: LighthouseConfig, caller: str, *addresses: str) -> str | None:
+    """Check where a replica says that it serves, since others connect there: length, form and host.
+
+    Args:
+        caller: the IP address from which the replica calls.
+        addresses: what it says; an empty one says nothing.
+    """
+    for text in filter(None, addresses):
+        if len(text) > TEXT_MAX:
+            return f"an address is longer than {TEXT_MAX} characters"
+        try:
+            host = parse_address(text.removeprefix("tls://").rstrip("/")).host
+        except AddressError as error:
+            return str(error)
+        if config.hosts and not HostList.parse(config.hosts).admits(host, caller):
+            return f"address {text!r:.200} is neither at the caller's {caller} nor at one of --hosts"
+    return None
+
+
+def about_register(
+    register: pb.Register, config: LighthouseConfig, limit: QuorumNumber, caller: str = ""
+) -> str | None:
     """Check the first message of a session; `limit` is what `believable` returned."""
-    if complaint := about_replica(register.replica_id):
+    addresses = register.address, register.store_address
+    if complaint := about_replica(register.replica_id) or about_addresses(config, caller, *addresses):
         return complaint
-    for name in ("address", "store_address"):
-        if len(getattr(register, name)) > TEXT_MAX:
-            return f"{name} is longer than {TEXT_MAX} characters"
     if register.kill_token and not is_token(register.kill_token):
         return "kill_token is no token"
     for name, highest in zip(("last_quorum_id", "last_quorum_round"), limit, strict=True):
@@ -95,7 +117,9 @@ def about_identity(identity: pb.Identity, limit: QuorumNumber) -> str | None:
     return _about_number("first_quorum_id", identity.first_quorum_id, limit.quorum_id)
 
 
-def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber) -> str | None:
+def about_member(
+    member: pb.QuorumMember, config: LighthouseConfig, limit: QuorumNumber, caller: str = ""
+) -> str | None:
     """Check a join; `limit` is what `believable` returned."""
     if complaint := about_replica(member.replica_id):
         return complaint
@@ -107,6 +131,8 @@ def about_member(member: pb.QuorumMember, config: LighthouseConfig, limit: Quoru
     unknown: Any = UnknownFieldSet(member)
     if any(field.wire_type == _GROUP_BEGINS for field in unknown):
         return "a member with a protobuf group: in a quorum it may be nested too deep to be read"
+    if complaint := about_addresses(config, caller, member.address, member.store_address):
+        return complaint
     return about_step(member.step) or _about_number(
         "commit_quorum_id", member.commit_quorum_id, limit.quorum_id
     )
@@ -121,7 +147,9 @@ def about_spare(register: pb.SpareRegister, spares: int, config: LighthouseConfi
     return _about_lengths(spare_id=register.spare_id, host=register.host)
 
 
-def about_vacancy(vacancy: pb.Vacancy, callers: int, config: LighthouseConfig) -> str | None:
+def about_vacancy(
+    vacancy: pb.Vacancy, callers: int, config: LighthouseConfig, caller: str = ""
+) -> str | None:
     """Check a place for which a spare is asked; so many other callers wait."""
     if callers >= config.replicas_max:
         return f"{config.replicas_max} ranks ask for spares already (--replicas_max)"
@@ -129,7 +157,8 @@ def about_vacancy(vacancy: pb.Vacancy, callers: int, config: LighthouseConfig) -
         return "a vacancy without a group, or without a rank of it"
     if (size := vacancy.ByteSize()) > VACANCY_BYTES_MAX:
         return f"a vacancy of {size} bytes is too large: {VACANCY_BYTES_MAX} are the most"
-    return _about_lengths(group_id=vacancy.group_id, host=vacancy.host, store=vacancy.store_address)
+    too_long = _about_lengths(group_id=vacancy.group_id, host=vacancy.host)
+    return too_long or about_addresses(config, caller, vacancy.store_address)
 
 
 def _about_lengths(**texts: str) -> str | None:

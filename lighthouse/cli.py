@@ -57,6 +57,8 @@ _HELP = {
     "replicas_max": "more replicas are refused",
     "session_queue_max": "messages that may wait for one session's reader",
     "job_id": "the name of the job; replicas that were given another one are refused",
+    "hosts": "where replicas may say that they serve, beside the address from which each calls: networks and"
+    " names, as 10.0.0.0/8,*.trainers.svc",
 }
 
 
@@ -221,7 +223,7 @@ def _parse(arguments: Sequence[str]) -> _Given:
             *_spellings(setting.name),
             dest=setting.name,
             default=getattr(defaults, setting.name),
-            metavar="NAME" if isinstance(setting.default, str) else "N",
+            metavar="TEXT" if isinstance(setting.default, str) else "N",
             help=f"{_HELP[setting.name]} (default: {'none' if setting.default == '' else '%(default)s'})",
         )
     parser.add_argument(

@@ -17,6 +17,7 @@ import resource
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
@@ -299,6 +300,12 @@ def _refusing(handler: Any, role: Role, wanted: Role) -> Any:
     if handler.request_streaming:
         return grpc.stream_stream_rpc_method_handler(refuse)
     return grpc.unary_unary_rpc_method_handler(refuse)
+
+
+def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """Return the IP address from which a call comes, "" if it has none."""
+    _, _, place = unquote(context.peer()).partition(":")
+    return place.rpartition(":")[0].strip("[]")
 
 
 async def refuses(address: Address, timeout_s: float) -> bool:

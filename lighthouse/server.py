@@ -47,7 +47,15 @@ from lighthouse.core.quorum import (
 )
 from lighthouse.errors import AddressError
 from lighthouse.events import Event, EventLog, printable
-from lighthouse.net import Keepalive, ServerLimits, make_aio_channel, make_aio_server, refuses, unary
+from lighthouse.net import (
+    Keepalive,
+    ServerLimits,
+    caller_of,
+    make_aio_channel,
+    make_aio_server,
+    refuses,
+    unary,
+)
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.spare_ranks import SpareRanks
 from lighthouse.starvation import RECOVERY_S, SilenceClock
@@ -241,10 +249,11 @@ class Lighthouse:
         if session.ended is not None:
             raise RefusedError(session.ended)
 
-    async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, _: Context) -> bytes:
+    async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, context: Context) -> bytes:
         """Serve torchft's Quorum: the caller joins, and is answered with the quorum."""
         message = _well_formed(request).requester
-        self._admit(message.replica_id, admission.about_member(message, self.config, self._believable()))
+        complaint = admission.about_member(message, self.config, self._believable(), caller_of(context))
+        self._admit(message.replica_id, complaint)
         if self._core.session_of(message.replica_id) is not None:
             raise _exists(f"replica {message.replica_id!r:.100} joins through its session")
         member = codec.member_from_wire(message)
@@ -279,7 +288,8 @@ class Lighthouse:
 
     async def _open_session(self, context: Context) -> ReplicaSession:
         register = await _read_register(context)
-        self._admit(register.replica_id, admission.about_register(register, self.config, self._believable()))
+        complaint = admission.about_register(register, self.config, self._believable(), caller_of(context))
+        self._admit(register.replica_id, complaint)
         self._check_owner(register)
         # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled
         # halfway.
@@ -347,7 +357,7 @@ class Lighthouse:
         self, session: ReplicaSession, kind: str | None, request: pb.SessionRequest
     ) -> str | None:
         if kind == "join" and request.join.replica_id == session.replica_id:
-            return admission.about_member(request.join, self.config, self._believable())
+            return admission.about_member(request.join, self.config, self._believable(), session.caller)
         if kind == "broken_links":
             return admission.about_links(request.broken_links)
         if kind in ("holds", "progress"):

@@ -14,6 +14,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from lighthouse.net import caller_of
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -35,6 +37,7 @@ class ReplicaSession:
     """An open session, made and used on the server's loop inside the RPC's own task.
 
     `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves,
+    `caller` the IP address from which it calls,
     and `kill_token` the token with which it may be killed there; `ended` says why this side ended it, if it
     did.
     """
@@ -50,6 +53,7 @@ class ReplicaSession:
         self.number = number
         self.replica_id = replica_id
         self.address = address
+        self.caller = caller_of(context)
         self.kill_token = ""
         self.ended: Refusal | None = None
         self._context = context

@@ -18,6 +18,7 @@ from lighthouse import admission
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.vacancies import Decision, Filled, NoSpare, Told, Vacancies, Vacancy
 from lighthouse.events import EventLog
+from lighthouse.net import caller_of
 from lighthouse.session import Refusal, RefusedError, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 
@@ -72,14 +73,14 @@ class SpareRanks:
         if session.ended is not None:
             raise RefusedError(session.ended)
 
-    async def serve_vacancy(self, request: pb.FillVacancyRequest | None, _: Context) -> bytes:
+    async def serve_vacancy(self, request: pb.FillVacancyRequest | None, context: Context) -> bytes:
         """Answer once a spare has taken the place, or that there is none."""
         if request is None:
             raise RefusedError(
                 Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of the protocol")
             )
         message = request.vacancy
-        _refuse(admission.about_vacancy(message, len(self._callers), self._config))
+        _refuse(admission.about_vacancy(message, len(self._callers), self._config, caller_of(context)))
         vacancy = Vacancy(
             message.group_id,
             message.group_rank,

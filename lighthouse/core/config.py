@@ -1,13 +1,14 @@
 """The settings of a lighthouse: one frozen object, checked when it is made.
 
-All but the last are whole numbers. Times are whole milliseconds and say so in their names, as on the command
-line and in torchft. The defaults of the first five are torchft's.
+All but the last two are whole numbers. Times are whole milliseconds and say so in their names, as on the
+command line and in torchft. The defaults of the first five are torchft's.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lighthouse.core.hosts import HostList
 from lighthouse.core.identity import about_job_id
 from lighthouse.errors import ConfigError
 
@@ -121,6 +122,11 @@ class LighthouseConfig:
     that of the replicas that form the first quorum.
     """
 
+    hosts: str = ""
+    """The hosts at which replicas may say that they serve, beside the address from which each calls: networks
+    as 10.0.0.0/8 and names as *.trainers.svc, with commas between them. Without it, any host.
+    """
+
     @property
     def places(self) -> int:
         """While fewer replicas than these are there, a spare takes part."""
@@ -155,6 +161,7 @@ class LighthouseConfig:
             _check(name, getattr(self, name))
         if complaint := about_job_id(self.job_id):
             raise ConfigError(f"--job_id: {complaint}")
+        HostList.parse(self.hosts)
         if self.min_replicas > self.replicas_max:
             raise ConfigError(
                 f"--min_replicas {self.min_replicas} is more than --replicas_max {self.replicas_max}:"

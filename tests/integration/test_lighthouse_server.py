@@ -218,6 +218,10 @@ def test_replicas_go_on_in_their_quorum_after_a_restart() -> None:
         ({"leave": pb.Leave()}, "must be a register, not leave"),
         ({"register": pb.Register()}, "replica_id is empty"),
         ({"register": pb.Register(replica_id="x" * 5000)}, "replica_id is longer than 4096 characters"),
+        (
+            {"register": pb.Register(replica_id="a", address="ftp://h:21")},
+            "address 'ftp://h:21' is not host:port",
+        ),
         ({"register": pb.Register(replica_id="a", last_quorum_id=2**63 - 1)}, "last_quorum_id"),
         ({"register": pb.Register(replica_id="a", last_quorum_round=2**63 - 1)}, "last_quorum_round"),
     ],
@@ -229,6 +233,22 @@ def test_a_session_with_a_bad_first_message_is_refused(
         client.session(pb.SessionRequest(**first))  # type: ignore[arg-type]
     assert refused.value.code() == grpc.StatusCode.INVALID_ARGUMENT
     assert complaint in (refused.value.details() or "")
+
+
+def test_replicas_serve_where_they_call_from_or_at_the_hosts_of_the_list() -> None:
+    elsewhere = "http://169.254.169.254:80"
+    with LighthouseProcess("--hosts", "192.168.0.0/16") as daemon:
+        with SessionClient(daemon.address, "a", serves_at="http://127.0.0.1:29511") as here:
+            here.registered()
+        with SessionClient(daemon.address, "b", serves_at="http://192.168.3.4:29511") as listed:
+            listed.registered()
+        members = (
+            pb.QuorumMember(replica_id="c", address=elsewhere),
+            pb.QuorumMember(replica_id="c", store_address=elsewhere),
+        )
+        for member in members:
+            with pytest.raises(grpc.RpcError, match="neither at the caller's 127"):
+                call(daemon.address, member.SerializeToString())
 
 
 def test_a_session_is_ended_even_while_its_first_answer_is_being_written(two: str) -> None:

@@ -500,6 +500,9 @@ class Call:
     def __init__(self, messages: Sequence[object]) -> None:
         self._messages = list(messages)
 
+    def peer(self) -> str:
+        return "ipv4:10.0.0.7:40000"
+
     async def read(self) -> object:
         return self._messages.pop(0) if self._messages else grpc.aio.EOF  # type: ignore[attr-defined]
 
@@ -571,7 +574,9 @@ RANK_SAYS = PART.join(
 def said_by_lighthouse(data: bytes) -> None:
     """A ManagerServer whose rank 0 has joined hears the lighthouse."""
     server, to_lighthouse = ManagerServer.__new__(ManagerServer), LighthouseLink.__new__(LighthouseLink)
-    vars(server).update(_group=ReplicaGroup("me", 1), _perform=answer_rank)
+    vars(server).update(
+        _group=ReplicaGroup("me", 1), _perform=answer_rank, _on_quorum=lambda quorum_id, secret: None
+    )
     to_lighthouse._listener = server
     server._group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
     for part in parts_of(data):

@@ -19,10 +19,12 @@ from torchft_like.checkpointing import http_server
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Snapshot
 
+CONNECTIONS = 8
+
 
 @pytest.fixture
 def server() -> Iterator[CheckpointServer]:
-    limits = ServerLimits(request_s=2.0, chunk_s=1.0, transfer_s=30, connections=3)
+    limits = ServerLimits(request_s=2.0, chunk_s=1.0, transfer_s=30, connections=CONNECTIONS)
     server = CheckpointServer(Address(LOOPBACK, 0), limits)
     yield server
     server.close(wait=True)
@@ -83,7 +85,7 @@ class TestHostileClients:
             assert drain(client) < state.nbytes
 
     def test_connections_beyond_the_limit_are_refused(self, server: CheckpointServer) -> None:
-        waiting = [request(server.port, "/checkpoint/5/header?wait_ms=4000") for _ in range(3)]
+        waiting = [request(server.port, "/checkpoint/5/header?wait_ms=4000") for _ in range(CONNECTIONS)]
         with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
             assert client.recv(1000).split()[1] == b"503"
         server.offer(5, Snapshot(None).fill())

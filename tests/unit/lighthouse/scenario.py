@@ -85,7 +85,7 @@ class _Player:
     def _new(self, first_id: str = "100", **settings: str) -> list[Decision]:
         job_id = settings.pop("job_id", "")
         numbers = {key: int(value) for key, value in settings.items()}
-        config = LighthouseConfig(job_id=job_id, **numbers)
+        config = LighthouseConfig(job_id=job_id, **numbers)  # type: ignore[arg-type]
         self._core = QuorumCore(config, int(first_id))
         self._sessions.clear()
         return []
