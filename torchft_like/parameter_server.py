@@ -146,6 +146,7 @@ class ParameterServer(ABC):
         self._server.server_close()
         for group in groups:
             group.abort(f"the parameter server at {self.address()} was shut down")
+        self.store.close()
 
     def _offer(self) -> tuple[str, str]:
         """Return the id of a new session, and where its ranks meet."""

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from lighthouse.address import Address
+from tests.waiting import wait_for
 from torchft_like import parameter_server
 from torchft_like.errors import ConnectError, ProcessGroupError, SessionsTakenError
+from torchft_like.manager.group_store import is_listening
 from torchft_like.parameter_server import ParameterServer
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.runtime.connecting import connect_tcp
@@ -175,6 +177,7 @@ def test_a_shutdown_ends_open_sessions() -> None:
     with pytest.raises(ProcessGroupError):
         send(here, 1)
     here.pg.shutdown()
+    wait_for(lambda: not is_listening(server.store.address.server))
 
 
 @pytest.mark.parametrize("path", ["new_session", "another"])

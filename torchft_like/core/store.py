@@ -164,7 +164,7 @@ class RequestReader:
         return part
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # a key may hold a secret
 class Client:
     """What the store knows of a connection.
 
@@ -180,7 +180,7 @@ class Client:
     waits_size: int = 0
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)  # a key may hold a secret
 class Room:
     """Keys that go together: of a quorum, or with the same beginning.
 
@@ -250,8 +250,8 @@ class KeyValueStore:
         places = [(self._room_of(client, key), key) for key in keys]
         match query:
             case Query.SET | Query.MULTI_SET:
-                for place, value in zip(places, values, strict=True):
-                    self._put(*place, value)
+                for key, value in zip(keys, values, strict=True):
+                    self._put(self._room_of(client, key), key, value)  # one may have dropped another's room
             case Query.APPEND:
                 self._put(*places[0], self._value(places[0]) + values[0])
             case Query.ADD:

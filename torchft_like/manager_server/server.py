@@ -75,7 +75,7 @@ class ManagerServer:
         lighthouse_addr: `http://host:port` of the lighthouse.
         hostname: the host at which other replica groups reach this server.
         bind: `host:port` to listen on; port 0 takes a free one.
-        store_addr: `host:port` of the group's TCPStore.
+        store_addr: the address of the store in which process groups meet.
         world_size: the number of ranks in the group.
         heartbeat_interval: the time between heartbeats to a lighthouse without sessions (torchft's own).
         connect_timeout: the limit of the first contact with the lighthouse.

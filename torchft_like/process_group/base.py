@@ -83,7 +83,8 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         torchft 0.2.0's order is taken too: store_addr, replica_id, rank, world_size, and the rest of `about`.
 
         Args:
-            store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
+            store_addr: `host:port/prefix` of a store, behind `tls://` if it speaks TLS; every call
+                needs a prefix never used before.
             rank: the caller's rank among the new members, `0 <= rank < world_size`.
             world_size: how many members meet.
             about: the caller's identity and reason, as `About` lists them; all of it may be left out.

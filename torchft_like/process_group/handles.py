@@ -185,7 +185,7 @@ def reconfigure_with_store(
 
     Args:
         pg: a group of this package, or of torch.
-        store_addr: `host:port/prefix` of a TCPStore; every call needs a prefix never used before.
+        store_addr: `host:port/prefix` of a store; every call needs a prefix never used before.
         rank: the caller's rank among the new members, out of `world_size`.
         timeout: the limit of the exchange, and of the configuration.
 

@@ -25,6 +25,7 @@ import ssl
 import struct
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -195,12 +196,21 @@ async def answers(server: Address, within_s: float) -> bool:
 
 
 def _in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Let the threads that share a client ask one after the other."""
+    """Let the threads that share a client ask one after the other; a question without its whole answer is
+    the last one.
+    """
 
     @functools.wraps(method)
     def ask(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self._turn:
-            return method(self, *args, **kwargs)
+            try:
+                answer = method(self, *args, **kwargs)
+            except BaseException:
+                if self._is_asking:  # an answer that came late would be taken for that to another question
+                    self.close()
+                raise
+            self._is_asking = False
+            return answer
 
     return ask
 
@@ -209,8 +219,8 @@ class AbortableStore(Store):
     """A store client that any thread may abort; threads that share it take turns.
 
     It speaks the TCPStore's protocol (`core/store.py`). Its methods raise ProcessGroupAbortedError once the
-    client was aborted, TimeoutError when `timeout` has passed without an answer, ProcessGroupError when the
-    store is gone.
+    client was aborted, TimeoutError when `timeout` has passed without an answer, which ends the connection,
+    ProcessGroupError when the store is gone.
 
     Only a thread that uses the client closes its descriptor: if another thread closed it, its number could
     belong to another file by the time of the next call.
@@ -227,10 +237,12 @@ class AbortableStore(Store):
         self._aborted = False
         self._socket: socket.socket | None = None
         self._unread = bytearray()  # one answer may hold many values
+        self._is_asking = False
 
-    def connect(self) -> None:
-        """Connect to the store; try again while it refuses, since it may be about to start."""
-        self._connect(self._deadline())
+    @_in_turn
+    def connect(self, *, insists: bool = True) -> None:
+        """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
+        self._connect(self._deadline(), insists)
         if self._is_tls:
             self._shake_hands()
         self._send(Query.VALIDATE, struct.pack("=I", VALIDATION_MAGIC), self._deadline())
@@ -309,7 +321,7 @@ class AbortableStore(Store):
     def _keys(self, keys: list[str]) -> bytes:
         return struct.pack("=Q", len(keys)) + b"".join(map(self._key, keys))
 
-    def _connect(self, deadline: float) -> None:
+    def _connect(self, deadline: float, insists: bool) -> None:
         """Connect to the first address that accepts.
 
         A name may stand for several addresses, as `localhost` does for one of each family, and the store
@@ -326,7 +338,7 @@ class AbortableStore(Store):
                 if code not in _NOT_THERE:
                     raise self._lost(os.strerror(code))
             self._check()
-            if time.monotonic() + RECONNECT_SECONDS > deadline:
+            if not insists or time.monotonic() + RECONNECT_SECONDS > deadline:
                 raise ProcessGroupError(
                     f"the store at {self._server} refuses connections: {os.strerror(code)}"
                 )
@@ -338,6 +350,7 @@ class AbortableStore(Store):
             self._check()
             if self._socket is not None:
                 self._socket.close()
+            self._unread.clear()
             self._socket = socket.socket(family, socket.SOCK_STREAM)
             self._socket.setblocking(False)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -349,7 +362,7 @@ class AbortableStore(Store):
 
     def _ask(self, query: Query, body: bytes, timeout: timedelta | None = None) -> float:
         """Send a query; return the deadline of the answer."""
-        deadline = self._deadline(timeout)
+        deadline, self._is_asking = self._deadline(timeout), True
         self._send(query, body, deadline)
         return deadline
 
@@ -426,21 +439,28 @@ class AbortableStore(Store):
 
 
 class SharedStore(AbortableStore):
-    """A client that goes on after a wait in vain, for which it raises torch's DistStoreError, as torch's, and
-    that closes with the last reference to it.
+    """A client that goes on after a wait in vain, for which it raises torch's DistStoreError, as torch's. It
+    connects again if its connection has ended, and closes with the last reference to it.
     """
 
     def __del__(self) -> None:
         self.close()
 
+    def _ask(self, query: Query, body: bytes, timeout: timedelta | None = None) -> float:
+        if self._socket is None:  # an earlier question had no answer in time
+            self.connect()
+        return super()._ask(query, body, timeout)
+
     @_in_turn
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        deadline = self._ask(Query.WAIT, self._keys(keys), timeout)
         try:
-            super().wait(keys, timeout)
+            self._receive(1, deadline)
         except TimeoutError as error:
             deadline = self._ask(Query.CANCEL_WAIT, b"")
             while self._receive(1, deadline) != WAIT_CANCELED:
                 pass
+            self._is_asking = False
             raise DistStoreError(f"nobody has set all of the keys {keys} in time") from error
 
 
@@ -460,12 +480,29 @@ def meeting_store(members: GroupMembers, abort: AbortSignal) -> Iterator[Abortab
     store = AbortableStore(members.store, members.timeout)
     with contextlib.closing(store), abort.ends(store.abort):
         store.connect()
-        if store.add(f"configured/{members.rank}", 1) > 1:
+        if not _is_first(store, f"configured/{members.rank}"):
             raise ProcessGroupError(
                 f"rank {members.rank} has already used the store prefix {members.store.name!r}; "
                 "every configure needs a fresh one"
             )
         yield store
+
+
+def _is_first(store: AbortableStore, key: str) -> bool:
+    """Return whether nobody has taken this key. A store that does not know the quorum yet admits no key, and
+    lets go of those who have waited longest; they come again.
+    """
+    deadline, token = time.monotonic() + store.timeout.total_seconds(), uuid.uuid4().hex
+    while True:
+        try:
+            return store.compare_set(key, "", token) == token.encode()
+        except ProcessGroupAbortedError:
+            raise
+        except ProcessGroupError:
+            if time.monotonic() + RECONNECT_SECONDS > deadline:
+                raise
+        time.sleep(RECONNECT_SECONDS)
+        store.connect(insists=False)
 
 
 def meet(store: AbortableStore, members: GroupMembers) -> None:

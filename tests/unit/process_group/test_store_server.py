@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
+from queue import Queue
 from typing import Any
 
 import pytest
@@ -20,7 +22,15 @@ from torchft_like.core.quorum_secret import QuorumSecret, meeting_keys
 from torchft_like.core.store import QUORUMS_MAX, Client, KeyValueStore, Query, Request, StoreRequestError
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import ProcessGroupGloo, create_store_client, store_server
-from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
+from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.store import (
+    AbortableStore,
+    GroupMembers,
+    SharedStore,
+    StoreAddress,
+    meeting_store,
+    parse_store_address,
+)
 from torchft_like.process_group.store_server import UNKNOWN_MAX, StoreServer
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -106,6 +116,46 @@ def test_a_member_that_comes_before_its_quorum_is_known_waits(party: Party, of_q
     create_store_client(str(shared), LIMIT).set("of", "users")
 
 
+def test_a_member_that_had_to_make_room_comes_again(
+    party: Party, of_quorums: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_server, "KEY_S", 0.05)
+    members = GroupMembers(parse_store_address(place(of_quorums, 7, SECRETS[1])), 0, 1, LIMIT)
+    came: Queue[AbortableStore] = Queue()
+    connect = AbortableStore.connect
+
+    def connect_and_tell(store: AbortableStore, **how: bool) -> None:
+        connect(store, **how)
+        came.put(store)
+
+    monkeypatch.setattr(AbortableStore, "connect", connect_and_tell)
+
+    def enter() -> str:
+        with meeting_store(members, AbortSignal()) as store:
+            store.set("a", "1")
+            return "entered"
+
+    entered = party.aside(enter)
+    first = came.get(timeout=LIMIT_S)
+    assert came.get(timeout=LIMIT_S) is first
+    announce(of_quorums, 7, SECRETS[1])
+    assert entered.result(LIMIT_S) == "entered"
+    with pytest.raises(ProcessGroupError, match="has already used"):
+        enter()
+
+
+def test_no_late_answer_is_taken_for_that_to_another_question(server: StoreServer) -> None:
+    client = SharedStore(parse_store_address(f"{server.address}/a"), timedelta(milliseconds=50))
+    client.connect()
+    over = threading.Event()
+    coordination_loop().loop.call_soon_threadsafe(over.wait, LIMIT_S)
+    with pytest.raises(TimeoutError):
+        client.add("n", 5)
+    client.set_timeout(LIMIT)
+    over.set()
+    assert client.add("other", 100) == 100
+
+
 @pytest.mark.parametrize("shows", ["", "/secret=" + "0" * 32, f"/secret={SECRETS[0].meeting_key}"])
 def test_who_does_not_know_the_secret_is_shut_out(
     of_quorums: StoreServer, monkeypatch: pytest.MonkeyPatch, shows: str
@@ -175,6 +225,20 @@ def test_old_rooms_make_room_and_a_full_one_is_refused() -> None:
         put(second, b"/two/2/b", 1000)
     store.perform(second, Request(Query.DELETE_KEY, (b"/two/2/a",)))
     put(second, b"/two/2/b", 1000)
+
+
+def test_a_room_that_its_own_request_drops_costs_nothing() -> None:
+    store = KeyValueStore(awaits_quorums=False, bytes_max=2000)
+    client = Client()
+    keys = b"/new/2/a", b"/old/1/a"
+    assert store.admits(client, keys[1])
+    store.perform(client, Request(Query.SET, (keys[1],), (b"",)))
+    assert all(store.admits(client, key) for key in keys)
+    store.perform(client, Request(Query.MULTI_SET, keys, (b"x" * 1500, b"x" * 100)))
+    for room in ("new/2", "old/1"):
+        store.drop_room(room)
+    assert store.admits(client, keys[0])
+    store.perform(client, Request(Query.SET, (keys[0],), (b"x" * 1700,)))
 
 
 def test_a_wait_costs_its_client_room_until_it_ends() -> None:
