@@ -242,6 +242,7 @@ class AbortableStore(Store):
     @_in_turn
     def connect(self, *, insists: bool = True) -> None:
         """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
+        disown(self._server)
         self._connect(self._deadline(), insists)
         if self._is_tls:
             self._shake_hands()
@@ -448,7 +449,7 @@ class SharedStore(AbortableStore):
 
     def _ask(self, query: Query, body: bytes, timeout: timedelta | None = None) -> float:
         if self._socket is None:  # an earlier question had no answer in time
-            self.connect()
+            self.connect(insists=False)
         return super()._ask(query, body, timeout)
 
     @_in_turn

@@ -15,6 +15,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistError
 
+from lighthouse import forks
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify, stranger_context
@@ -154,6 +155,14 @@ def test_no_late_answer_is_taken_for_that_to_another_question(server: StoreServe
     client.set_timeout(LIMIT)
     over.set()
     assert client.add("other", 100) == 100
+
+
+def test_no_fork_holds_a_connection_to_a_store(
+    of_quorums: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forks, "_addresses", {})  # of another process's store this one knows nothing
+    with closing(connected(f"{of_quorums.address}/a")) as client:
+        assert client._open_socket().fileno() in set(forks._disowned())
 
 
 @pytest.mark.parametrize("shows", ["", "/secret=" + "0" * 32, f"/secret={SECRETS[0].meeting_key}"])
