@@ -890,6 +890,7 @@ class Barriers:
                 except (RuntimeError, ValueError) as error:
                     reason = without_secret(str(error))
                     _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, reason)
+        self._shared = store  # one in Python ends with its last reference, and torch's part holds none
         self._store = store and PrefixStore(f"coordinator/{name}/barrier", store)
 
     def wait(self, timeout: timedelta | float | None) -> None:

@@ -136,7 +136,7 @@ class GroupMembers:
 
 def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
     """Make a client for the part of a store that `host:port/prefix` names: torch's, or ours where the store
-    speaks TLS.
+    speaks TLS. Ours ends with the last reference to it; torch's PrefixStore around it holds none.
 
     Raises:
         AddressError: the address is malformed.
@@ -300,6 +300,8 @@ class AbortableStore(Store):
         """Delete a key; return whether it had a value."""
         return self._receive_integer(self._ask(Query.DELETE_KEY, self._key(key))) == 1
 
+    deleteKey = delete_key  # noqa: N815 - torch's PrefixStore calls it so
+
     @_in_turn
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         """Replace a value if it is the expected one; return the value that the key has afterwards."""
@@ -440,7 +442,7 @@ class AbortableStore(Store):
 
 
 class SharedStore(AbortableStore):
-    """A client that goes on after a wait in vain, for which it raises torch's DistStoreError, as torch's. It
+    """A client that goes on after a wait in vain. It raises torch's DistStoreError instead of a TimeoutError,
     connects again if its connection has ended, and closes with the last reference to it.
     """
 
@@ -452,12 +454,18 @@ class SharedStore(AbortableStore):
             self.connect(insists=False)
         return super()._ask(query, body, timeout)
 
+    def _await(self, event: int, deadline: float) -> None:
+        try:
+            super()._await(event, deadline)
+        except TimeoutError as error:
+            raise DistStoreError(str(error)) from error
+
     @_in_turn
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         deadline = self._ask(Query.WAIT, self._keys(keys), timeout)
         try:
             self._receive(1, deadline)
-        except TimeoutError as error:
+        except DistStoreError as error:
             deadline = self._ask(Query.CANCEL_WAIT, b"")
             while self._receive(1, deadline) != WAIT_CANCELED:
                 pass

@@ -6,7 +6,9 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from datetime import timedelta
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -16,6 +18,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from lighthouse.address import LOOPBACK, Address
+from lighthouse.tls import TLS_ENV
+from tests.certificates import certify
 from tests.unit.process_group.conftest import Party
 from torchft_like.core.agreement.statements import RECORD_BYTES
 from torchft_like.errors import (
@@ -37,6 +42,7 @@ from torchft_like.process_group import (
     ProcessGroupGloo,
     ProcessGroupWrapper,
 )
+from torchft_like.process_group.store_server import StoreServer
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
@@ -110,6 +116,21 @@ def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: T
     assert isinstance(error, CollectiveTimeoutError)
     assert error.missing == (1,)
     coordinators[1].barrier()
+
+
+def test_a_barrier_names_who_is_missing_in_a_store_with_tls(
+    party: Party, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_ENV, str(certify(tmp_path / "job")))
+    groups = [party.own(gloo()) for _ in range(2)]
+    with closing(StoreServer(Address(LOOPBACK, 0))) as server:
+        party.together(groups, lambda rank, group: group.configure(f"{server.address}/a/b", rank, 2))
+        coordinators = over(groups)
+        late = party.aside(lambda: errors(party, coordinators[:1], lambda _, c: c.barrier(0.1)))
+        (error,) = late.result(LIMIT_S)
+        assert isinstance(error, CollectiveTimeoutError)
+        assert error.missing == (1,)
+        coordinators[1].barrier()
 
 
 def test_a_dummy_group_carries_a_coordinator_of_one() -> None:

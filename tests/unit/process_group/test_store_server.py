@@ -150,7 +150,7 @@ def test_no_late_answer_is_taken_for_that_to_another_question(server: StoreServe
     client.connect()
     over = threading.Event()
     coordination_loop().loop.call_soon_threadsafe(over.wait, LIMIT_S)
-    with pytest.raises(TimeoutError):
+    with pytest.raises(DistError, match="in time"):
         client.add("n", 5)
     client.set_timeout(LIMIT)
     over.set()
@@ -288,6 +288,7 @@ def test_with_a_certificate_members_meet_and_share_a_store_over_tls(
         2,
         False,
     )
+    assert (shared[0].delete_key("a"), shared[1].delete_key("a")) == (True, False)
 
 
 def test_an_abort_ends_a_wait_over_tls(
