@@ -113,7 +113,8 @@ class Handle(Generic[T]):
             if not self._outcome.done():
                 complete(self._outcome, self._finish)
             if self._result is None:
-                self._result = complete(Future(), lambda: self._settle(self._outcome.result))
+                # Ctrl-C ends this wait and is no result: later waits would raise it again.
+                self._result = complete(Future(), lambda: self._settle(self._outcome.result), Exception)
             return self._result.result()
 
     def is_completed(self) -> bool:
@@ -128,10 +129,10 @@ class Handle(Generic[T]):
         return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
 
 
-def complete(future: Future[T], act: Callable[[], T]) -> Future[T]:
-    """Give a future what `act` returns or raises; return it."""
+def complete(future: Future[T], act: Callable[[], T], kept: type[BaseException] = BaseException) -> Future[T]:
+    """Give a future what `act` returns or raises, if that is an error of the kind `kept`; return it."""
     try:
         future.set_result(act())
-    except BaseException as error:  # noqa: BLE001 - it is raised in the threads that wait
+    except kept as error:  # it is raised in the threads that wait
         future.set_exception(error)
     return future

@@ -366,6 +366,20 @@ def test_what_is_called_on_all_ranks_to_make_a_result_is_called_once_though_it_f
     assert made == [7]
 
 
+def test_ctrl_c_while_a_result_is_made_ends_that_wait_alone() -> None:
+    interrupts = [KeyboardInterrupt]
+
+    def settle(found: Callable[[], object]) -> object:
+        if interrupts:
+            raise interrupts.pop()
+        return found()
+
+    handle = Handle("reading", lambda: 7, settle)
+    with pytest.raises(KeyboardInterrupt):
+        handle.wait(LIMIT_S)
+    assert handle.wait(LIMIT_S) == 7
+
+
 def test_a_handle_for_which_a_stream_waits_has_no_thread() -> None:
     waited: list[int] = []
     over_yet = [False]
