@@ -17,7 +17,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import DivergenceError, FaultToleranceError
+from torchft_like.errors import DivergenceError, FaultToleranceError, ProcessGroupError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
@@ -114,7 +114,9 @@ class Reducer:
     def issue(self, collective: Collective, *args: Any) -> Work:
         """Begin a collective on the group, in the order of all ranks."""
         self._driver.wait_for_turn()
-        return getattr(self._group.pg, collective.name)(*args)  # type: ignore[no-any-return]
+        if (work := getattr(self._group.pg, collective.name)(*args)) is None:  # it would pass for one done
+            raise ProcessGroupError(f"{collective.name} of {self._group.pg} has returned no Work")
+        return work  # type: ignore[no-any-return]
 
     def _quantize(
         self,

@@ -375,6 +375,17 @@ class TestReducer:
         assert not rank.protocol.vote()
         assert rank.attempt.pending_collectives == {}
 
+    @pytest.mark.no_zombie
+    def test_a_group_that_forgets_to_return_its_work_loses_the_step(self) -> None:
+        class Forgetful(ProcessGroupDummy):
+            def allreduce(self, tensors: Any, opts: Any) -> Work:  # type: ignore[override,return]
+                super().allreduce(tensors, opts)
+
+        rank = Rank(Forgetful(0, 1), StepRules(1))
+        assert rank.reducer.start([torch.ones(2)], AVERAGE, Reduction).wait()
+        assert "allreduce" in str(rank.protocol.failure)
+        assert not rank.protocol.vote()
+
 
 class TestOptions:
     @pytest.mark.parametrize("spell", [lambda op: op, ReduceOp])
