@@ -173,7 +173,15 @@ class _Serving:
     async def _accept(self) -> None:
         while True:
             try:
-                peer, _ = await self._loop.sock_accept(self._listener)
+                peer, _ = self._listener.accept()
+            except BlockingIOError:
+                # `sock_accept` would accept one as it is cancelled, and keep it: its client would wait.
+                has_come = asyncio.Event()
+                self._loop.add_reader(self._listener, has_come.set)
+                try:
+                    await has_come.wait()
+                finally:
+                    self._loop.remove_reader(self._listener)
             except OSError as error:
                 logger.warning("the store at %s accepts nobody: %s", self._listener.getsockname(), error)
                 await asyncio.sleep(RETRY_S)

@@ -324,6 +324,25 @@ def test_who_has_no_certificate_of_the_job_is_shut_out(
         assert member.add("n", 1) == 1
 
 
+def test_who_connects_as_a_store_ends_does_not_wait(server: StoreServer) -> None:
+    """torch's client waits for an answer without a limit."""
+    is_held, goes_on = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        is_held.set()
+        goes_on.wait(LIMIT_S)
+
+    with closing(connected(f"{server.address}/a")) as earlier:
+        assert earlier.add("n", 1) == 1
+    coordination_loop().loop.call_soon_threadsafe(hold)
+    assert is_held.wait(LIMIT_S)
+    place = LOOPBACK, server.address.server.port
+    with socket.create_connection(place, LIMIT_S) as client, suppress(ConnectionResetError):
+        server.close()
+        goes_on.set()
+        assert client.recv(1) == b""
+
+
 def test_keys_of_a_quorum_show_one_of_two_keys() -> None:
     assert len(set(meeting_keys(SECRETS[0]))) == 2
     assert meeting_keys(QuorumSecret()) == ()
