@@ -17,7 +17,7 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import Verdict
 from torchft_like.core.step import StepProtocol, StepRules
-from torchft_like.errors import GroupLostError, ShutdownError
+from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.managed_group import ManagedGroup
@@ -91,6 +91,19 @@ def test_an_error_spoils_its_own_quorum_known_or_not(driver: QuorumDriver, proto
     assert protocol.vote()
     driver.spoil(late, error)
     assert not protocol.vote()
+
+
+@pytest.mark.agreement
+def test_another_ranks_no_spoils_the_step_in_its_quorum(driver: QuorumDriver, protocol: StepProtocol) -> None:
+    attempt = Attempt(True, LIMIT_S)
+    driver.begin(attempt)
+    driver.quorum(quorum(5, a=3, b=3))
+    attempt.wait_configured(str)
+    driver.step_lost(4)  # of a step that was given up
+    assert protocol.failure is None
+    driver.step_lost(5)
+    assert isinstance(protocol.failure, StepLostError)
+    assert not protocol.can_communicate
 
 
 def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:

@@ -394,6 +394,22 @@ def test_a_replica_whose_state_is_partly_a_peers_has_none(
     assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else DISOWNED)
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.no_regress
+def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(_: object) -> None:
+        raise KeyError("layer.7")
+
+    replica.registry.register("model", load, dict)
+    replica.protocol.commit_quorum_id = 4
+    sent = {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 4}}
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
+    attempt = replica.begin(5, **HEALS)
+    with pytest.raises(KeyError):
+        replica.exchange.exchange(attempt)
+    assert replica.protocol.begin().commit_quorum_id == NO_STATE
+
+
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:
     """Let the replica have two parameters, and its peer so many; return what is loaded."""
     loaded: list[object] = []
