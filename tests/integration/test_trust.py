@@ -34,6 +34,7 @@ from torchft_like.errors import CheckpointError, ConfigError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.process_group.store_server import StoreServer
 from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.processes import Processes
 
@@ -344,6 +345,7 @@ def test_a_server_that_others_may_reach_without_a_token_says_so_once(
         lambda: LighthouseServer("0.0.0.0:0"),
         lambda: HTTPTransport(LIMIT, hostname="127.0.0.1", bind_host="0.0.0.0"),
         lambda: ManagerServer(*place),
+        lambda: StoreServer(Address("0.0.0.0", 0)),
     ]
     for listens in listeners:
         with pytest.raises(ConfigError, match="asks for no token and no certificate"):

@@ -26,6 +26,7 @@ from typing import cast
 from lighthouse.address import Address
 from lighthouse.listening import DESCRIPTORS_KEPT, listen_tcp
 from lighthouse.tls import process_identity
+from lighthouse.trust import warn_if_open
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.store import (
     MESSAGE_BYTES_MAX,
@@ -59,11 +60,13 @@ class StoreServer:
 
     Raises:
         BindError: the address is in use or not of this host.
-        ConfigError: this process's certificate cannot be read.
+        ConfigError: this process's tokens or certificate cannot be read; or it has none, and is not to listen
+            for other hosts then (TORCHFT_INSECURE=0).
     """
 
     def __init__(self, bind: Address, *, awaits_quorums: bool = False) -> None:
         is_tls = process_identity() is not None
+        warn_if_open(bind)
         listener = listen_tcp(bind)
         self.address = StoreAddress(Address(bind.host, listener.getsockname()[1]), is_tls=is_tls)
         self._serving = _Serving(listener, KeyValueStore(awaits_quorums=awaits_quorums))
