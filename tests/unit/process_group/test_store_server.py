@@ -19,6 +19,7 @@ from lighthouse import forks
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify, stranger_context
+from tests.waiting import wait_for
 from torchft_like.core.quorum_secret import QuorumSecret, meeting_keys
 from torchft_like.core.store import QUORUMS_MAX, Client, KeyValueStore, Query, Request, StoreRequestError
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
@@ -217,6 +218,19 @@ def test_what_is_too_long_or_no_request_ends_its_connection_alone(server: StoreS
                 with suppress(ConnectionResetError):
                     assert stranger.recv(1) == b""
         assert member.add("n", 1) == 1
+
+
+def test_who_does_not_read_costs_no_copy_of_what_it_asks_for(server: StoreServer) -> None:
+    address = f"{server.address}/a"
+    with closing(connected(address)) as member, closing(connected(address)) as slow:
+        member.set("big", b"x" * 16_000_000)
+        assert member.check(["big"])
+        for _ in range(3):
+            slow._ask(Query.GET, slow._key("big"))
+        served = [one._transport for one in server._serving._connections.values() if one._transport]
+        wait_for(lambda: any(one.get_write_buffer_size() for one in served))
+        assert max(one.get_write_buffer_size() for one in served) <= 4 * store_server.WRITE_BYTES
+        assert len(slow._receive_bytes(slow._deadline())) == 16_000_000
 
 
 def test_old_rooms_make_room_and_a_full_one_is_refused() -> None:
