@@ -249,7 +249,7 @@ class AbortableStore(Store):
         self._send(Query.VALIDATE, struct.pack("=I", VALIDATION_MAGIC), self._deadline())
         deadline = self._ask(Query.PING, struct.pack("=I", os.getpid()))
         if struct.unpack("=I", self._receive(4, deadline))[0] != os.getpid():
-            raise ProcessGroupError(f"what answers at {self._server} is not a TCPStore")
+            raise ProcessGroupError(f"what answers at {self._server} is not a store")
 
     def abort(self) -> None:
         """End every wait, now and later. Any thread may call this at any time; it returns at once."""
