@@ -490,7 +490,7 @@ class Lighthouse:
             if not hmac.compare_digest(past.digest(self._key), shown.digest):
                 return
             self._stated = past, shown.digest
-        self._core.reported(register.replica_id, past, bool(self._key))
+        self._core.reported(register.replica_id, past)
 
     def _remember(self, event: Event) -> None:
         moment = Moment(event.time, event.kind, event.quorum_id, str(event.fields.get("member", "")))

@@ -9,7 +9,7 @@ either
 * a version that it had, or could take over, in one of them, or
 * of a step that was committed in one of them: the next one, or, where the quorum stood, in which all
   members commit the same steps, one more than that of any other member whose state is from it; where there
-  is none, one more than the next quorum of some of them began with.
+  is none, one more than the next quorum began with to which some of them came with their state.
 
 A member whose state is at step 0 claims nothing. While one whose claim is shown is at least as far as the
 last quorum was, or more than half of its members are there and have a state, whoever claims what is not
@@ -20,18 +20,16 @@ not go on otherwise.
 
 A restarted lighthouse remembers nothing of its earlier starts. Replica groups that come back report the
 quorum in which they were last, and how far that was, with the statement that the lighthouse had made of it;
-then that counts as what it remembers. Where it does not know its statements again, as it has no token,
-those are believed of whom more than half, of a quorum with others in it, have come and say the same, if
-they are more than those who say anything else; otherwise all who report.
+then that counts as what it remembers. Where it makes no statements, as it has no token, what each of them
+says counts so, and not what most say: one that had gone on without the others, or with those that are gone,
+would lose the steps that it has committed.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from heapq import nlargest
 from math import inf
 from typing import NamedTuple
@@ -70,29 +68,27 @@ class Claims:
         self._past: dict[int, Past] = {}  # by id, the last one last
         self._newest: dict[int, Version] = {}  # of these quorums
         self._versions: dict[str, Version] = {}  # in the last of these quorums that each was in
-        # Who of those that were in none of them says what of an earlier one, and whether it is stated. Each
-        # brings a set of its own of up to `replicas_max` ids: one is kept of those that are equal.
-        self._reports: dict[Past, dict[str, bool]] = {}
+        self._anew: dict[str, int] = {}  # the last quorum to which each came without a state
+        # Who of those that were in none of them was in which earlier one. Each brings a set of its own of up
+        # to `replicas_max` ids: one is kept of those that are equal.
+        self._reports: dict[Past, set[str]] = {}
 
-    def reported(self, replica_id: str, past: Past, *, is_stated: bool) -> None:
-        """Record in which quorum of an earlier start a replica group says that it was last.
-
-        Args:
-            is_stated: whether that start has stated it.
+    def reported(self, replica_id: str, past: Past) -> None:
+        """Record in which quorum of an earlier start a replica group was last, as that start has stated, or
+        could not.
         """
         self.forget(replica_id)
         if replica_id not in past.members or replica_id in self._versions or past.quorum_id <= 0:
             return
         if (reporters := self._reports.get(past)) is not None:
-            reporters[replica_id] = is_stated
+            reporters.add(replica_id)
         elif len(self._reports) < QUORUMS_MAX:
-            self._reports[past] = {replica_id: is_stated}
+            self._reports[past] = {replica_id}
 
     def forget(self, *replica_ids: str) -> None:
         """Forget the reports of replica groups that are gone. What they were in is remembered."""
         for past, reporters in [*self._reports.items()]:
-            for replica_id in reporters.keys() & replica_ids:
-                del reporters[replica_id]
+            reporters.difference_update(replica_ids)
             if not reporters:
                 del self._reports[past]
 
@@ -105,26 +101,30 @@ class Claims:
         self._past[number] = Past(number, frozenset(versions), newest[0], quorum.stands)
         self._newest[number] = newest
         self._versions.update(versions)
+        self._anew.update({i: number for i, version in versions.items() if version[1] == NO_STATE})
         if len(self._past) > QUORUMS_MAX:
             oldest = next(iter(self._past))
             del self._past[oldest], self._newest[oldest]
             members: set[str] = set().union(*(past.members for past in self._past.values()))
             self._versions = {i: v for i, v in self._versions.items() if i in members}
+            self._anew = {i: number for i, number in self._anew.items() if i in members}
 
     def unproven(self, joined: Sequence[Member]) -> frozenset[str]:
         """Return which of those that have joined are not believed."""
-        reports, are_certain = self._earlier({m.replica_id for m in joined})
+        ids = {m.replica_id for m in joined}
+        reports = {i: past for past, reporters in self._reports.items() for i in reporters & ids}
         pasts = [*sorted({*reports.values()}, key=lambda past: past[::2]), *self._past.values()]
         limits: dict[Past, Limits] = {}
         for n, past in enumerate(pasts):
-            # One in which none of its members was does not tell how far they went on, cut off.
+            # One to which none of its members came with its state does not tell how far they went on.
+            kept = past.members.difference(i for i, number in self._anew.items() if number > past.quorum_id)
             others = (other for other in pasts[n:] if other.quorum_id != past.quorum_id)
-            later = next((other for other in others if not other.members.isdisjoint(past.members)), None)
+            later = next((other for other in others if not other.members.isdisjoint(kept)), None)
             limits[past] = _limits(past, joined, later)
         remembered = [m for m in joined if self._shows(m, limits)]
         reported = [m for m in joined if m.replica_id in reports and m.commit_quorum_id != NO_STATE]
         reported = [m for m in reported if _is_within(limits, reports[m.replica_id], m)]
-        if not (self._past or are_certain):
+        if not (self._past or reports):
             return frozenset()
         last = pasts[-1]
         can_show = [m for m in (remembered if self._past else reported) if m.commit_quorum_id != DISOWNED]
@@ -149,21 +149,6 @@ class Claims:
         # Callers of torchft's protocol, and those that disown their state, name no quorum: it is the last.
         past = own.get(version[1]) if version[1] > 0 else [*own.values()][-1]
         return past is not None and _is_within(limits, past, member)
-
-    def _earlier(self, joined: AbstractSet[str]) -> tuple[dict[str, Past], bool]:
-        """Return the reports that are believed, and whether they show who the members of the last quorum are:
-        by a statement, or as more than half of them say the same.
-        """
-        said = [
-            (i, past, stated) for past, by in self._reports.items() for i, stated in by.items() if i in joined
-        ]
-        if stated := {i: past for i, past, is_stated in said if is_stated}:
-            return stated, True
-        ranked = Counter(past[:2] for _, past, _ in said).most_common(2)
-        count, next_count = [*(count for _, count in ranked), 0, 0][:2]
-        if count > max(1, next_count) and 2 * count > len((first := ranked[0][0])[1]):
-            return {i: past for i, past, _ in said if past[:2] == first}, True
-        return {i: past for i, past, _ in said}, False
 
 
 def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:

@@ -256,11 +256,11 @@ class QuorumCore:
         self._form(now, decisions)
         return decisions
 
-    def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
-        """Record in which quorum of an earlier start a replica was last, as it says, or this lighthouse has
-        stated, before it registers.
+    def reported(self, replica_id: str, past: Past) -> None:
+        """Record in which quorum of an earlier start a replica was last, as that start has stated, or could
+        not, before it registers.
         """
-        self._claims.reported(replica_id, past, is_stated=is_stated)
+        self._claims.reported(replica_id, past)
 
     def join(self, session: int, member: Member, now: float) -> list[Decision]:
         """Handle a join: this session's replica asks for the next quorum. That of another one is ignored."""

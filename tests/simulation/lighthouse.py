@@ -143,7 +143,7 @@ class SimLighthouse(Process):
         world.checker.connected(replica.replica_id, replica.is_spare and has_no_place)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
-        core.reported(replica.replica_id, past, is_stated=world.scenario.seed % 2 == 0)
+        core.reported(replica.replica_id, past)
         seen = last, last_ids, self._now, stands
         self._apply(core.register(session.number, replica.replica_id, *seen, replica.is_spare))
 

@@ -576,7 +576,6 @@ class _LetsSparesIn(QuorumCore):
         now: float,
         stands: bool = False,
         spare: bool = False,
-        is_stated: bool = False,
     ) -> list[Decision]:
         return super().register(session, replica_id, last, last_ids, now, stands)
 

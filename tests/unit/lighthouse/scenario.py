@@ -110,7 +110,8 @@ class _Player:
         last_ids = [i for i in ids.split(",") if i]
         flags = bool(stands), bool(spare)
         past = Past(number.quorum_id, frozenset(last_ids), int(at), bool(stands))
-        self._core.reported(replica_id, past, bool(stated))
+        if stated:
+            self._core.reported(replica_id, past)
         return self._core.register(self._number, replica_id, number, last_ids, self._now, *flags)
 
     def _join(self, who: str, **named: str) -> list[Decision]:

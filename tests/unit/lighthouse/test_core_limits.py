@@ -49,12 +49,12 @@ def test_a_bounded_number_of_different_reports_is_kept() -> None:
     claims, liar = Claims(), Member("x", step=10**6)
     made_up = {f"y{n}": Past(90, frozenset({f"y{n}"}), 1, stood=False) for n in range(QUORUMS_MAX)}
     for replica_id, past in made_up.items():
-        claims.reported(replica_id, past, is_stated=False)
+        claims.reported(replica_id, past)
     true = Past(100, frozenset("abc"), 49, stood=False)
     members = [Member(i, step=50, commit_quorum_id=100) for i in "ab"]
     for expected in (set(), {"x"}):
         for member in members:
-            claims.reported(member.replica_id, true, is_stated=False)
+            claims.reported(member.replica_id, true)
         assert claims.unproven([*members, liar]) == expected
         claims.forget("y0")
 

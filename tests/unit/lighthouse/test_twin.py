@@ -109,8 +109,8 @@ def _tell(who: QuorumCore | Twin, name: str, arguments: tuple[object, ...], now:
         number, replica_id, last, ids, stands = cast(
             "tuple[int, str, QuorumNumber, list[str], bool]", arguments
         )
-        past = Past(last.quorum_id, frozenset(ids), number % 3, stands)
-        who.reported(replica_id, past, len(ids) == 3)
+        if len(ids) == 3:  # the lighthouse has stated it
+            who.reported(replica_id, Past(last.quorum_id, frozenset(ids), number % 3, stands))
     event: Callable[..., list[Decision]] = getattr(who, name)
     at = {"register": 4, "leave": 1}.get(name, len(arguments))  # the place of the time among the arguments
     return event(*arguments[:at], now, *arguments[at:])

@@ -104,8 +104,8 @@ class Twin:
         self.began: float | None = None  # when the first event came
         self.since: dict[str, float] = {}  # of the healthy: when they registered, or were in a quorum
         self.quorums: list[Quorum] = []  # all of them, in the order in which they were formed
-        # What those that were in none of them say of the quorum before, and whether that is stated.
-        self.reports: dict[str, tuple[Past, bool]] = {}
+        # What is stated, of a quorum before, for those that were in none of them.
+        self.reports: dict[str, Past] = {}
 
     # -- facts
 
@@ -633,15 +633,7 @@ class Twin:
         """Return whose claims nothing shows, while those of others show how far the job is."""
         claims = {j.member.replica_id: j.member for j in self.joined}
         reports = {i: report for i, report in self.reports.items() if i in claims}
-        said = [(past.quorum_id, past.members) for past, _ in reports.values()]
-        stated = {i: report for i, report in reports.items() if report[1]}
-        most = [r for r in said if all(said.count(r) > said.count(o) for o in said if o != r)]
-        is_most = len(most) > 1 and len(most) > len(most[0][1]) / 2
-        if stated:
-            reports = stated
-        elif is_most:
-            reports = {i: r for i, r in reports.items() if (r[0].quorum_id, r[0].members) in most}
-        pasts = sorted((past for past, _ in reports.values()), key=lambda past: (past.quorum_id, past.step))
+        pasts = sorted(reports.values(), key=lambda past: (past.quorum_id, past.step))
         known: dict[int, Past] = {}
         for quorum in self.quorums:
             known.pop(quorum.quorum_id, None)
@@ -652,10 +644,10 @@ class Twin:
         remembered = {i for i, m in claims.items() if self.is_shown(m, known, pasts)}
         reported = {
             i
-            for i, (past, _) in reports.items()
+            for i, past in reports.items()
             if claims[i].commit_quorum_id != -1 and claims[i].step <= self.limit(past, claims[i], pasts)
         }
-        if not self.quorums and not stated and not is_most:
+        if not self.quorums and not reports:
             return set()
         showing = remembered if self.quorums else reported
         there = {i: claims[i].step for i in showing if claims[i].commit_quorum_id != -2}
@@ -675,18 +667,21 @@ class Twin:
         others = [m.step for m in back if m.commit_quorum_id in (past.quorum_id, -2)]
         others += [m.step for m in back if m.step == past.step and m.commit_quorum_id != -1]
         after = pasts[len(pasts) - pasts[::-1].index(past) :]
-        later = [
-            other.step
-            for other in after
-            if other.quorum_id != past.quorum_id and other.members & past.members
-        ]
+        anew = {
+            m.replica_id: q.quorum_id
+            for q in self.quorums
+            for m in q.participants
+            if m.commit_quorum_id == -1
+        }
+        kept = {i for i in past.members if anew.get(i, 0) <= past.quorum_id}
+        later = [other.step for other in after if other.quorum_id != past.quorum_id and other.members & kept]
         return max(others) + 1 if others else max(past.step, later[0]) + 1 if later else math.inf
 
-    def reported(self, replica_id: str, past: Past, is_stated: bool) -> None:
+    def reported(self, replica_id: str, past: Past) -> None:
         self.reports.pop(replica_id, None)
         was_in = any(m.replica_id == replica_id for q in self.quorums for m in q.participants)
         if replica_id in past.members and not was_in and past.quorum_id > 0:
-            self.reports[replica_id] = past, is_stated
+            self.reports[replica_id] = past
 
     def is_shown(self, member: Member, known: dict[int, Past], pasts: list[Past]) -> bool:
         own = [(q, m) for q in self.quorums for m in q.participants if m.replica_id == member.replica_id]
