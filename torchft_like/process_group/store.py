@@ -26,6 +26,7 @@ import struct
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -35,7 +36,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from lighthouse.address import Address, parse_address
-from lighthouse.forks import disown
+from lighthouse.forks import Turn, disown, in_each_fork, replace_sockets
 from lighthouse.listening import listen_tcp
 from lighthouse.tls import connecting
 from torchft_like.core.quorum_secret import shared_key
@@ -215,6 +216,20 @@ def _in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, 
     return ask
 
 
+_clients: weakref.WeakSet[AbortableStore] = weakref.WeakSet()
+
+
+def _descriptors_of_clients() -> list[int]:
+    """Return those of connections to stores, which no fork keeps. Others to the same server may be a script's
+    own, which a fork does keep.
+    """
+    sockets = [client._socket for client in list(_clients)]
+    return [one.fileno() for one in sockets if one is not None and one.fileno() >= 0]
+
+
+in_each_fork(Turn.SOCKETS, lambda: replace_sockets(_descriptors_of_clients()))
+
+
 class AbortableStore(Store):
     """A store client that any thread may abort; threads that share it take turns.
 
@@ -238,11 +253,11 @@ class AbortableStore(Store):
         self._socket: socket.socket | None = None
         self._unread = bytearray()  # one answer may hold many values
         self._is_asking = False
+        _clients.add(self)
 
     @_in_turn
     def connect(self, *, insists: bool = True) -> None:
         """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
-        disown(self._server)
         self._connect(self._deadline(), insists)
         if self._is_tls:
             self._shake_hands()

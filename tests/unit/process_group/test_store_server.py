@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -12,10 +13,9 @@ from queue import Queue
 from typing import Any
 
 import pytest
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
-from lighthouse import forks
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify, stranger_context
@@ -158,12 +158,17 @@ def test_no_late_answer_is_taken_for_that_to_another_question(server: StoreServe
     assert client.add("other", 100) == 100
 
 
-def test_no_fork_holds_a_connection_to_a_store(
-    of_quorums: StoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(forks, "_addresses", {})  # of another process's store this one knows nothing
-    with closing(connected(f"{of_quorums.address}/a")) as client:
-        assert client._open_socket().fileno() in set(forks._disowned())
+def test_no_fork_holds_a_connection_to_a_store() -> None:
+    theirs = TCPStore(
+        LOOPBACK, 0, is_master=True, wait_for_workers=False
+    )  # whose other clients are the script's
+    with closing(connected(f"127.0.0.1:{theirs.port}/a")) as client:
+        descriptor = client._open_socket().fileno()
+        if (forked := os.fork()) == 0:
+            os._exit(socket.socket(fileno=descriptor).family == socket.AF_INET)
+        assert os.waitpid(forked, 0)[1] == 0
+        client.set("k", "v")
+        assert client.get("k") == b"v"
 
 
 @pytest.mark.parametrize("shows", ["", "/secret=" + "0" * 32, f"/secret={SECRETS[0].meeting_key}"])
