@@ -211,8 +211,11 @@ class _Tries:
             raise error from failure
         attempt, everybody = group.agree(attempt, told)
         if not all_start_again(everybody):
-            group.say(attempt, Told(Ending.LAST, "its group does not go on"))
-            failure.add_note(f"not run again in this process: {why_not(everybody)}")
+            why = why_not(
+                everybody
+            )  # said on: who looks later sees this in place of what this rank said before
+            group.say(attempt, Told(Ending.LAST, why))
+            failure.add_note(f"not run again in this process: {why}")
             raise failure
         if all(each.ending is not Ending.REPLACED for each in everybody):
             self._budget.count(time.monotonic())
