@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
+from tests.waiting import soon
 from torchft_like.errors import (
     NotSupportedError,
     ProcessGroupAbortedError,
@@ -388,7 +389,7 @@ def test_groups_that_nobody_shuts_down_leave_no_descriptor(party: Party) -> None
     before = descriptors()
     for _ in range(5):
         use_one()
-    assert descriptors() <= before + 4  # the last one may still be going, and a spare coming
+    assert soon(lambda: descriptors() <= before + 4)  # a child's end is seen later; a spare may be coming
 
 
 def test_preparing_a_group_takes_no_longer_than_it_may() -> None:
