@@ -253,7 +253,11 @@ def _transfer_refused(view: View) -> str:
     """Check that the relay spoilt a transfer, and the healing replica refused it; others may have sent it."""
     struck = view.notes("spoilt")
     refused = [str(e["reason"]) for e in view.events("error") if "could not be fetched" in str(e["reason"])]
-    refused += [str(source) for event in view.events("heal") for source in event["refused"]]
+    heals = view.events("heal")
+    refused += [str(source) for event in heals for source in event["refused"]]
+    if struck and not refused and view.injection.kind == "truncate":
+        # Its connection may have been the slow one at the end, whose part another source had begun to send.
+        refused += [f"{e['addresses']} have sent the rest" for e in heals if len(e["addresses"]) > 1]
     return f"the healing replica: {refused[0]}" if struck and refused else ""
 
 
