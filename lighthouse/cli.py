@@ -223,7 +223,8 @@ def _parse(arguments: Sequence[str]) -> _Given:
             *_spellings(setting.name),
             dest=setting.name,
             default=getattr(defaults, setting.name),
-            metavar="TEXT" if isinstance(setting.default, str) else "N",
+            type=type(setting.default),
+            metavar="TEXT" if setting.default == "" else "N",
             help=f"{_HELP[setting.name]} (default: {'none' if setting.default == '' else '%(default)s'})",
         )
     parser.add_argument(
@@ -251,9 +252,7 @@ def _parse(arguments: Sequence[str]) -> _Given:
         metavar="LEVEL",
     )
     given = parser.parse_args(arguments)
-    numbers = [f.name for f in fields(LighthouseConfig) if not isinstance(f.default, str)]
-    settings = {**vars(given), **{name: _number(name, getattr(given, name)) for name in numbers}}
-    config = LighthouseConfig(**{f.name: settings[f.name] for f in fields(LighthouseConfig)})
+    config = LighthouseConfig(**{f.name: getattr(given, f.name) for f in fields(LighthouseConfig)})
     bind, is_page_asked = parse_address(given.bind, "--bind"), given.page not in (None, "off")
     page = replace(bind, port=(bind.port + 1) % 2**16 if bind.port else 0)
     if is_page_asked:
@@ -271,10 +270,3 @@ def _parse(arguments: Sequence[str]) -> _Given:
 
 def _spellings(name: str) -> list[str]:
     return list(dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]))
-
-
-def _number(name: str, text: str | int) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise ConfigError(f"--{name} {text!r:.100} is not a whole number") from None

@@ -7,6 +7,7 @@ command line and in torchft. The defaults of the first five are torchft's.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, get_origin, get_type_hints
 
 from lighthouse.core.hosts import HostList
 from lighthouse.core.identity import about_job_id
@@ -21,24 +22,8 @@ _MEMBER_BYTES_MAX = 1024 * 1024
 _FRAMING_BYTES = 16
 _REPORT_BYTES = 256  # one name in a report of the last quorum, with room to spare
 
-# The smallest and the largest value of each setting.
-_BOUNDS = {
-    "min_replicas": (1, 1_000_000),
-    "join_timeout_ms": (0, _DAY_MS),
-    "quorum_tick_ms": (1, _DAY_MS),
-    "heartbeat_timeout_ms": (1, _DAY_MS),
-    "replicas": (0, 1_000_000),
-    "reconnect_grace_ms": (0, _DAY_MS),
-    "start_grace_ms": (0, _DAY_MS),
-    "standing_lease_ms": (0, _DAY_MS),
-    "sick_pause_ms": (0, _DAY_MS),
-    "sick_pause_max_ms": (0, _DAY_MS),
-    "keepalive_time_ms": (10, _DAY_MS),
-    "keepalive_timeout_ms": (10, _DAY_MS),
-    "progress_interval_ms": (0, _DAY_MS),
-    "replicas_max": (1, 100_000),
-    "session_queue_max": (1, 1_000_000),
-}
+# Each number with the smallest and the largest that it may be.
+_Milliseconds = Annotated[int, 0, _DAY_MS]
 
 
 @dataclass(frozen=True)
@@ -49,72 +34,72 @@ class LighthouseConfig:
         ConfigError: a value is no whole number or out of its range; the message names the flag.
     """
 
-    min_replicas: int = 1
+    min_replicas: Annotated[int, 1, 1_000_000] = 1
     """The smallest quorum that may form."""
 
-    join_timeout_ms: int = 60_000
+    join_timeout_ms: _Milliseconds = 60_000
     """How long the replicas that have joined wait for healthy ones that have not, counted from the first join
     of the round. It should be longer than the longest step, or slow replicas are left behind.
     """
 
-    quorum_tick_ms: int = 100
+    quorum_tick_ms: Annotated[int, 1, _DAY_MS] = 100
     """Accepted because torchft has it, and without effect: nothing ticks here, because the lighthouse answers
     a quorum in the instant in which it becomes possible.
     """
 
-    heartbeat_timeout_ms: int = 5_000
+    heartbeat_timeout_ms: Annotated[int, 1, _DAY_MS] = 5_000
     """How long a replica that uses the unary calls of torchft's protocol counts as healthy after its last
     sign of life. Sessions do not need it: the keepalive settings watch them.
     """
 
-    replicas: int = 0
+    replicas: Annotated[int, 0, 1_000_000] = 0
     """How many replicas the job is meant to have. While fewer are there, spares take their places; there are
     at least `min_replicas` places. Without spares it is without effect.
     """
 
-    reconnect_grace_ms: int = 2_000
+    reconnect_grace_ms: _Milliseconds = 2_000
     """How long a restarted lighthouse waits for the members of the last quorum, counted from the moment in
     which the first of them is back. It should be longer than the clients' reconnect backoff.
     """
 
-    start_grace_ms: int = 0
+    start_grace_ms: _Milliseconds = 0
     """How long a lighthouse that knows of no quorum forms none, counted from the first replica that it hears
     of. The members of a quorum that stood while it was away have time to come back before newcomers form one
     without them. It should be longer than the clients' reconnect backoff; the daemon's default is 500.
     """
 
-    standing_lease_ms: int = 30_000
+    standing_lease_ms: _Milliseconds = 30_000
     """How long members of a quorum that stands go on without a word from this lighthouse, unless they know
     that its process is gone; and, with time for both sides to notice, how long it forms no quorum without any
     of them, unless it knows that the process of one is gone. 0 is no limit, and no wait.
     """
 
-    sick_pause_ms: int = 1_000
+    sick_pause_ms: _Milliseconds = 1_000
     """How long quorums are formed without a replica that has spoilt two in a row by itself; twice as long
     after each further one. 0 leaves no replica out for that.
     """
 
-    sick_pause_max_ms: int = 60_000
+    sick_pause_max_ms: _Milliseconds = 60_000
     """The longest time for which quorums are formed without such a replica, before it may try again. It
     should not be longer than the clients' quorum timeout.
     """
 
-    keepalive_time_ms: int = 500
+    keepalive_time_ms: Annotated[int, 10, _DAY_MS] = 500
     """How long a connection may be silent before an HTTP/2 PING probes it."""
 
-    keepalive_timeout_ms: int = 500
+    keepalive_timeout_ms: Annotated[int, 10, _DAY_MS] = 500
     """How long a PING may go unanswered before its connection, and with it the session, is ended."""
 
-    progress_interval_ms: int = 1_000
+    progress_interval_ms: _Milliseconds = 1_000
     """How often a member says how far it is, for operators: in a quorum that stands the lighthouse hears of
     no step otherwise. All members together say it 250 times a second at most, however many there are. 0 is
     never.
     """
 
-    replicas_max: int = 10_000
+    replicas_max: Annotated[int, 1, 100_000] = 10_000
     """The most replicas that are admitted; more are refused."""
 
-    session_queue_max: int = 64
+    session_queue_max: Annotated[int, 1, 1_000_000] = 64
     """How many messages may wait for one session's reader; with one more the session counts as lost."""
 
     job_id: str = ""
@@ -157,8 +142,13 @@ class LighthouseConfig:
         return 2 * self.replicas_max + 1000
 
     def __post_init__(self) -> None:
-        for name in _BOUNDS:
-            _check(name, getattr(self, name))
+        for name, hint in get_type_hints(type(self), include_extras=True).items():
+            if get_origin(hint) is Annotated:
+                value, (low, high) = getattr(self, name), hint.__metadata__
+                if isinstance(value, bool) or not isinstance(value, int):
+                    raise ConfigError(f"--{name} {value!r} is not a whole number")
+                if not low <= value <= high:
+                    raise ConfigError(f"--{name} {value} is not between {low} and {high}")
         if complaint := about_job_id(self.job_id):
             raise ConfigError(f"--job_id: {complaint}")
         HostList.parse(self.hosts)
@@ -167,11 +157,3 @@ class LighthouseConfig:
                 f"--min_replicas {self.min_replicas} is more than --replicas_max {self.replicas_max}:"
                 " no quorum could ever form"
             )
-
-
-def _check(name: str, value: object) -> None:
-    low, high = _BOUNDS[name]
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(f"--{name} {value!r} is not a whole number")
-    if not low <= value <= high:
-        raise ConfigError(f"--{name} {value} is not between {low} and {high}")

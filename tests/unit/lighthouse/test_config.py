@@ -45,7 +45,7 @@ def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
         (["--bin", "127.0.0.1:0"], "unrecognized arguments: --bin"),
         (["--bind", "somewhere"], "--bind 'somewhere' is not host:port"),
         (["--bind", "127.0.0.1:70000"], "--bind '127.0.0.1:70000' is not host:port"),
-        (["--min_replicas", "two"], "--min_replicas 'two' is not a whole number"),
+        (["--min_replicas", "two"], "invalid int value: 'two'"),
         (["--min-replicas", "0"], "--min_replicas 0 is not between 1 and"),
         (["--min_replicas"], "expected one argument"),
         (["--log-level", "LOUD"], "invalid choice: 'LOUD'"),
