@@ -12,6 +12,7 @@ page answers there.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -49,7 +50,9 @@ class NoPageError(CoordinationError):
 
 
 def add_commands(commands: Any) -> None:
-    """Add the commands to a parser's subparsers; `run` among the options is what they do."""
+    """Add the commands to a parser's subparsers; `run` among the options is what they do. A CoordinationError
+    says what cannot be done; a RefusedError, that the lighthouse does not do it.
+    """
     for name, what, run in (
         ("status", "print what a lighthouse knows of its job", _status),
         ("watch", "the same every second", _watch),
@@ -70,42 +73,26 @@ def add_commands(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    try:
-        status = Pages(options.address).status()
-    except CoordinationError as error:
-        sys.stderr.write(f"torchft-like: {error}\n")
-        return 2
+    status = Pages(options.address).status()
     text = json.dumps(status, indent=1) if options.json else "\n".join(lines_of(status))
     sys.stdout.write(f"{text}\n")
     return 0 if status["job"]["state"] in ("formed", "stands") else 1
 
 
 def _watch(options: argparse.Namespace) -> int:
-    try:
+    with contextlib.suppress(KeyboardInterrupt):
         pages = Pages(options.address)
         pages.status()  # a wrong address is an error; later the lighthouse may be away for a while
         while True:
             _show(pages)
             time.sleep(EVERY_S)
-    except CoordinationError as error:
-        sys.stderr.write(f"torchft-like: {error}\n")
-        return 2
-    except KeyboardInterrupt:
-        return 0
+    return 0
 
 
 def _kill(options: argparse.Namespace) -> int:
-    try:
-        pages = Pages(options.address)
-        known = [replica["id"] for replica in pages.status()["replicas"]]
-        replica_id = chosen(options.replica, known)
-        pages.kill(replica_id)
-    except RefusedError as error:
-        sys.stderr.write(f"torchft-like: {error}\n")
-        return 1
-    except CoordinationError as error:
-        sys.stderr.write(f"torchft-like: {error}\n")
-        return 2
+    pages = Pages(options.address)
+    replica_id = chosen(options.replica, [replica["id"] for replica in pages.status()["replicas"]])
+    pages.kill(replica_id)
     sys.stdout.write(f"{printable(replica_id)} was told to end itself\n")
     return 0
 

@@ -34,7 +34,9 @@ from typing import Any
 
 from lighthouse import __version__
 from lighthouse.cli import main as run_lighthouse
+from lighthouse.errors import CoordinationError
 from lighthouse.keys import add_command as add_keys_command
+from lighthouse.page.cli import RefusedError
 from lighthouse.page.cli import add_commands as add_status_commands
 from torchft_like.doctor import add_command as add_doctor_command
 from torchft_like.spare_command import add_command as add_spare_command
@@ -57,7 +59,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_lighthouse(arguments[1:])
     options = _parse(arguments)
     if options.name not in _LENGTHS:
-        return int(options.run(options))
+        try:
+            return int(options.run(options))
+        except CoordinationError as error:
+            print(f"torchft-like: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
+            return 1 if isinstance(error, RefusedError) else 2
     try:
         from torchft_like.testing.chaos import campaign  # noqa: PLC0415 - --help does without it
     except ModuleNotFoundError as error:
