@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from dataclasses import dataclass
 
+from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
 
 LOOPBACK = "127.0.0.1"
@@ -13,11 +13,7 @@ LOOPBACK = "127.0.0.1"
 
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address is that of the loopback interface, which no other reaches."""
-    try:
-        address = ipaddress.ip_address(host)
-    except ValueError:
-        return host == "localhost"
-    return bool((getattr(address, "ipv4_mapped", None) or address).is_loopback)
+    return host == "localhost" if (address := ip_of(host)) is None else address.is_loopback
 
 
 @dataclass(frozen=True)

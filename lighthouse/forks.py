@@ -26,7 +26,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
-import ipaddress
 import os
 import socket
 import stat
@@ -35,6 +34,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
 from lighthouse.address import Address
+from lighthouse.core.hosts import ip_of
 
 L = TypeVar("L")
 ADDRESSES_MAX = 10_000  # of more, the ones disowned first are forgotten
@@ -96,7 +96,9 @@ def disown(address: Address) -> None:
 
 def replace_sockets(descriptors: Iterable[int]) -> None:
     """Make these descriptors of this process refer to a socket whose peer is gone."""
-    with contextlib.closing(_socket_without_peer()) as dead:
+    dead, other = socket.socketpair()
+    with dead:
+        other.close()
         for descriptor in descriptors:
             os.dup2(dead.fileno(), descriptor, inheritable=False)
 
@@ -126,33 +128,25 @@ def _disowned() -> Iterator[int]:
         with contextlib.suppress(OSError):  # a socket without an address, or without a peer, deceives no peer
             own = socket.socket(fileno=descriptor)
             try:
-                if own.family in (socket.AF_INET, socket.AF_INET6) and _is_disowned(own):
+                names = (
+                    own.getsockname,
+                    own.getpeername,
+                )  # a listening socket, whose own name counts, has no peer
+                if own.family in (socket.AF_INET, socket.AF_INET6) and any(map(_is_disowned, names)):
                     yield descriptor
             finally:
                 own.detach()
 
 
-def _is_disowned(own: socket.socket) -> bool:
-    if _matches(own.getsockname()):
-        return True
-    with contextlib.suppress(OSError):  # a listening socket has no peer
-        return _matches(own.getpeername())
-    return False
-
-
-def _matches(name: tuple[str, int]) -> bool:
-    host, port = _literal(name[0]), name[1]
-    return any((known, port) in _addresses for known in (host, "", "0.0.0.0", "::"))
+def _is_disowned(name_of_end: Callable[[], tuple[str, int]]) -> bool:
+    name = name_of_end()
+    hosts = _literal(name[0]), "", "0.0.0.0", "::"
+    return any((host, name[1]) in _addresses for host in hosts)
 
 
 def _literal(host: str) -> str:
     """Return the address in its canonical spelling; empty for a name."""
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return ""
-    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
-    return str(mapped or address)
+    return str(ip_of(host.partition("%")[0]) or "")
 
 
 def _open_sockets() -> Iterator[int]:
@@ -160,12 +154,6 @@ def _open_sockets() -> Iterator[int]:
         with contextlib.suppress(OSError):  # the descriptor by which the folder was read is closed by now
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 yield int(name)
-
-
-def _socket_without_peer() -> socket.socket:
-    kept, other = socket.socketpair()
-    other.close()
-    return kept
 
 
 in_each_fork(Turn.SOCKETS, _leave_sockets)

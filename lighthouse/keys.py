@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import Any
 
 from lighthouse.address import parse_host
+from lighthouse.core.hosts import ip_of
 from lighthouse.core.trust import Role, make_texts
-from lighthouse.errors import AddressError, ConfigError
+from lighthouse.errors import ConfigError
 from lighthouse.tls import AUTHORITIES, CERTIFICATE, FILES, KEY, NAME, TLS_ENV
 from lighthouse.trust import TOKEN_FILE_ENV
 
@@ -70,9 +71,6 @@ def _make(options: argparse.Namespace) -> int:
     except OSError as error:
         sys.stderr.write(f"torchft-like: {error.filename}: {error.strerror}; nothing was overwritten\n")
         return 2
-    except (AddressError, ConfigError) as error:
-        sys.stderr.write(f"torchft-like: {error}\n")
-        return 2
     return 0
 
 
@@ -93,7 +91,7 @@ def certify(hosts: Sequence[str], days: int = DAYS, name: str = NAME) -> dict[st
         ConfigError: openssl is not there, or refuses.
     """
     hosts = [parse_host(host, "--host") for host in hosts]
-    names = [f"DNS:{name}", *(f"{'IP' if _is_address(host) else 'DNS'}:{host}" for host in hosts)]
+    names = [f"DNS:{name}", *(f"{'IP' if ip_of(host) else 'DNS'}:{host}" for host in hosts)]
     with tempfile.TemporaryDirectory(prefix="torchft-keys-") as scratch:
         Path(scratch, "extensions").write_text(
             f"subjectAltName={','.join(names)}\nbasicConstraints=critical,CA:FALSE\n"
@@ -124,7 +122,3 @@ def _openssl(folder: str, *arguments: str) -> None:
         raise ConfigError(f"{text}, or pass --tokens-only") from None
     except subprocess.CalledProcessError as error:
         raise ConfigError(f"openssl {arguments[0]} has failed: {error.stderr.strip()[-500:]}") from None
-
-
-def _is_address(host: str) -> bool:
-    return ":" in host or host.replace(".", "").isdecimal()

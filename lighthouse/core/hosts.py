@@ -44,13 +44,16 @@ class HostList(NamedTuple):
 
     def admits(self, host: str, caller: str) -> bool:
         """Return whether a host is in the list, or has the address from which its replica calls."""
-        address = _ip(host)
+        address = ip_of(host)
         if address is None:
             return any(fnmatchcase(host.lower().rstrip("."), name) for name in self.names)
-        return address == _ip(caller) or any(address in network for network in self.networks)
+        return address == ip_of(caller) or any(address in network for network in self.networks)
 
 
-def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def ip_of(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Return the IP address that a text is, None for a name. One of IPv4 that is written as one of IPv6 is
+    the former.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:

@@ -12,7 +12,6 @@ INVARIANT: a rank begins try n + 1 only after every rank of the group has ended 
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import itertools
 import os
 import socket
@@ -22,7 +21,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Self
 
-from lighthouse.address import Address, parse_address
+from lighthouse.address import Address, is_loopback, parse_address
 from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupError
@@ -177,7 +176,7 @@ def _process(rank: int, said: str) -> RankProcess:
 def _own_host(towards: Address) -> str:
     """Return the name under which the others reach this host, on which one of them may serve `towards`."""
     host = local_host_towards(towards.host)
-    return towards.host if ipaddress.ip_address(host).is_loopback else host
+    return towards.host if is_loopback(host) else host
 
 
 @contextlib.contextmanager
