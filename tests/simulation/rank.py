@@ -20,7 +20,7 @@ from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
-from torchft_like.core.step import Join, Plan, StepRules
+from torchft_like.core.step import Plan, StepRules
 
 if TYPE_CHECKING:
     from tests.simulation.fragments import Fragments
@@ -137,7 +137,7 @@ class Rank(Process):
         self._plan: Plan | None = None
         self._promised: int | None = None  # the first step that it does not begin, as it was asked to hold
         self._named: int | None = None  # the step at which it was told to ask
-        self._own: Join
+        self._own: RankJoin
         self._is_waiting = False
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
         self._source: Rank | None = None
@@ -275,24 +275,11 @@ class Rank(Process):
         has_reason = has_failed or own.commit_quorum_id == DISOWNED
         if self._named is not None and self._named != own.step and not has_reason:
             replica.world.checker.asked_elsewhere(self.name, own.step, self._named)
-        join = RankJoin(
-            self.number,
-            own.step,
-            "",
-            self._does("shrink") is not None,
-            scenario.init_sync,
-            own.commit_failures,
-            own.commit_quorum_id,
-            b"",
-            own.broken_quorum_id,
+        join = own._replace(
+            group_rank=self.number,
+            shrink_only=self._does("shrink") is not None,
+            init_sync=scenario.init_sync,
             may_stand=own.may_stand and scenario.stands,
-            own_failure=own.own_failure,
-            own_failures=own.own_failures,
-            first_quorum_id=own.first_quorum_id,
-            may_catch_up=own.may_catch_up,
-            reached_step=own.reached.step,
-            reached_quorum_id=own.reached.commit_quorum_id,
-            has_fetched=own.has_fetched,
         )
         replica.say(self.number, replica.join, join)
 

@@ -44,6 +44,7 @@ from typing import NamedTuple
 from lighthouse.core.decisions import DISOWNED, NO_STATE
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
+from torchft_like.core.replica_group import RankJoin
 
 
 class WorldSizeMode(Enum):
@@ -65,22 +66,6 @@ class StepRules:
     use_async_quorum: bool = True
     world_size_mode: WorldSizeMode = WorldSizeMode.DYNAMIC
     max_retries: int | None = None
-
-
-class Join(NamedTuple):
-    """A rank's part of a request for a quorum."""
-
-    step: int
-    commit_failures: int
-    commit_quorum_id: int
-    broken_quorum_id: int = 0
-    may_stand: bool = False
-    first_quorum_id: int = 0
-    own_failure: str = ""
-    own_failures: int = 0
-    may_catch_up: bool = False
-    reached: Version = NOWHERE  # to which the kept steps lead
-    has_fetched: bool = False
 
 
 class Plan(NamedTuple):
@@ -160,8 +145,8 @@ class StepProtocol:
         self._was_bound = False  # so had the last one, and it was committed
         self._is_settled = False  # the script has carried out all that was committed, and nothing more
 
-    def begin(self) -> Join:
-        """Start a new attempt; return what to send with the join.
+    def begin(self) -> RankJoin:
+        """Start a new attempt; return the join, to which the Manager adds who asks.
 
         An attempt that was given up without a verdict has left collectives behind, which must not meet those
         of this attempt: its process group is used no more.
@@ -180,11 +165,23 @@ class StepProtocol:
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
-        own = self.first_quorum_id, self._own_failure, self._own_failures
-        join = Join(self.step, failures, self.commit_quorum_id, broken, may_stand, *own, self._may_catch_up)
-        if self.catch_up is None:
-            return join
-        return join._replace(reached=self.catch_up.reached, has_fetched=self.catch_up.has_fetched)
+        reached = NOWHERE if self.catch_up is None else self.catch_up.reached
+        return RankJoin(
+            group_rank=0,
+            step=self.step,
+            checkpoint_metadata="",
+            commit_failures=failures,
+            commit_quorum_id=self.commit_quorum_id,
+            broken_quorum_id=broken,
+            may_stand=may_stand,
+            own_failure=self._own_failure,
+            own_failures=self._own_failures,
+            first_quorum_id=self.first_quorum_id,
+            may_catch_up=self._may_catch_up,
+            reached_step=reached.step,
+            reached_quorum_id=reached.commit_quorum_id,
+            has_fetched=self.catch_up is not None and self.catch_up.has_fetched,
+        )
 
     @property
     def _may_catch_up(self) -> bool:

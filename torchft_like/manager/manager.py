@@ -32,7 +32,7 @@ from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.collectives import ErrorFeedback, check_quantizable
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin, Verdict
-from torchft_like.core.step import Join, Share, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.step import Share, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     ConfigError,
@@ -299,25 +299,13 @@ class Manager:
             self._driver.wait_configured(attempt)
             self._exchange_state(attempt)
 
-    def _ask(self, attempt: Attempt, own: Join, shrink_only: bool) -> None:
-        join = RankJoin(
+    def _ask(self, attempt: Attempt, own: RankJoin, shrink_only: bool) -> None:
+        join = own._replace(
             group_rank=self._config.group_rank,
-            step=own.step,
             checkpoint_metadata=self._transport.metadata(),
             shrink_only=shrink_only,
             init_sync=self._init_sync,
-            commit_failures=own.commit_failures,
-            commit_quorum_id=own.commit_quorum_id,
-            broken_quorum_id=own.broken_quorum_id,
-            may_stand=own.may_stand,
-            own_failure=own.own_failure,
-            own_failures=own.own_failures,
-            first_quorum_id=own.first_quorum_id,
             form=self._state.take_news(),
-            may_catch_up=own.may_catch_up,
-            reached_step=own.reached.step,
-            reached_quorum_id=own.reached.commit_quorum_id,
-            has_fetched=own.has_fetched,
             takes_secret=True,
         )
         self._driver.ask(attempt, join, self._link)

@@ -24,7 +24,7 @@ from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
 from torchft_like.core.stall_watch import Wait
-from torchft_like.core.step import Join, StepProtocol
+from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     FaultToleranceError,
@@ -82,7 +82,7 @@ class QuorumDriver:
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
-    def begin(self, attempt: Attempt) -> Join:
+    def begin(self, attempt: Attempt) -> RankJoin:
         """Make `attempt` the current one, in the present quorum if that stands; return its join."""
         with self._group.lock:
             last, self.attempt = self.attempt, attempt

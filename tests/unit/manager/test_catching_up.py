@@ -16,8 +16,8 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S
 from tests.unit.manager.test_state_exchange import Replica, Transport, no_memory
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.catch_up import Version
-from torchft_like.core.replica_group import RankVerdict, ReplicaGroup, Verdict
-from torchft_like.core.step import Join, Plan, StepProtocol, StepRules
+from torchft_like.core.replica_group import RankJoin, RankVerdict, ReplicaGroup, Verdict
+from torchft_like.core.step import Plan, StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.optim import GradientReplay
@@ -25,7 +25,7 @@ from torchft_like.optim import GradientReplay
 OTHERS = {"b": Version(5, 9), "c": Version(5, 9)}
 
 
-def quorum(quorum_id: int, own: Join, others: dict[str, Version], asks: str = "a") -> QuorumResult:
+def quorum(quorum_id: int, own: RankJoin, others: dict[str, Version], asks: str = "a") -> QuorumResult:
     """Return what a quorum of replica a, which has said this, and of others is to one of them."""
     members = [
         pb.QuorumMember(replica_id=name, step=version.step, commit_quorum_id=version.commit_quorum_id)
@@ -37,8 +37,8 @@ def quorum(quorum_id: int, own: Join, others: dict[str, Version], asks: str = "a
             step=own.step,
             commit_quorum_id=own.commit_quorum_id,
             may_catch_up=own.may_catch_up,
-            reached_step=own.reached.step,
-            reached_quorum_id=own.reached.commit_quorum_id,
+            reached_step=own.reached_step,
+            reached_quorum_id=own.reached_quorum_id,
             has_fetched=own.has_fetched,
         )
     )
@@ -80,7 +80,7 @@ def test_steps_that_pass_are_kept_in_order_and_the_version_stays_until_they_are_
         assert not a.protocol.is_participating
         a.leave(f"averages {step}", has_fetched=step == 2)
         assert (a.said.step, a.said.commit_quorum_id) == (0, 0)
-        assert (a.said.reached, a.said.commit_failures) == (Version(6 + step, 10), 0)
+        assert (a.said.reached_step, a.said.reached_quorum_id, a.said.commit_failures) == (6 + step, 10, 0)
         plan = a.enter(10, dict.fromkeys("bc", Version(6 + step, 10)))
         assert plan == Plan(configure=False, serve=False, heal=False, hold=step < 2)
     assert a.protocol.loads
@@ -91,7 +91,7 @@ def test_steps_that_pass_are_kept_in_order_and_the_version_stays_until_they_are_
     assert not a.protocol.is_participating
     assert a.protocol.vote()
     a.leave()
-    assert a.said.reached == Version(0, 0)
+    assert (a.said.reached_step, a.said.reached_quorum_id) == (0, 0)
     assert not quorum(10, a.said, dict.fromkeys("bc", Version(9, 10))).heal
 
 
@@ -127,13 +127,13 @@ def test_a_replica_waits_where_it_cannot_catch_up() -> None:
     a.protocol.lose_state()
     assert not a.protocol.begin().may_catch_up
     for first in (Version(0, 0), Version(5, DISOWNED)):  # all take over the state of one
-        own = Join(0, 0, NO_STATE, may_catch_up=True)
+        own = RankJoin(0, 0, "", commit_quorum_id=NO_STATE, may_catch_up=True)
         result = quorum(10, own, dict.fromkeys("bc", first))
         assert (result.begins_to_catch_up, result.catches_up) == (False, False)
 
 
 def test_a_source_keeps_its_offer_until_who_catches_up_has_the_state_and_offers_no_other() -> None:
-    said = Join(0, 0, 0, may_catch_up=True, reached=Version(6, 10))
+    said = RankJoin(0, 0, "", may_catch_up=True, reached_step=6, reached_quorum_id=10)
     for has_fetched in (False, True):
         now = said._replace(has_fetched=has_fetched)
         result = quorum(10, now, dict.fromkeys("bc", Version(6, 10)), asks="b")

@@ -8,7 +8,8 @@ import pytest
 
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult, assign
-from torchft_like.core.step import Join, Plan, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.replica_group import RankJoin
+from torchft_like.core.step import Plan, StepProtocol, StepRules, WorldSizeMode
 
 
 def quorum(quorum_id: int = 1, **changes: Any) -> QuorumResult:
@@ -30,7 +31,7 @@ def quorum(quorum_id: int = 1, **changes: Any) -> QuorumResult:
     return QuorumResult(**{**fields, **changes})
 
 
-def own_failure_of(join: Join) -> tuple[str, int]:
+def own_failure_of(join: RankJoin) -> tuple[str, int]:
     return join.own_failure, join.own_failures
 
 
