@@ -22,13 +22,7 @@ from benchmarks.report import Result
 from benchmarks.systems import OURS, start_lighthouse
 from lighthouse import codec
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.decisions import (
-    Decision,
-    HoldQuorum,
-    MemberLost,
-    QuorumFormed,
-    QuorumReleased,
-)
+from lighthouse.core.decisions import Decision, HoldQuorum, MemberLost, QuorumFormed, QuorumReleased
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.wire import torchft_pb2 as pb
@@ -132,13 +126,9 @@ class Lighthouse:
         for decision in decisions:
             match decision:
                 case QuorumFormed():
-                    message = codec.quorum_for_sessions(codec.quorum_to_wire(decision.quorum, 0.0))
-                case MemberLost():
-                    message = codec.member_lost(decision)
-                case HoldQuorum():
-                    message = codec.hold(decision)
-                case QuorumReleased():
-                    message = codec.released(decision)
+                    message = codec.told(quorum=codec.quorum_to_wire(decision.quorum, 0.0))
+                case MemberLost() | HoldQuorum() | QuorumReleased():
+                    message = codec.news(decision)
                 case _:
                     raise RuntimeError(f"an undisturbed job has no {decision}")
             self._count(len(decision.sessions), message)

@@ -9,9 +9,7 @@ from typing import Any, TypeVar, cast
 from google.protobuf.message import DecodeError, Message
 
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.history import Report
-from lighthouse.core.identity import Identity
-from lighthouse.core.quorum import (
+from lighthouse.core.decisions import (
     HoldQuorum,
     LeftOut,
     Member,
@@ -21,6 +19,8 @@ from lighthouse.core.quorum import (
     QuorumOver,
     QuorumReleased,
 )
+from lighthouse.core.history import Report
+from lighthouse.core.identity import Identity
 from lighthouse.core.state_form import StateForm
 from lighthouse.events import printable
 from lighthouse.wire import torchft_pb2 as pb
@@ -160,27 +160,13 @@ def quorum_to_wire(quorum: Quorum, created: float) -> pb.Quorum:
     return message
 
 
-def quorum_for_sessions(quorum: pb.Quorum) -> bytes:
-    """Serialize the quorum for the sessions of its members."""
-    return pb.SessionResponse(quorum=quorum).SerializeToString()
+def told(**what: Any) -> bytes:
+    """Serialize what a session is told: one field of a SessionResponse."""
+    return pb.SessionResponse(**what).SerializeToString()
 
 
-def quorum_for_callers(quorum: pb.Quorum) -> bytes:
-    """Serialize the quorum as the answer to unary calls."""
-    return pb.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
-
-
-def registered(config: LighthouseConfig, is_watched: bool) -> bytes:
-    """Serialize the lighthouse's first message in a session."""
-    return pb.SessionResponse(registered=_job_config(config, is_watched)).SerializeToString()
-
-
-def config_changed(config: LighthouseConfig, is_watched: bool) -> bytes:
-    """Serialize the news that somebody looks at how far members are, or nobody any more."""
-    return pb.SessionResponse(config_changed=_job_config(config, is_watched)).SerializeToString()
-
-
-def _job_config(config: LighthouseConfig, is_watched: bool) -> pb.JobConfig:
+def job_config(config: LighthouseConfig, is_watched: bool) -> pb.JobConfig:
+    """Write the settings that members need; `is_watched` is whether somebody looks at how far they are."""
     return pb.JobConfig(
         min_replicas=config.min_replicas,
         join_timeout_ms=config.join_timeout_ms,
@@ -190,33 +176,26 @@ def _job_config(config: LighthouseConfig, is_watched: bool) -> pb.JobConfig:
     )
 
 
-def member_lost(lost: MemberLost) -> bytes:
-    """Serialize the alarm that a member of the current quorum is gone."""
-    message = pb.MemberLost(quorum_id=lost.quorum_id, replica_id=lost.replica_id, reason=lost.reason)
-    return pb.SessionResponse(member_lost=message).SerializeToString()
-
-
-def quorum_over(over: QuorumOver) -> bytes:
-    """Serialize the alarm that a replica has missed, as the loss of the replica itself."""
-    reason = "it was away, and the others gave this quorum up"
-    if over.must_answer:
-        reason = "others wait for it, and it is to give this quorum up"
-    message = pb.MemberLost(
-        quorum_id=over.quorum_id,
-        replica_id=over.replica_id,
-        reason=reason,
-        must_answer=over.must_answer,
-    )
-    return pb.SessionResponse(member_lost=message).SerializeToString()
-
-
-def quorum_broken(broken: QuorumBroken) -> bytes:
-    """Serialize the alarm that a member gave its quorum up: for the other members it is lost in it."""
-    reason = "its process group of this quorum broke, and it asks for the next quorum"
-    message = pb.MemberLost(
-        quorum_id=broken.quorum_id, replica_id=broken.replica_id, reason=reason, is_alive=True
-    )
-    return pb.SessionResponse(member_lost=message).SerializeToString()
+def news(of: MemberLost | QuorumOver | QuorumBroken | HoldQuorum | QuorumReleased) -> bytes:
+    """Serialize what becomes of the last quorum. A member that gave it up is lost in it for the others, and
+    a replica that has missed an alarm is told of its own loss.
+    """
+    more: dict[str, Any]
+    match of:
+        case HoldQuorum():
+            return told(hold=pb.HoldQuorum(quorum_id=of.quorum_id, round=of.round))
+        case QuorumReleased():
+            return told(release=pb.ReleaseQuorum(quorum_id=of.quorum_id, round=of.round, ask_at=of.ask_at))
+        case MemberLost():
+            more = {"reason": of.reason}
+        case QuorumBroken():
+            reason = "its process group of this quorum broke, and it asks for the next quorum"
+            more = {"reason": reason, "is_alive": True}
+        case QuorumOver(must_answer=True):
+            more = {"reason": "others wait for it, and it is to give this quorum up", "must_answer": True}
+        case QuorumOver():
+            more = {"reason": "it was away, and the others gave this quorum up"}
+    return told(member_lost=pb.MemberLost(quorum_id=of.quorum_id, replica_id=of.replica_id, **more))
 
 
 def left_out(left: LeftOut, replica_id: str) -> bytes:
@@ -229,16 +208,4 @@ def left_out(left: LeftOut, replica_id: str) -> bytes:
         unreachable_replica_ids=unreachable,
         reason=dict(left.reasons).get(replica_id, ""),
     )
-    return pb.SessionResponse(left_out=message).SerializeToString()
-
-
-def hold(hold: HoldQuorum) -> bytes:
-    """Serialize the request to begin no further step in a quorum that stands."""
-    message = pb.HoldQuorum(quorum_id=hold.quorum_id, round=hold.round)
-    return pb.SessionResponse(hold=message).SerializeToString()
-
-
-def released(released: QuorumReleased) -> bytes:
-    """Serialize the step at which all members of a quorum that stood ask for the next one."""
-    message = pb.ReleaseQuorum(quorum_id=released.quorum_id, round=released.round, ask_at=released.ask_at)
-    return pb.SessionResponse(release=message).SerializeToString()
+    return told(left_out=message)

@@ -124,11 +124,6 @@ def _quorum_sentence(fields: Fields) -> str:
     return "quorum " + ", ".join(parts)
 
 
-def _commit_sentence(fields: Fields) -> str:
-    verdict = "committed" if fields["committed"] else "NOT committed"
-    return f"{verdict} with {fields['participants']} participants"
-
-
 def _left_out_sentence(fields: Fields) -> str:
     """Describe why; each link that does not work is two names with " - " between them."""
     links = fields["links"] if isinstance(fields["links"], list) else []
@@ -181,7 +176,7 @@ _SENTENCES: Mapping[str, Callable[[Fields], str]] = {
     ),
     "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
     "kept": lambda f: f"kept the averages of step after step, {f['steps']} so far, to take them again",
-    "commit": _commit_sentence,
+    "commit": lambda f: f"{'' if f['committed'] else 'NOT '}committed with {f['participants']} participants",
     "disconnected": lambda f: f"lighthouse {f['address']} is away: {f['reason']}",
     "connected": lambda f: f"lighthouse {f['address']} is back",
     "shutdown": lambda f: f"shut down: {f['reason']}",
@@ -209,7 +204,12 @@ class EventLog:
         self._logger = logger
         self._subscribers: list[tuple[Subscriber, Wants]] = []
         if path := os.environ.get(EVENT_FILE_ENV):
-            self.subscribe(_file_of_environment(path))
+            try:
+                self.subscribe(JsonLinesFile(Path(path)))
+            except OSError as error:
+                raise ConfigError(
+                    f"{EVENT_FILE_ENV} is {path}, to which nothing can be written: {error.strerror}"
+                ) from error
 
     def subscribe(self, subscriber: Subscriber, wants: Wants = lambda _: True) -> None:
         """Call `subscriber` with every record from now on whose kind it `wants`.
@@ -242,15 +242,6 @@ class EventLog:
                 subscriber(event)
             except Exception:
                 self._logger.exception("an event subscriber failed on %s", event.kind)
-
-
-def _file_of_environment(path: str) -> JsonLinesFile:
-    try:
-        return JsonLinesFile(Path(path))
-    except OSError as error:
-        raise ConfigError(
-            f"{EVENT_FILE_ENV} is {path}, to which nothing can be written: {error.strerror}"
-        ) from error
 
 
 class JsonLinesFile:

@@ -147,11 +147,8 @@ _CHANNEL_OPTIONS = [
 
 def make_channel(address: Address) -> grpc.Channel:
     """Make a blocking channel, which connects lazily and reconnects by itself."""
-    disown(address)
-    options = [*_CHANNEL_OPTIONS, *default_keepalive().options()]
-    if (identity := process_identity()) is None:
-        return grpc.insecure_channel(str(address), options)
-    return grpc.secure_channel(str(address), _channel_credentials(identity), [*options, _EXPECTED_NAME])
+    channel: grpc.Channel = _channel(grpc, address, default_keepalive())
+    return channel
 
 
 class KeptChannel:
@@ -174,15 +171,17 @@ class KeptChannel:
 
 def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
     """Make an asyncio channel; call this on the loop that will use the channel."""
+    channel: grpc.aio.Channel = _channel(grpc.aio, address, keepalive or default_keepalive())
+    return channel
+
+
+def _channel(kind: Any, address: Address, keepalive: Keepalive) -> Any:
     disown(address)
-    options = [*_CHANNEL_OPTIONS, *(keepalive or default_keepalive()).options()]
-    if (identity := process_identity()) is None:
-        return grpc.aio.insecure_channel(str(address), options)
-    return grpc.aio.secure_channel(str(address), _channel_credentials(identity), [*options, _EXPECTED_NAME])
-
-
-def _channel_credentials(identity: Identity) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(identity.authorities, identity.key, identity.certificate)
+    options = [*_CHANNEL_OPTIONS, *keepalive.options()]
+    if (own := process_identity()) is None:
+        return kind.insecure_channel(str(address), options)
+    shown = grpc.ssl_channel_credentials(own.authorities, own.key, own.certificate)
+    return kind.secure_channel(str(address), shown, [*options, _EXPECTED_NAME])
 
 
 def _server_credentials(known: Identity) -> grpc.ServerCredentials:

@@ -27,10 +27,7 @@ from lighthouse import admission, codec, wire
 from lighthouse.address import Address, parse_address
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.explanation import Facts, describe
-from lighthouse.core.history import History, Moment
-from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import (
+from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
     FindMembers,
@@ -39,12 +36,15 @@ from lighthouse.core.quorum import (
     MemberLost,
     Quorum,
     QuorumBroken,
-    QuorumCore,
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
     Refused,
 )
+from lighthouse.core.explanation import Facts, describe
+from lighthouse.core.history import History, Moment
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore
 from lighthouse.errors import AddressError
 from lighthouse.events import Event, EventLog, printable
 from lighthouse.net import (
@@ -56,7 +56,7 @@ from lighthouse.net import (
     refuses,
     unary,
 )
-from lighthouse.session import Refusal, RefusedError, ReplicaSession
+from lighthouse.session import Refusal, RefusedError, ReplicaSession, invalid, read_register
 from lighthouse.spare_ranks import SpareRanks
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.trust import signing_key
@@ -68,7 +68,6 @@ R = TypeVar("R")
 
 _SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
-_REGISTER_S = 10.0  # seconds in which a session has to begin with its register
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
 _LINKS_TOLD_MAX = 32  # links, and replicas with a reason, that an event names at most
@@ -178,21 +177,16 @@ class Lighthouse:
             grpc.aio.AioRpcError: it does not answer there.
         """
         address = parse_address(self.address_of(replica_id), f"address of {replica_id!r:.100}")
+        session = self._sessions.get(self._core.session_of(replica_id) or 0)
+        # A token of the job's own would be a present to whoever claims to serve at an address.
+        token = session.kill_token if session is not None else ""
         self.events.emit("kill", member=replica_id, by=by)
         channel = make_aio_channel(address)
         try:
-            call = unary(channel, wire.KILL, pb.KillRequest, pb.KillResponse, self._kill_token(replica_id))
+            call = unary(channel, wire.KILL, pb.KillRequest, pb.KillResponse, token)
             await call(pb.KillRequest(msg=f"{by} asked for it"), timeout=_KILL_S)
         finally:
             await channel.close(None)
-
-    def _kill_token(self, replica_id: str) -> str:
-        """Return the token by which a replica obeys this process alone.
-
-        One of the job's own would be a present to whoever claims to serve at an address.
-        """
-        session = self._sessions.get(self._core.session_of(replica_id) or 0)
-        return session.kill_token if session is not None else ""
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
@@ -203,7 +197,7 @@ class Lighthouse:
         self._looked_at = self._loop.time()
         if self._watch is None:
             self._watch = self._loop.call_later(WATCHED_S, self._check_watch)
-            self._send_all(list(self._sessions), codec.config_changed(self.config, is_watched=True))
+            self._tell_config(is_watched=True)
 
     def _check_watch(self) -> None:
         ends_at = self._looked_at + WATCHED_S
@@ -211,7 +205,11 @@ class Lighthouse:
             self._watch = self._loop.call_at(ends_at, self._check_watch)
             return
         self._watch = None
-        self._send_all(list(self._sessions), codec.config_changed(self.config, is_watched=False))
+        self._tell_config(is_watched=False)
+
+    def _tell_config(self, *, is_watched: bool) -> None:
+        config = codec.job_config(self.config, is_watched)
+        self._send_all(list(self._sessions), codec.told(config_changed=config))
 
     async def stop(self, reason: str = "stopped") -> None:
         """End every session and call with a status that says so, and close the port. May be called again."""
@@ -245,7 +243,14 @@ class Lighthouse:
                 raise
             reason = session.ended.text
         finally:
-            self._close_session(session, reason)
+            del self._sessions[session.number]
+            session.close()
+            if session.ended is None and self._clock.is_starved():
+                # Its PINGs lie unread here, perhaps. A replica that lives comes back with another session
+                # first.
+                self._loop.call_later(RECOVERY_S, self._lose, session.number, reason)
+            else:
+                self._lose(session.number, reason)
         if session.ended is not None:
             raise RefusedError(session.ended)
 
@@ -287,10 +292,15 @@ class Lighthouse:
     # -- sessions
 
     async def _open_session(self, context: Context) -> ReplicaSession:
-        register = await _read_register(context)
+        register: pb.Register = await read_register(context, pb.SessionRequest)
         complaint = admission.about_register(register, self.config, self._believable(), caller_of(context))
         self._admit(register.replica_id, complaint)
-        self._check_owner(register)
+        if (known := self._core.session_of(register.replica_id)) is not None:
+            live = self._sessions.get(known)
+            # The same replica comes back with its own address.
+            if live is not None and live.ended is None and live.address != register.address:
+                name, place = f"{register.replica_id!r:.100}", f"{live.address!r:.100}"
+                raise _exists(f"replica {name} has a session, and is at {place}")
         # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled
         # halfway.
         await context.send_initial_metadata(())
@@ -304,7 +314,7 @@ class Lighthouse:
         self._sessions[session.number] = session
         self._addresses[session.replica_id] = session.address
         session.kill_token = register.kill_token
-        session.send(codec.registered(self.config, self._watch is not None))
+        session.send(codec.told(registered=codec.job_config(self.config, self._watch is not None)))
         self.events.emit("register", member=session.replica_id)
         self._hear_report(register)
         decisions = self._core.register(
@@ -331,7 +341,7 @@ class Lighthouse:
                 return "left"
             complaint = self._about_request(session, kind, request)
             if complaint is not None:
-                session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint)
+                session.ended = invalid(complaint).why
                 return complaint
             if kind == "progress":
                 report = codec.report_from_wire(request.progress)
@@ -370,15 +380,6 @@ class Lighthouse:
             return None
         return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
 
-    def _close_session(self, session: ReplicaSession, reason: str) -> None:
-        del self._sessions[session.number]
-        session.close()
-        if session.ended is None and self._clock.is_starved():
-            # Its PINGs lie unread here, perhaps. A replica that lives comes back with another session first.
-            self._loop.call_later(RECOVERY_S, self._lose, session.number, reason)
-        else:
-            self._lose(session.number, reason)
-
     def _lose(self, number: int, reason: str) -> None:
         if self._server is not None:
             self._apply(self._core.lost(number, reason, self._clock.now()))
@@ -393,22 +394,13 @@ class Lighthouse:
 
     def _admit(self, replica_id: str, complaint: str | None) -> None:
         if complaint is not None:
-            raise _invalid(complaint)
+            raise invalid(complaint)
         if len(self._core) >= self.config.replicas_max and replica_id not in self._core:
             text = f"this lighthouse has its {self.config.replicas_max} replicas (--replicas_max)"
             raise RefusedError(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
 
     def _believable(self) -> QuorumNumber:
         return admission.believable(time.time_ns() // 1_000_000, self._core.highest)
-
-    def _check_owner(self, register: pb.Register) -> None:
-        """Refuse a replica id that is in use; the same replica comes back with its own address."""
-        number = self._core.session_of(register.replica_id)
-        live = None if number is None else self._sessions.get(number)
-        if live is not None and live.ended is None and live.address != register.address:
-            raise _exists(
-                f"replica {register.replica_id!r:.100} has a session, and is at {live.address!r:.100}"
-            )
 
     # -- decisions
 
@@ -417,22 +409,25 @@ class Lighthouse:
             if isinstance(decision, QuorumFormed):
                 self._announce(decision)
             elif isinstance(decision, MemberLost):
-                self._alarm(decision)
+                self._send_all(decision.sessions, codec.news(decision))
+                whom, reason = decision.replica_id, decision.reason
+                self.events.emit("loss", quorum_id=decision.quorum_id, member=whom, reason=reason)
+                if whom not in self._core:
+                    self._answer(whom, _REPLICA_GONE)
             elif isinstance(decision, QuorumOver):
-                self._send(decision.session, codec.quorum_over(decision))
-            elif isinstance(decision, QuorumBroken):
-                self._send_all(decision.sessions, codec.quorum_broken(decision))
+                self._send_all([decision.session], codec.news(decision))
+            elif isinstance(decision, QuorumBroken | HoldQuorum | QuorumReleased):
+                self._send_all(decision.sessions, codec.news(decision))
+                if isinstance(decision, HoldQuorum):
+                    self.events.emit("hold", quorum_id=decision.quorum_id, member=decision.replica_id)
             elif isinstance(decision, LeftOut):
                 self._leave_out(decision)
             elif isinstance(decision, Refused):
                 self.events.emit("refused", member=decision.replica_id, reason=decision.reason)
-                self._end(decision.session, why := _foreign(decision.reason))
+                text = printable(decision.reason[:_REASON_MAX])
+                # With this status it is not to try again.
+                self._end(decision.session, why := Refusal(grpc.StatusCode.FAILED_PRECONDITION, text))
                 self._answer(decision.replica_id, why)
-            elif isinstance(decision, HoldQuorum):
-                self._send_all(decision.sessions, codec.hold(decision))
-                self.events.emit("hold", quorum_id=decision.quorum_id, member=decision.replica_id)
-            elif isinstance(decision, QuorumReleased):
-                self._send_all(decision.sessions, codec.released(decision))
             elif isinstance(decision, FindMembers):
                 if self._search is None or self._search.done():
                     self._search = self._loop.create_task(self._find(decision.replica_ids))
@@ -448,9 +443,9 @@ class Lighthouse:
         quorum.secret = self._secret
         quorum.statement.CopyFrom(self._statement)
         if formed.sessions:
-            self._send_all(formed.sessions, codec.quorum_for_sessions(quorum))
+            self._send_all(formed.sessions, codec.told(quorum=quorum))
         if formed.callers:
-            answer = codec.quorum_for_callers(quorum)
+            answer = pb.LighthouseQuorumResponse(quorum=quorum).SerializeToString()
             for replica_id in formed.callers:
                 self._answer(replica_id, answer)
         quorum.ClearField("secret")
@@ -515,15 +510,9 @@ class Lighthouse:
             return False
         return await refuses(address, _FIND_S)
 
-    def _alarm(self, lost: MemberLost) -> None:
-        self._send_all(lost.sessions, codec.member_lost(lost))
-        self.events.emit("loss", quorum_id=lost.quorum_id, member=lost.replica_id, reason=lost.reason)
-        if lost.replica_id not in self._core:
-            self._answer(lost.replica_id, _REPLICA_GONE)
-
     def _leave_out(self, left: LeftOut) -> None:
         for number, replica_id in left.sessions:
-            self._send(number, codec.left_out(left, replica_id))
+            self._send_all([number], codec.left_out(left, replica_id))
         links = [f"{one} - {other}" for one, other in left.links[:_LINKS_TOLD_MAX]]
         members, reasons = (
             list(left.replica_ids),
@@ -533,12 +522,8 @@ class Lighthouse:
 
     def _send_all(self, numbers: Iterable[int], message: bytes) -> None:
         for number in numbers:
-            self._send(number, message)
-
-    def _send(self, number: int, message: bytes) -> None:
-        session = self._sessions.get(number)
-        if session is not None:
-            session.send(message)
+            if (session := self._sessions.get(number)) is not None:
+                session.send(message)
 
     def _end(self, number: int, why: Refusal) -> None:
         session = self._sessions.get(number)
@@ -567,36 +552,14 @@ class Lighthouse:
         self._apply(self._core.advance(self._clock.now()))
 
 
-async def _read_register(context: Context) -> pb.Register:
-    try:
-        async with asyncio.timeout(_REGISTER_S):
-            request = await context.read()
-    except TimeoutError:
-        raise _invalid(f"the session did not begin with a register within {_REGISTER_S:g} s") from None
-    kind = request.WhichOneof("request") if isinstance(request, pb.SessionRequest) else None
-    if kind != "register":
-        raise _invalid(f"the first message of a session must be a register, not {kind or 'empty'}")
-    register: pb.Register = request.register
-    return register
-
-
 def _well_formed(request: M | None) -> M:
     if request is None:
-        raise _invalid("this is no message of the protocol")
+        raise invalid("this is no message of the protocol")
     return request
-
-
-def _invalid(text: str) -> RefusedError:
-    return RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, text))
 
 
 def _exists(text: str) -> RefusedError:
     return RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
-
-
-def _foreign(reason: str) -> Refusal:
-    """Return the status that ends the session of a replica foreign to the job; it is not to try again."""
-    return Refusal(grpc.StatusCode.FAILED_PRECONDITION, printable(reason[:_REASON_MAX]))
 
 
 def _settle(call: asyncio.Future[bytes | Refusal], result: bytes | Refusal) -> None:
@@ -617,27 +580,18 @@ def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, C
 
 def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
     """Make the handlers. They refuse malformed requests instead of failing, and send bytes as answers."""
+    stream, unary_ = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+    methods: dict[str, tuple[Any, Any, Any]] = {
+        "Session": (stream, lighthouse.serve_session, pb.SessionRequest),
+        "Quorum": (unary_, lighthouse.serve_quorum, pb.LighthouseQuorumRequest),
+        "Heartbeat": (unary_, lighthouse.serve_heartbeat, pb.LighthouseHeartbeatRequest),
+        "OfferSpare": (stream, lighthouse.spare_ranks.serve_spare, pb.SpareRequest),
+        "FillVacancy": (unary_, lighthouse.spare_ranks.serve_vacancy, pb.FillVacancyRequest),
+    }
     return grpc.method_handlers_generic_handler(
         _SERVICE,
         {
-            "Session": grpc.stream_stream_rpc_method_handler(
-                _refusing(lighthouse.serve_session), request_deserializer=codec.reader(pb.SessionRequest)
-            ),
-            "Quorum": grpc.unary_unary_rpc_method_handler(
-                _refusing(lighthouse.serve_quorum),
-                request_deserializer=codec.reader(pb.LighthouseQuorumRequest),
-            ),
-            "Heartbeat": grpc.unary_unary_rpc_method_handler(
-                _refusing(lighthouse.serve_heartbeat),
-                request_deserializer=codec.reader(pb.LighthouseHeartbeatRequest),
-            ),
-            "OfferSpare": grpc.stream_stream_rpc_method_handler(
-                _refusing(lighthouse.spare_ranks.serve_spare),
-                request_deserializer=codec.reader(pb.SpareRequest),
-            ),
-            "FillVacancy": grpc.unary_unary_rpc_method_handler(
-                _refusing(lighthouse.spare_ranks.serve_vacancy),
-                request_deserializer=codec.reader(pb.FillVacancyRequest),
-            ),
+            name: make(_refusing(serve), request_deserializer=codec.reader(kind))
+            for name, (make, serve, kind) in methods.items()
         },
     )

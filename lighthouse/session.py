@@ -16,6 +16,8 @@ import grpc.aio
 
 from lighthouse.net import caller_of
 
+REGISTER_S = 10.0
+
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
@@ -31,6 +33,24 @@ class RefusedError(Exception):
     def __init__(self, why: Refusal) -> None:
         super().__init__(why.text)
         self.why = why
+
+
+def invalid(text: str) -> RefusedError:
+    """Return the error for a request that is none of the protocol, or beyond its limits."""
+    return RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, text))
+
+
+async def read_register(context: grpc.aio.ServicerContext[Any, bytes], kind: Any) -> Any:
+    """Return the register with which a stream of requests of this kind has to begin, within REGISTER_S."""
+    try:
+        async with asyncio.timeout(REGISTER_S):
+            request: Any = await context.read()
+    except TimeoutError:
+        raise invalid(f"the session did not begin with a register within {REGISTER_S:g} s") from None
+    found = request.WhichOneof("request") if isinstance(request, kind) else None
+    if found != "register":
+        raise invalid(f"the first message of a session must be a register, not {found or 'empty'}")
+    return request.register
 
 
 class ReplicaSession:

@@ -19,12 +19,11 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.vacancies import Decision, Filled, NoSpare, Told, Vacancies, Vacancy
 from lighthouse.events import EventLog
 from lighthouse.net import caller_of
-from lighthouse.session import Refusal, RefusedError, ReplicaSession
+from lighthouse.session import Refusal, RefusedError, ReplicaSession, invalid, read_register
 from lighthouse.wire import torchft_pb2 as pb
 
 Context = grpc.aio.ServicerContext[Any, bytes]
 
-_REGISTER_S = 10.0
 _NO_SPARE = Refusal(grpc.StatusCode.NOT_FOUND, "no spare rank is free (torchft-like spare starts one)")
 
 
@@ -51,8 +50,9 @@ class SpareRanks:
 
     async def serve_spare(self, _requests: object, context: Context) -> None:
         """Serve the stream of one spare, until it has taken a place, or is gone."""
-        register = await _read_register(context)
-        _refuse(admission.about_spare(register, len(self._vacancies), self._config))
+        register = await read_register(context, pb.SpareRequest)
+        if complaint := admission.about_spare(register, len(self._vacancies), self._config):
+            raise invalid(complaint)
         await context.send_initial_metadata(())
         session = ReplicaSession(next(self._numbers), register.spare_id, "", context, queue_max=16)
         self._sessions[session.number] = session
@@ -76,11 +76,10 @@ class SpareRanks:
     async def serve_vacancy(self, request: pb.FillVacancyRequest | None, context: Context) -> bytes:
         """Answer once a spare has taken the place, or that there is none."""
         if request is None:
-            raise RefusedError(
-                Refusal(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of the protocol")
-            )
-        message = request.vacancy
-        _refuse(admission.about_vacancy(message, len(self._callers), self._config, caller_of(context)))
+            raise invalid("this is no message of the protocol")
+        message, caller = request.vacancy, caller_of(context)
+        if complaint := admission.about_vacancy(message, len(self._callers), self._config, caller):
+            raise invalid(complaint)
         vacancy = Vacancy(
             message.group_id,
             message.group_rank,
@@ -109,7 +108,7 @@ class SpareRanks:
             kind = request.WhichOneof("request") if request is not None else "bytes"
             if kind != "declined":
                 text = f"unexpected {kind or 'empty message'} of the spare {session.replica_id!r:.100}"
-                session.ended = Refusal(grpc.StatusCode.INVALID_ARGUMENT, text)
+                session.ended = invalid(text).why
                 return False
             self._apply(self._vacancies.declined(session.number))
 
@@ -130,20 +129,3 @@ class SpareRanks:
             answer = self._callers.get(number)
             if answer is not None and not answer.done():
                 answer.set_result(result)
-
-
-async def _read_register(context: Context) -> pb.SpareRegister:
-    try:
-        async with asyncio.timeout(_REGISTER_S):
-            request = await context.read()
-    except TimeoutError:
-        request = None
-    if not isinstance(request, pb.SpareRequest) or request.WhichOneof("request") != "register":
-        text = f"a spare begins with a register, within {_REGISTER_S:g} s"
-        raise RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, text))
-    return request.register
-
-
-def _refuse(complaint: str | None) -> None:
-    if complaint is not None:
-        raise RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, complaint))

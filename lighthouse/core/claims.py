@@ -94,7 +94,7 @@ class Claims:
 
     def formed(self, quorum: Quorum) -> None:
         """Remember a quorum, whose members are as they were believed."""
-        versions = {member.replica_id: _version(member) for member in quorum.participants}
+        versions = {member.replica_id: member.version for member in quorum.participants}
         self.forget(*versions)
         number, newest = quorum.quorum_id, max(versions.values())
         self._past.pop(number, None)
@@ -135,10 +135,10 @@ class Claims:
         believed = {m.replica_id for m in [*remembered, *reported]}
         # Where those that were ahead are gone, a checkpoint may have more than anybody who is there.
         least = (last.step, last.quorum_id) if newest < last.step else (0, 0)
-        return frozenset(m.replica_id for m in joined if _version(m) > least and m.replica_id not in believed)
+        return frozenset(m.replica_id for m in joined if m.version > least and m.replica_id not in believed)
 
     def _shows(self, member: Member, limits: Mapping[Past, Limits]) -> bool:
-        replica_id, version = member.replica_id, _version(member)
+        replica_id, version = member.replica_id, member.version
         if replica_id not in self._versions or version[1] == NO_STATE:
             return False
         if version <= (0, 0) or version == self._versions[replica_id]:
@@ -178,7 +178,3 @@ def _is_of(past: Past, member: Member) -> bool:
 
 def _is_within(limits: Mapping[Past, Limits], past: Past, member: Member) -> bool:
     return member.step <= limits[past][_is_of(past, member)]
-
-
-def _version(member: Member) -> Version:
-    return member.step, member.commit_quorum_id

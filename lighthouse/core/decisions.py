@@ -60,6 +60,11 @@ class Member(NamedTuple):
     own_failures: int = 0
     takes_secret: bool = False
 
+    @property
+    def version(self) -> tuple[int, int]:
+        """The version of its state: the step, and the quorum in which that was committed."""
+        return self.step, self.commit_quorum_id
+
 
 class Quorum(NamedTuple):
     """The replica groups that train together; participants are sorted by replica id. They go on in a quorum

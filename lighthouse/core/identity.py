@@ -165,4 +165,4 @@ class _Part:
         self.identity = self.identity.filled(identity)
         self.ids.append(member.replica_id)
         self.members_of_the_last += is_of_the_last
-        self.newest = max(self.newest, (member.step, member.commit_quorum_id))
+        self.newest = max(self.newest, member.version)

@@ -18,14 +18,10 @@ from heapq import heapify, heappop, heappush
 
 from lighthouse.core.decisions import Link, Member
 
-__all__ = ["REPORTED_CHARACTERS_MAX", "REPORTED_MAX", "Link", "Links", "leave_out"]
-
 # The most peers that one replica may report. A replica that cannot reach more is left out itself, so the rest
 # of them does not matter.
 REPORTED_MAX = 64
 REPORTED_CHARACTERS_MAX = 16 * 1024  # characters of all ids in a report
-
-Version = tuple[int, int]
 
 
 class Links:
@@ -74,17 +70,17 @@ def leave_out(members: Mapping[str, Member], links: Collection[Link], at_least: 
     for one, other in links:
         peers.setdefault(one, set()).add(other)
         peers.setdefault(other, set()).add(one)
-    newest = max(map(_version, members.values()), default=None)
-    ahead = sum(_version(member) == newest for member in members.values())
+    newest = max((member.version for member in members.values()), default=None)
+    ahead = sum(member.version == newest for member in members.values())
     # The first to go is the one that is behind; of equals, the one with the greater id.
-    order = sorted(sorted(peers, reverse=True), key=lambda i: _version(members[i]))
+    order = sorted(sorted(peers, reverse=True), key=lambda i: members[i].version)
     place = {replica_id: n for n, replica_id in enumerate(order)}
     heap = [(-len(peers[i]), place[i]) for i in order]
     heapify(heap)
     out = set()
     while heap:
         count, n = heappop(heap)
-        gone, is_ahead = order[n], _version(members[order[n]]) == newest
+        gone, is_ahead = order[n], members[order[n]].version == newest
         if -count != len(peers[gone]) or (is_ahead and ahead == 1):
             continue  # it has fewer links by now, or it has to stay, so that its peers go
         ahead -= is_ahead
@@ -95,7 +91,3 @@ def leave_out(members: Mapping[str, Member], links: Collection[Link], at_least: 
                 heappush(heap, (-len(peers[peer]), place[peer]))
         peers[gone] = set()
     return frozenset(out) if len(members) - len(out) >= at_least else frozenset()
-
-
-def _version(member: Member) -> Version:
-    return member.step, member.commit_quorum_id

@@ -112,25 +112,6 @@ from lighthouse.core.sickness import describe_pause, leave_out_sick, pause_s
 from lighthouse.core.spares import IS_A_SPARE, Spare, Spares
 from lighthouse.core.standing import StandingQuorum
 
-__all__ = [
-    "ALARMS_PER_QUORUM_MAX",
-    "NO_QUORUM",
-    "Decision",
-    "FindMembers",
-    "HoldQuorum",
-    "LeftOut",
-    "Member",
-    "MemberLost",
-    "Quorum",
-    "QuorumBroken",
-    "QuorumCore",
-    "QuorumFormed",
-    "QuorumOver",
-    "QuorumReleased",
-    "Refused",
-    "SessionSuperseded",
-]
-
 # Every survivor of a quorum is told about the first losses in it. Then all of them have aborted, and a
 # thousand replicas that are lost at once must not cost a million messages.
 ALARMS_PER_QUORUM_MAX = 16
@@ -971,7 +952,7 @@ def _can_stand(joins: Collection[_Join]) -> bool:
     """
     members = [join.as_believed for join in joins]
     return (
-        len({(member.step, member.commit_quorum_id) for member in members}) == 1 < len(members)
+        len({member.version for member in members}) == 1 < len(members)
         and all(join.in_session for join in joins)
         and all(member.may_stand and not member.commit_failures for member in members)
     )

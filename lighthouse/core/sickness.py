@@ -45,16 +45,12 @@ def leave_out_sick(members: Mapping[str, Member], sick: Collection[str], at_leas
     Args:
         at_least: as many replicas stay.
     """
-    newest = max((_version(member) for member in members.values()), default=None)
-    ahead = {i for i, member in members.items() if _version(member) == newest}
+    newest = max((member.version for member in members.values()), default=None)
+    ahead = {i for i, member in members.items() if member.version == newest}
     by_id = sorted(sick, reverse=True) if len(sick) < len(members) else []
     out: set[str] = set()
-    for replica_id in sorted(by_id, key=lambda i: (-members[i].own_failures, _version(members[i]))):
+    for replica_id in sorted(by_id, key=lambda i: (-members[i].own_failures, members[i].version)):
         if len(members) - len(out) > at_least and ahead != {replica_id}:
             out.add(replica_id)
             ahead.discard(replica_id)
     return frozenset(out)
-
-
-def _version(member: Member) -> tuple[int, int]:
-    return member.step, member.commit_quorum_id

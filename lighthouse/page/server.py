@@ -272,44 +272,31 @@ class Page:
             return _UNAUTHENTICATED
         if (match := _KILL.fullmatch(path)) is not None:
             return await self._kill(scope, match[1]) if method == "POST" else _not_allowed(b"POST")
-        serve = {"/": self._page, "/status": self._status, "/metrics": self._scrape, "/healthz": self._health}
-        if path not in serve:
-            return Answer(404, b"there are /, /status, /metrics and /healthz\n")
-        return await serve[path](scope) if method in ("GET", "HEAD") else _not_allowed(b"GET, HEAD")
+        if (is_unknown := path not in _PATHS) or method not in ("GET", "HEAD"):
+            return _NOT_FOUND if is_unknown else _not_allowed(b"GET, HEAD")
+        if path in ("/", "/healthz"):
+            return self._page(scope) if path == "/" else Answer(200, b"ok\n")
+        snapshot = await self._snapshot()
+        if path == "/metrics":
+            return Answer(200, self._metrics.text(snapshot), _METRICS)
+        return self._status(scope, snapshot)
 
-    async def _page(self, scope: Scope) -> Answer:
+    def _page(self, scope: Scope) -> Answer:
         html = self._html
         body, encoding = (html.compressed, _GZIP) if _takes_gzip(scope) else (html.body, ())
-        cache = (b"cache-control", b"no-cache")
-        return Answer(
-            200,
-            body,
-            b"text/html; charset=utf-8",
-            (*encoding, cache, (b"content-security-policy", html.policy)),
-        )
+        headers = (*encoding, _NO_CACHE, (b"content-security-policy", html.policy))
+        return Answer(200, body, b"text/html; charset=utf-8", headers)
 
-    async def _status(self, scope: Scope) -> Answer:
-        snapshot = await self._snapshot()
+    def _status(self, scope: Scope, snapshot: Snapshot) -> Answer:
         tag = snapshot.tag.encode()
         role = role_of(scope, self._everybody_operates).name.lower().encode()
         now = str(round(time.time(), 3)).encode()
-        headers = (
-            (b"etag", tag),
-            (b"cache-control", b"no-cache"),
-            (b"torchft-role", role),
-            (b"torchft-time", now),
-        )
+        headers = ((b"etag", tag), (b"torchft-role", role), (b"torchft-time", now), _NO_CACHE)
         if _header(scope, b"if-none-match") == tag:
             return Answer(304, b"", _JSON, headers)
         if _takes_gzip(scope):
             return Answer(200, snapshot.compressed, _JSON, (*headers, *_GZIP))
         return Answer(200, snapshot.body, _JSON, headers)
-
-    async def _scrape(self, _: Scope) -> Answer:
-        return Answer(200, self._metrics.text(await self._snapshot()), _METRICS)
-
-    async def _health(self, _: Scope) -> Answer:
-        return Answer(200, b"ok\n")
 
     async def _kill(self, scope: Scope, replica_id: str) -> Answer:
         if role_of(scope, self._everybody_operates) < Role.OPERATE:
@@ -349,7 +336,7 @@ class _Html:
         body = resources.files("lighthouse.page").joinpath("page.html").read_bytes()
         hashes = {
             tag: " ".join(
-                f"'sha256-{_digest(text)}'"
+                f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'"
                 for text in re.findall(rb"<%s>(.*?)</%s>" % (tag, tag), body, re.DOTALL)
             )
             for tag in (b"script", b"style")
@@ -361,12 +348,14 @@ class _Html:
         return cls(body, gzip.compress(body), policy.encode())
 
 
+_PATHS = ("/", "/status", "/metrics", "/healthz")
 _ALWAYS = (
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
     (b"vary", b"accept-encoding"),
 )
 _GZIP = ((b"content-encoding", b"gzip"),)
+_NO_CACHE = (b"cache-control", b"no-cache")
 # A browser asks the person for a password, and sends the token that is given as one.
 _UNAUTHENTICATED = Answer(
     401,
@@ -374,11 +363,8 @@ _UNAUTHENTICATED = Answer(
     headers=((b"www-authenticate", b'Basic realm="torchft-like", charset="UTF-8"'),),
 )
 _NO_OPERATOR = Answer(403, b"only from the lighthouse's own host, or with --page_operators=everybody\n")
+_NOT_FOUND = Answer(404, b"there are /, /status, /metrics and /healthz\n")
 _OTHER_ROLE = Answer(403, b"that takes the token of those who operate\n")
-
-
-def _digest(text: bytes) -> str:
-    return base64.b64encode(hashlib.sha256(text).digest()).decode()
 
 
 def _header(scope: Scope, name: bytes) -> bytes:

@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.identity import Identity
-from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import (
+from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
     FindMembers,
@@ -22,12 +20,14 @@ from lighthouse.core.quorum import (
     MemberLost,
     Quorum,
     QuorumBroken,
-    QuorumCore,
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
     Refused,
 )
+from lighthouse.core.identity import Identity
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore
 from tests.simulation.restarting import Desk
 from tests.simulation.scenario import STRANGER
 from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session

@@ -35,7 +35,7 @@ from torchft_like.core.meeting import MeetingProtocol, Record, Steps, Write
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import Effect, RankJoin, RankQuorum, RankVerdict, ReplicaGroup
 from torchft_like.core.restarts import Ending, RankProcess, Told
-from torchft_like.core.step import Join, Plan, StepProtocol
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.core.sync_schedule import SyncSchedule
 
 SEEDS_MAX = 3000
@@ -759,12 +759,12 @@ class _LeavesQuietly(StepProtocol):
 
 
 class _HidesBrokenGroups(StepProtocol):
-    def begin(self) -> Join:
+    def begin(self) -> RankJoin:
         return super().begin()._replace(commit_failures=0, broken_quorum_id=0)
 
 
 class _GoesOnAfterGivingUp(StepProtocol):
-    def begin(self) -> Join:
+    def begin(self) -> RankJoin:
         self._is_entered = False
         return super().begin()
 
@@ -815,7 +815,7 @@ class _ForgetsTheHealedVersion(StepProtocol):
 
 
 class _KeepsItsFailuresToItself(StepProtocol):
-    def begin(self) -> Join:
+    def begin(self) -> RankJoin:
         return super().begin()._replace(own_failure="")
 
 
@@ -854,11 +854,11 @@ class _TakesKeptStepsInReverse(StepProtocol):
 
 
 class _SpeaksAsTheNewest(StepProtocol):
-    def begin(self) -> Join:
+    def begin(self) -> RankJoin:
         own = super().begin()
         return own._replace(
-            step=max(own.step, own.reached.step),
-            commit_quorum_id=max(own.commit_quorum_id, own.reached.commit_quorum_id),
+            step=max(own.step, own.reached_step),
+            commit_quorum_id=max(own.commit_quorum_id, own.reached_quorum_id),
         )
 
 

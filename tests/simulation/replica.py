@@ -12,8 +12,8 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lighthouse.core.claims import Past
+from lighthouse.core.decisions import Member, Quorum
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import Member, Quorum
 from tests.simulation.rank import VERDICT, Rank
 from tests.simulation.rank_line import RankLine
 from tests.simulation.scenario import LIE

@@ -12,8 +12,9 @@ from functools import partial
 from typing import TypeVar, cast
 
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import Member, QuorumFormed
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import Member, QuorumCore, QuorumFormed
+from lighthouse.core.quorum import QuorumCore
 from tests.simulation.cores import Cores
 from tests.simulation.mutants import MUTANTS, SEEDS_MAX, Catch, hunt
 from tests.simulation.replica import JoinMessage

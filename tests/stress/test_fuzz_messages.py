@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from lighthouse import admission, codec
 from lighthouse.core.config import MESSAGE_BYTES_MAX, LighthouseConfig
+from lighthouse.core.decisions import LeftOut, MemberLost, QuorumFormed, QuorumOver
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import LeftOut, MemberLost, QuorumCore, QuorumFormed, QuorumOver
+from lighthouse.core.quorum import QuorumCore
 from lighthouse.wire import torchft_pb2 as pb
 from tests.stress.fuzzing import assert_parsed_or_refused, fuzz, names, numbers
 from torchft_like.core.replica_group import RankJoin, RankQuorum, RankVerdict, ReplicaGroup, Verdict
@@ -89,14 +90,12 @@ def test_a_lighthouse_told_nonsense_forms_quorums_that_can_be_sent(told: list[tu
     for number, (kind, value) in enumerate(told):
         for decision in list(tell(core, number, kind, value)):
             if isinstance(decision, QuorumFormed):
-                message = codec.quorum_for_sessions(codec.quorum_to_wire(decision.quorum, 1.0))
+                message = codec.told(quorum=codec.quorum_to_wire(decision.quorum, 1.0))
                 assert len(message) <= MESSAGE_BYTES_MAX
                 assert codec.reader(pb.SessionResponse)(message) is not None
                 can_be_reported(core, decision)
-            elif isinstance(decision, MemberLost):
-                codec.member_lost(decision)
-            elif isinstance(decision, QuorumOver):
-                codec.quorum_over(decision)
+            elif isinstance(decision, MemberLost | QuorumOver):
+                codec.news(decision)
             elif isinstance(decision, LeftOut):
                 for _, replica_id in decision.sessions:
                     codec.left_out(decision, replica_id)

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.decisions import Decision, Member, Quorum
+from lighthouse.core.decisions import Decision, Member, Quorum, QuorumFormed, SessionSuperseded
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import QuorumCore, QuorumFormed, SessionSuperseded
+from lighthouse.core.quorum import QuorumCore
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.candidate import Answer, Candidate, Stage, request

@@ -24,9 +24,7 @@ from collections.abc import Callable
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.identity import Identity
-from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import (
+from lighthouse.core.decisions import (
     Decision,
     FindMembers,
     HoldQuorum,
@@ -34,12 +32,14 @@ from lighthouse.core.quorum import (
     Member,
     MemberLost,
     QuorumBroken,
-    QuorumCore,
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
     Refused,
 )
+from lighthouse.core.identity import Identity
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.state_form import form_of_rows
 
 SEPARATOR = "----"

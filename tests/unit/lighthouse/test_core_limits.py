@@ -6,8 +6,9 @@ import pytest
 
 from lighthouse.core.claims import QUORUMS_MAX, Claims, Past
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import Member, MemberLost, QuorumFormed
 from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX, Member, MemberLost, QuorumCore, QuorumFormed
+from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX, QuorumCore
 
 REPLICAS = 1000
 NONE = QuorumNumber(0, 0)

@@ -13,19 +13,19 @@ import pytest
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.identity import Identity
-from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import (
+from lighthouse.core.decisions import (
     Decision,
     FindMembers,
     LeftOut,
     Member,
-    QuorumCore,
     QuorumFormed,
     QuorumOver,
     QuorumReleased,
     Refused,
 )
+from lighthouse.core.identity import Identity
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.state_form import form_of_rows
 from tests.unit.lighthouse.twin import Twin
 

@@ -11,10 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.core.identity import Identity, why_foreign
-from lighthouse.core.membership import QuorumNumber
-from lighthouse.core.quorum import (
-    ALARMS_PER_QUORUM_MAX,
+from lighthouse.core.decisions import (
     NO_QUORUM,
     Decision,
     FindMembers,
@@ -30,6 +27,9 @@ from lighthouse.core.quorum import (
     Refused,
     SessionSuperseded,
 )
+from lighthouse.core.identity import Identity, why_foreign
+from lighthouse.core.membership import QuorumNumber
+from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX
 from lighthouse.core.sickness import describe_pause
 
 
