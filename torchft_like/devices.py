@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import ModuleType
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -58,13 +60,29 @@ def beside_captures(device: torch.device | int | None) -> Iterator[None]:
             _exchange_capture_mode(before)
 
 
+def agreeing_kernels(
+    module: str, device: torch.device, agree: Callable[[ModuleType], bool]
+) -> ModuleType | None:
+    """Return a module of triton's kernels, if there is triton for a device, and they compute there what torch
+    does, as `agree` says; None for torch itself.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        kernels = importlib.import_module(module)
+        if agree(kernels):
+            return kernels
+        _logger.warning("the results of %s on %s are not torch's, which is used", module, device)
+    except ImportError:
+        pass
+    except Exception as error:  # noqa: BLE001 - a compiler may lack nearly anything
+        _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
+    return None
+
+
 def keeping(kept: object, is_past: Callable[[], bool]) -> Callable[[], bool]:
     """Return `is_past` as a function that keeps an object alive for as long as the function is kept."""
-    return functools.partial(_ask, kept, is_past)
-
-
-def _ask(kept: object, is_past: Callable[[], bool]) -> bool:
-    return is_past()
+    return functools.partial(lambda _: is_past(), kept)
 
 
 @contextmanager

@@ -22,14 +22,14 @@ On a GPU triton's kernels do it, which read each number once, if they do there w
 from __future__ import annotations
 
 import functools
-import importlib
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from torchft_like import devices
 
 ROW = 256
 SCALE_BYTES = 4
@@ -39,8 +39,6 @@ SCALE_MIN = 2.0**-126  # the least that float32 has with all of its digits
 # A code of fp8, moved to the places of exponent and mantissa in float16, is smaller by this factor.
 _FP8_IN_FLOAT16 = 256.0
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -220,18 +218,8 @@ def _scales_of(rows: Tensor) -> Tensor:
 @functools.cache
 def _kernels_for(device: torch.device, of: Format) -> ModuleType | None:
     """Return triton's kernels, if they do what torch does on the device; None for torch itself."""
-    if device.type != "cuda":
-        return None
-    try:
-        kernels = importlib.import_module("torchft_like.quantization_kernels")
-        if agree(kernels, device, of):
-            return kernels
-        _logger.warning("triton does not quantize to %s on %s as torch does, which is used", of.name, device)
-    except ImportError:
-        pass
-    except Exception as error:  # noqa: BLE001 - a compiler may lack nearly anything
-        _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
-    return None
+    module = "torchft_like.quantization_kernels"
+    return devices.agreeing_kernels(module, device, lambda kernels: agree(kernels, device, of))
 
 
 def agree(

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
-import logging
 from collections.abc import Callable
+from types import ModuleType
 from typing import cast
 
 import torch
 from torch import Tensor
+
+from torchft_like.devices import agreeing_kernels
 
 ROW = 2**16
 
@@ -32,8 +33,6 @@ Kernel = Callable[[Tensor, Tensor], Tensor]
 # GPU the kernels should take longer than their launch.
 _ROWS_ON_CPU = 1
 _ROWS_ELSEWHERE = 2**6
-
-_logger = logging.getLogger(__name__)
 
 
 def word_sum(elements: Tensor) -> Tensor:
@@ -65,24 +64,14 @@ def _rows_of(words: Tensor, factors: Tensor) -> Tensor:
 @functools.cache
 def _kernel_for(device: torch.device) -> Kernel:
     """Return the kernel that adds up rows on a device: the fused one only if it agrees with torch."""
-    if device.type != "cuda" or (kernel := _fused_kernel()) is None:
-        return _row_sums
-    matrix = torch.arange(3 * ROW, dtype=torch.int32, device=device).mul_(-1_640_531_535).view(3, ROW)
-    factors = _factors("words", device)
-    try:
-        if torch.equal(kernel(matrix, factors), _row_sums(matrix, factors)):
-            return kernel
-        _logger.warning("triton's sums on %s are not torch's: torch's are used", device)
-    except Exception as error:  # noqa: BLE001 - a compiler may lack nearly anything
-        _logger.warning("triton has no kernel for %s, and torch's take longer: %r", device, error)
-    return _row_sums
 
+    def agree(kernels: ModuleType) -> bool:
+        matrix = torch.arange(3 * ROW, dtype=torch.int32, device=device).mul_(-1_640_531_535).view(3, ROW)
+        factors = _factors("words", device)
+        return torch.equal(kernels.row_sums(matrix, factors), _row_sums(matrix, factors))
 
-def _fused_kernel() -> Kernel | None:
-    try:
-        return cast("Kernel", importlib.import_module("torchft_like.divergence.fused").row_sums)
-    except ImportError:
-        return None
+    kernels = agreeing_kernels("torchft_like.divergence.fused", device, agree)
+    return _row_sums if kernels is None else cast("Kernel", kernels.row_sums)
 
 
 def _row_sums(matrix: Tensor, factors: Tensor) -> Tensor:

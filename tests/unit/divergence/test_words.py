@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -206,7 +207,8 @@ class OnGpu:
 
 def use(monkeypatch: pytest.MonkeyPatch, kernel: words.Kernel | None) -> words.Kernel:
     """What is used on a device for which `kernel` is offered."""
-    monkeypatch.setattr(words, "_fused_kernel", lambda: kernel)
+    module = None if kernel is None else SimpleNamespace(row_sums=kernel)
+    monkeypatch.setitem(sys.modules, "torchft_like.divergence.fused", module)
     arange = torch.arange
     monkeypatch.setattr(torch, "arange", lambda count, dtype, device: arange(count, dtype=dtype))
     monkeypatch.setattr(words, "_factors", lambda purpose, device: arange(words.ROW) * 2 + 1)
