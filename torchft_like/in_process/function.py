@@ -38,10 +38,11 @@ from torchft_like.in_process.ending import Try, frozen
 from torchft_like.in_process.group import RestartGroup
 from torchft_like.in_process.health import HealthCheck, device, wait_until_healthy
 from torchft_like.in_process.meeting import Place
-from torchft_like.in_process.spare import Spare, SpareDesk, is_spare, lighthouse_of, warm_up
+from torchft_like.in_process.spare import SpareDesk, is_spare, lighthouse_of, take_place, warm_up
 from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime.durations import seconds_of
+from torchft_like.runtime.event_loop import coordination_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -183,8 +184,8 @@ class _Tries:
         def take(place: Place) -> tuple[RestartGroup, int, Place]:
             return *RestartGroup.as_spare(place, limit_s, self._desk), place
 
-        spare = Spare(lighthouse_of(os.environ), CONNECT_S)
-        group, attempt, place = spare.take_place(take)
+        waiting = take_place(lighthouse_of(os.environ), CONNECT_S, take)
+        group, attempt, place = coordination_loop().run(waiting)
         del os.environ[SPARE_ENV]
         for name in OF_TORCHRUN:
             os.environ.pop(name, None)
@@ -198,8 +199,13 @@ class _Tries:
     def _next(self, attempt: int, group: RestartGroup, ended: Try, failure: BaseException) -> Restart:
         """Return the next try; raise the error that has ended the last one, if there is none."""
         reason = f"{type(failure).__name__}: {failure}"
-        told = Told(self._ending_of(failure, is_alone=group.is_alone), reason)
-        if told.ending is Ending.LAST:
+        ending = ending_of(failure, self._restart_on)
+        if ending is Ending.UNKNOWN and group.is_alone:
+            ending = Ending.LAST
+        if ending is not Ending.LAST and self._budget.is_spent(time.monotonic()):
+            ending = Ending.SPENT
+        told = Told(ending, reason)
+        if ending is Ending.LAST:
             group.say(attempt, told)
             raise failure
         trace = "".join(traceback.format_exception(failure))
@@ -211,9 +217,8 @@ class _Tries:
             raise error from failure
         attempt, everybody = group.agree(attempt, told)
         if not all_start_again(everybody):
-            why = why_not(
-                everybody
-            )  # said on: who looks later sees this in place of what this rank said before
+            # Who looks later sees this in place of what this rank said before.
+            why = why_not(everybody)
             group.say(attempt, Told(Ending.LAST, why))
             failure.add_note(f"not run again in this process: {why}")
             raise failure
@@ -221,9 +226,3 @@ class _Tries:
             self._budget.count(time.monotonic())
         logger.warning("another try begins in this process, number %d: %s", attempt, reason)
         return Restart(attempt, type(failure), reason, trace)
-
-    def _ending_of(self, failure: BaseException, *, is_alone: bool) -> Ending:
-        ending = ending_of(failure, self._restart_on)
-        if ending is Ending.LAST or (ending is Ending.UNKNOWN and is_alone):
-            return Ending.LAST
-        return Ending.SPENT if self._budget.is_spent(time.monotonic()) else ending

@@ -74,7 +74,8 @@ class RestartGroup:
             own_store, address = serve_store(own_host, limit)
             stack.callback(id, own_store)
             prefix = f"torchft/restarts/{place.incarnation}/{next(_runs)}"
-            with _store_at(at, prefix, limit) as store:
+            with contextlib.closing(AbortableStore(StoreAddress(at, prefix), limit)) as store:
+                store.connect()
                 if store.add(f"ranks/{rank}", 1) > 1:
                     raise ConfigError(
                         f"rank {rank} of an earlier start has left its traces in the store at {at}"
@@ -88,7 +89,7 @@ class RestartGroup:
                 except (ProcessGroupError, TimeoutError) as error:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
                 group_id, *said = (value.decode(errors="backslashreplace") for value in store.multi_get(keys))
-            processes = [_process(other, text) for other, text in enumerate(said)]
+            processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, place)
             group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
@@ -168,20 +169,7 @@ class RestartGroup:
         return served, address
 
 
-def _process(rank: int, said: str) -> RankProcess:
-    address, _, host = said.partition(" ")
-    return RankProcess(rank, address, host)
-
-
 def _own_host(towards: Address) -> str:
     """Return the name under which the others reach this host, on which one of them may serve `towards`."""
     host = local_host_towards(towards.host)
     return towards.host if is_loopback(host) else host
-
-
-@contextlib.contextmanager
-def _store_at(address: Address, prefix: str, limit: timedelta) -> Iterator[AbortableStore]:
-    store = AbortableStore(StoreAddress(address, prefix), limit)
-    with contextlib.closing(store):
-        store.connect()
-        yield store

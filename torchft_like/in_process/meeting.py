@@ -171,22 +171,35 @@ class Meeting:
             self._asked.clear()
 
     def _perform(self, step: Step) -> object:
-        if isinstance(step, Open):
-            self._open(step)
-        elif isinstance(step, Ask):
-            self._ask(step)
-        elif isinstance(step, Settle):
-            return _has_ended(step.address)
-        elif self._store is not None:  # as a protocol opens one first
-            return _query(self._store, step)
-        return None
+        store = self._store
+        answer: object = None
+        match step:
+            case Open():
+                self._open(step)
+            case Ask():
+                self._ask(step)
+            case Settle():
+                answer = _has_ended(step.address)
+            case _ if store is None:
+                raise StoreLostError("a protocol opens a store before it asks it")
+            case Put():
+                answer = store.compare_set(step.key, "", step.value)
+            case Write():
+                store.set(step.key, step.value)
+            case Check():
+                answer = store.check(step.keys)
+            case Read():
+                store.wait(step.keys)
+                answer = store.multi_get(step.keys)
+        return answer
 
     def _open(self, step: Open) -> None:
         self._leave_store()
         address = parse_address(step.address)
         if step.briefly and not is_listening(address):  # a client would wait for it to begin
             raise ProcessGroupError(f"no process serves a store at {address}")
-        store = self._store_at(address, BRIEFLY if step.briefly else self._left())
+        limit = BRIEFLY if step.briefly else self._left()
+        store = AbortableStore(StoreAddress(address, self._group_id), limit)
         with self._lock:
             self._store = store
             if self._has_news:
@@ -205,9 +218,6 @@ class Meeting:
     def _wait_longer(self, spare_wait_s: float = 0.0) -> None:
         until = time.monotonic() + self._limit.total_seconds() + spare_wait_s
         self._ends_at = max(self._ends_at, until)
-
-    def _store_at(self, address: Address, limit: timedelta) -> AbortableStore:
-        return AbortableStore(StoreAddress(address, self._group_id), limit)
 
     def _ask(self, step: Ask) -> None:
         def note(asked: Future[str]) -> None:
@@ -281,18 +291,6 @@ class Meeting:
             yield
         finally:
             watching.cancel()
-
-
-def _query(store: AbortableStore, step: Put | Write | Read | Check) -> object:
-    if isinstance(step, Put):
-        return store.compare_set(step.key, "", step.value)
-    if isinstance(step, Write):
-        store.set(step.key, step.value)
-        return None
-    if isinstance(step, Check):
-        return store.check(step.keys)
-    store.wait(step.keys)
-    return store.multi_get(step.keys)
 
 
 def _has_ended(address: str) -> bool:

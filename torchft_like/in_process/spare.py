@@ -130,63 +130,52 @@ def lighthouse_of(environ: Mapping[str, str]) -> Address:
     return parse_address(text, LIGHTHOUSE_ENV)
 
 
-class Spare:
-    """This process as a spare; `take_place` waits for a place, and takes it."""
+async def take_place(address: Address, connect_s: float, take: Callable[[Place], T]) -> T:
+    """Wait as a spare for a place; return what `take` returns for the first one that it can take.
 
-    def __init__(self, address: Address, connect_s: float) -> None:
-        self._address = address
-        self._connect_s = connect_s
-        self.spare_id = f"{socket.gethostname()}:{uuid.uuid4()}"
+    Args:
+        connect_s: how long a lighthouse that has never answered is looked for, in seconds.
 
-    def take_place(self, take: Callable[[Place], T]) -> T:
-        """Return what `take` returns for the first place that it can take.
-
-        Raises:
-            ConnectError: no lighthouse has answered, or it refuses this process.
-        """
-        return coordination_loop().run(self._take_place(take))
-
-    async def _take_place(self, take: Callable[[Place], T]) -> T:
-        ends_at = time.monotonic() + self._connect_s
-        was_there = False
-        while True:
-            channel = make_aio_channel(self._address)
-            call: DuplexCall[pb.SpareRequest, pb.SpareResponse]
-            call = DuplexCall(channel, wire.OFFER_SPARE, pb.SpareRequest, pb.SpareResponse)
-            register = pb.SpareRegister(spare_id=self.spare_id, host=socket.gethostname())
-            call.send(pb.SpareRequest(register=register))
-            try:
-                while (response := await call.read()) is not None:
-                    was_there = True
-                    if response.WhichOneof("response") != "vacancy":
-                        logger.info("%s waits for a place", self.spare_id)
-                        continue
-                    try:
-                        taken = await asyncio.to_thread(take, _place_of(response.vacancy))
-                    except GroupLostError as error:
-                        rank = response.vacancy.group_rank
-                        logger.warning("the place of rank %d is not taken: %s", rank, error)
-                        call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))
-                        continue
-                    await call.finish()
-                    return taken
-                reason = "it has ended the stream"
-            except (grpc.aio.AioRpcError, MalformedMessageError) as error:
-                reason = str(error)
-                if isinstance(error, grpc.aio.AioRpcError):
-                    reason = error.details() or error.code().name
-                    if error.code() in (*DISTRUST, grpc.StatusCode.UNIMPLEMENTED):
-                        raise ConnectError(
-                            f"the lighthouse at {self._address} takes no spare: {reason}"
-                        ) from None
-            finally:
-                await call.close()
-                await channel.close(None)
-            if not was_there and time.monotonic() > ends_at:
-                raise ConnectError(
-                    f"no lighthouse has answered at {self._address} within {self._connect_s:g} s: {reason}"
-                )
-            await asyncio.sleep(RETRY_S)
+    Raises:
+        ConnectError: no lighthouse has answered, or it refuses this process.
+    """
+    spare_id = f"{socket.gethostname()}:{uuid.uuid4()}"
+    ends_at = time.monotonic() + connect_s
+    was_there = False
+    while True:
+        channel = make_aio_channel(address)
+        call: DuplexCall[pb.SpareRequest, pb.SpareResponse]
+        call = DuplexCall(channel, wire.OFFER_SPARE, pb.SpareRequest, pb.SpareResponse)
+        register = pb.SpareRegister(spare_id=spare_id, host=socket.gethostname())
+        call.send(pb.SpareRequest(register=register))
+        try:
+            while (response := await call.read()) is not None:
+                was_there = True
+                if response.WhichOneof("response") != "vacancy":
+                    logger.info("%s waits for a place", spare_id)
+                    continue
+                try:
+                    taken = await asyncio.to_thread(take, _place_of(response.vacancy))
+                except GroupLostError as error:
+                    rank = response.vacancy.group_rank
+                    logger.warning("the place of rank %d is not taken: %s", rank, error)
+                    call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))
+                    continue
+                await call.finish()
+                return taken
+            reason = "it has ended the stream"
+        except (grpc.aio.AioRpcError, MalformedMessageError) as error:
+            reason = str(error)
+            if isinstance(error, grpc.aio.AioRpcError):
+                reason = error.details() or error.code().name
+                if error.code() in (*DISTRUST, grpc.StatusCode.UNIMPLEMENTED):
+                    raise ConnectError(f"the lighthouse at {address} takes no spare: {reason}") from None
+        finally:
+            await call.close()
+            await channel.close(None)
+        if not was_there and time.monotonic() > ends_at:
+            raise ConnectError(f"no lighthouse has answered at {address} within {connect_s:g} s: {reason}")
+        await asyncio.sleep(RETRY_S)
 
 
 def warm_up() -> None:
