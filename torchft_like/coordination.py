@@ -15,6 +15,7 @@ import grpc
 
 from lighthouse import wire
 from lighthouse.address import parse_address
+from lighthouse.codec import fields_of
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.json_text import read_json
 from lighthouse.events import printable
@@ -171,7 +172,10 @@ class LighthouseClient:
         quorum = response.quorum
         return Quorum(
             quorum_id=quorum.quorum_id,
-            participants=[_member(participant) for participant in quorum.participants],
+            participants=[
+                QuorumMember(**{**fields_of(member, QuorumMember), "data": _data_of(member)})
+                for member in quorum.participants
+            ],
             created=Timestamp(quorum.created.seconds, quorum.created.nanos),
         )
 
@@ -204,19 +208,9 @@ def _to_json(data: Mapping[Hashable, Any] | None) -> str:
         raise ConfigError(f"a member's data must be a JSON object: {error}") from error
 
 
-def _member(member: pb.QuorumMember) -> QuorumMember:
-    return QuorumMember(
-        replica_id=member.replica_id,
-        address=member.address,
-        store_address=member.store_address,
-        step=member.step,
-        world_size=member.world_size,
-        shrink_only=member.shrink_only,
-        data=_data_of(member) if member.data else None,
-    )
-
-
-def _data_of(member: pb.QuorumMember) -> dict[Hashable, Any]:
+def _data_of(member: pb.QuorumMember) -> dict[Hashable, Any] | None:
+    if not member.data:
+        return None
     try:
         data = read_json(member.data)
     except ValueError as error:

@@ -102,14 +102,13 @@ def examine(address: str) -> list[Finding]:
         ("lighthouse", lambda: _lighthouse(address)),
         ("clock", lambda: _clock(address)),
     ]
-    return [_checked(check, look) for check, look in checks]
-
-
-def _checked(check: str, look: Callable[[], Finding]) -> Finding:
-    try:
-        return look()
-    except (CoordinationError, OSError, ValueError) as error:  # whose texts say what to do
-        return Finding(check, WRONG, str(error))
+    findings = []
+    for check, look in checks:
+        try:
+            findings.append(look())
+        except (CoordinationError, OSError, ValueError) as error:  # whose texts say what to do
+            findings.append(Finding(check, WRONG, str(error)))
+    return findings
 
 
 # -- what the findings mean

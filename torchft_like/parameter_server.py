@@ -148,12 +148,6 @@ class ParameterServer(ABC):
             group.abort(f"the parameter server at {self.address()} was shut down")
         self.store.close()
 
-    def _offer(self) -> tuple[str, str]:
-        """Return the id of a new session, and where its ranks meet."""
-        session_id = str(uuid.uuid4())
-        reached = Address(self._host, self.store.address.server.port)
-        return session_id, f"{replace(self.store.address, server=reached)}/session/{session_id}"
-
     def _handle_session(self, session_id: str, store_addr: str) -> None:
         pg = self.new_process_group()
         with self._lock:
@@ -242,14 +236,16 @@ class _Request(BaseHTTPRequestHandler):
             if role < Role.PARTICIPATE:
                 self.send_error(401, "this server asks for a token of the job (TORCHFT_TOKEN_FILE)")
                 return
-        session_id, store_addr = self.server.owner._offer()
+        owner, session_id = self.server.owner, str(uuid.uuid4())
+        reached = Address(owner._host, owner.store.address.server.port)
+        store_addr = f"{replace(owner.store.address, server=reached)}/session/{session_id}"
         self.send_response(200)
         self.send_header("Content-Type", "application/json")
         self.end_headers()
         self.wfile.write(json.dumps({"session_id": session_id, "store_addr": store_addr}).encode() + b"\n")
         self.wfile.flush()
         socket.socket.shutdown(self.connection, socket.SHUT_RDWR)
-        self.server.owner._handle_session(session_id, store_addr)
+        owner._handle_session(session_id, store_addr)
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Log a line, without what a terminal would act on."""

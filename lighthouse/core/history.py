@@ -158,7 +158,11 @@ class History:
         self.counts[moment.kind] += 1
         self.moments.append(moment._replace(text=moment.text[:TEXT_MAX]))
         if moment.kind == "loss" and moment.quorum_id > 0:
-            self._begin_recovery(moment, now)
+            if (running := self._recovering) is None or running.quorum_s is not None:
+                self._recovering = Recovery(moment.time, now, [moment.replica_id])
+                self.recoveries.append(self._recovering)
+            elif len(running.lost) < NAMES_MAX:  # another loss before there is a quorum
+                running.lost.append(moment.replica_id)
         if moment.kind in ("loss", "leave", "refused"):
             self.paces.pop(moment.replica_id, None)
             outcome = "left" if moment.kind == "leave" else "lost"
@@ -226,16 +230,7 @@ class History:
         others = statistics.median(value for i, value in waiting.items() if i != slowest)
         return slowest if others - waiting[slowest] >= _SLOWER_PERMILLE else None
 
-    # -- recoveries and heals
-
-    def _begin_recovery(self, moment: Moment, now: float) -> None:
-        """Begin a recovery, or add another loss to one in which no quorum was formed yet."""
-        if (running := self._recovering) is not None and running.quorum_s is None:
-            if len(running.lost) < NAMES_MAX:
-                running.lost.append(moment.replica_id)
-            return
-        self._recovering = Recovery(moment.time, now, [moment.replica_id])
-        self.recoveries.append(self._recovering)
+    # -- heals
 
     def _heal(self, replica_id: str, report: Report, time: float, now: float) -> None:
         """Record a heal, or what is news of it."""

@@ -415,17 +415,13 @@ class QuorumCore:
         """Return the sign by which a replica is healthy (`membership.py`); "" if it is not."""
         return self._healthy.sign_of(replica_id)
 
-    def _idle(self, now: float) -> list[str]:
-        """Return the healthy replicas that count for a majority no more, as they do not join."""
-        awaited = self._awaited(now)
-        return [i for i in self._healthy.ids() if i not in self._joined and i not in awaited]
-
     def describe(self, now: float) -> str:
         """Describe the last quorum, the joined and the awaited replicas, and why there is no quorum yet."""
         return describe(self.facts(now))
 
     def facts(self, now: float) -> Facts:
         """Return the state that `describe` puts into words."""
+        awaited = self._awaited(now)
         return Facts(
             last_id=self._number.quorum_id,
             last=self._last,
@@ -442,7 +438,8 @@ class QuorumCore:
             min_replicas=self._min_replicas,
             is_shrinking=self._is_shrinking(now),
             majority=self._majority(now),
-            idle=self._idle(now),
+            # They count for a majority no more, as they do not join.
+            idle=[i for i in self._healthy.ids() if i not in self._joined and i not in awaited],
             spares=[spare.replica_id for spare in self._spares],
             refused=self._refused,
             late_s=self._late_at() - now if self._joined else math.inf,

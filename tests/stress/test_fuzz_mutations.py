@@ -653,7 +653,7 @@ def said_to_spare(data: bytes) -> object:
 
 
 def data_of_member(data: bytes) -> object:
-    return coordination._member(pb.QuorumMember(replica_id="a", data=data.decode(errors="replace")))
+    return coordination._data_of(pb.QuorumMember(replica_id="a", data=data.decode(errors="replace")))
 
 
 # -- the page, tokens, certificates, files

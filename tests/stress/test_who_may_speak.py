@@ -16,7 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from lighthouse import admission, server, wire
+from lighthouse import admission, server, session, wire
 from lighthouse.address import Address, parse_address
 from lighthouse.net import ServerLimits, make_aio_server, make_channel
 from lighthouse.wire import torchft_pb2 as pb
@@ -149,7 +149,7 @@ def test_a_senseless_join_is_in_no_quorum(lighthouse: str, fields: dict[str, Any
 
 
 def test_a_session_that_does_not_say_whose_it_is_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_REGISTER_S", 0.1)
+    monkeypatch.setattr(session, "REGISTER_S", 0.1)
     embedded = LighthouseServer(min_replicas=1)
     try:
         with make_channel(parse_address(embedded.address())) as channel:

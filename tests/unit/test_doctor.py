@@ -130,4 +130,4 @@ def test_why_a_lighthouse_does_not_answer_is_quoted(capsys: pytest.CaptureFixtur
 
 def test_a_lighthouse_that_does_not_tell_its_time_is_no_defect(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pages, "fetch", lambda _: ({}, Message()))
-    assert doctor._checked("clock", lambda: doctor._clock("127.0.0.1:1")).state == DOUBTFUL
+    assert doctor._clock("127.0.0.1:1").state == DOUBTFUL

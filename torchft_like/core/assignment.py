@@ -177,8 +177,10 @@ def assign(
     if is_first:
         del sources[1:]
     healing = sorted(set(range(len(members))).difference(sources))
-    catching_up = [rank for rank in healing if not is_first and _leads_to(members[rank], newest)]
     beside = {rank for rank in healing if members[rank].may_catch_up and not is_first}
+    # The steps that these keep lead to the newest state.
+    reached = {rank: Version(members[rank].reached_step, members[rank].reached_quorum_id) for rank in beside}
+    catching_up = [rank for rank in healing if reached.get(rank, NOWHERE) == newest != NOWHERE]
     sources_of = _share_out([rank for rank in healing if rank not in catching_up], sources, beside)
     own_sources = sources_of.get(replica_rank, ())
     source = own_sources[0] if own_sources else None
@@ -200,7 +202,9 @@ def assign(
         replica_ids=replica_ids,
         healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
-        reconfigure_handles=none_if_empty([_handle(member, group_rank) for member in members]),
+        reconfigure_handles=none_if_empty(
+            ["".join(member.reconfigure_handles[group_rank : group_rank + 1]) for member in members]
+        ),
         watched=all(is_described(member.fingerprint) for member in members),
         source_ranks=own_sources,
         source_addresses=tuple([members[rank].address for rank in own_sources]),
@@ -212,20 +216,9 @@ def assign(
     )
 
 
-def _leads_to(member: QuorumMemberLike, newest: Version) -> bool:
-    """Return whether the steps that a member keeps, if it does, lead to the newest state."""
-    reached = Version(member.reached_step, member.reached_quorum_id)
-    return member.may_catch_up and reached == newest != NOWHERE
-
-
 def none_if_empty(handles: Sequence[str]) -> tuple[str, ...]:
     """Return the handles of process groups, or an empty tuple if each of them is empty."""
     return tuple(handles) if any(handles) else ()
-
-
-def _handle(member: QuorumMemberLike, group_rank: int) -> str:
-    handles = member.reconfigure_handles
-    return handles[group_rank] if group_rank < len(handles) else ""
 
 
 def _share_out(

@@ -619,7 +619,8 @@ class ReplicaGroup:
             return self._refuse_votes()
         if len(self._votes) < self.world_size:
             is_news = not (vote.committed or vote.passed or was_lost)
-            return [StepLostNotice(self._not_voted(), self.last_quorum_id)] if is_news else []
+            others = tuple(rank for rank in range(self.world_size) if rank not in self._votes)
+            return [StepLostNotice(others, self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
         same_step = len({vote.step for vote in votes.values()}) == 1 and not self._is_given_up
         common = Verdict(
@@ -635,9 +636,6 @@ class ReplicaGroup:
         """Answer the votes on a step that another rank has given up, or that waits for a suspect."""
         votes, self._votes = self._votes, {}
         return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
-
-    def _not_voted(self) -> tuple[int, ...]:
-        return tuple(rank for rank in range(self.world_size) if rank not in self._votes)
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""

@@ -104,8 +104,9 @@ def combine(fingerprints: Sequence[bytes]) -> bytes:
         return b""
     ranks = [RankFingerprint(*_RANK.unpack(fingerprint)) for fingerprint in fingerprints]
     layout = hashlib.blake2b(b"".join(rank.layout for rank in ranks), digest_size=LAYOUT_BYTES)
-    checks = _checks([rank.value for rank in ranks])
-    return _GROUP.pack(all(rank.heals for rank in ranks), layout.digest(), *(c.to_bytes(16) for c in checks))
+    checks = sum(rank.value for rank in ranks), sum(number * rank.value for number, rank in enumerate(ranks))
+    packed = [(check % PRIME).to_bytes(16) for check in checks]
+    return _GROUP.pack(all(rank.heals for rank in ranks), layout.digest(), *packed)
 
 
 def is_described(fingerprint: bytes) -> bool:
@@ -126,10 +127,12 @@ def compare(members: Sequence[DescribedMember]) -> Divergence | None:
     if len(described) < len(members):
         return None
     comparable = len({group.layout for group in described}) == 1
-    sets = _equal([group.checks if comparable else group.layout for group in described])
+    sets: dict[Hashable, list[int]] = {}
+    for rank, group in enumerate(described):
+        sets.setdefault(group.checks if comparable else group.layout, []).append(rank)
     if len(sets) == 1:
         return None
-    kept, *others = sorted(sets, key=lambda ranks: (-len(ranks), ranks))
+    kept, *others = sorted(sets.values(), key=lambda ranks: (-len(ranks), ranks))
     wrong = sorted(rank for ranks in others for rank in ranks)
     right = described[kept[0]]
     return Divergence(
@@ -156,10 +159,6 @@ class _Group:
         return cls(heals, layout, (int.from_bytes(first), int.from_bytes(second)))
 
 
-def _checks(values: Sequence[int]) -> tuple[int, int]:
-    return sum(values) % PRIME, sum(rank * value for rank, value in enumerate(values)) % PRIME
-
-
 def _locate(right: _Group, wrong: _Group, comparable: bool) -> int:
     """Return the only rank in which two groups differ, or UNKNOWN_RANK if there are several."""
     first, second = (w - r for w, r in zip(wrong.checks, right.checks, strict=True))
@@ -167,14 +166,6 @@ def _locate(right: _Group, wrong: _Group, comparable: bool) -> int:
         return UNKNOWN_RANK
     rank = second * pow(first, -1, PRIME) % PRIME
     return rank if rank <= _GROUP_RANK_MAX else UNKNOWN_RANK
-
-
-def _equal(keys: Sequence[Hashable]) -> list[list[int]]:
-    """Return the positions of equal keys, together."""
-    positions: dict[Hashable, list[int]] = {}
-    for position, key in enumerate(keys):
-        positions.setdefault(key, []).append(position)
-    return list(positions.values())
 
 
 ALIGNMENT = 16

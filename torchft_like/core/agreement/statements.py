@@ -131,15 +131,11 @@ def decode(body: bytes) -> Statement:
     Raises:
         RecordError: the bytes are no statement.
     """
-    return _remembered(body) if len(body) <= REMEMBERED_BYTES_MAX else _decoded(body)
+    return _remembered(body) if len(body) <= REMEMBERED_BYTES_MAX else _remembered.__wrapped__(body)
 
 
 @functools.lru_cache(maxsize=256)
 def _remembered(body: bytes) -> Statement:
-    return _decoded(body)
-
-
-def _decoded(body: bytes) -> Statement:
     try:
         fields = read_json(body)
     except ValueError as error:
@@ -260,25 +256,16 @@ def encode_briefly(statement: Statement) -> bytes:
     brief = statement
     if brief.refusal is not None:  # a refusal need not be the same on other ranks
         brief = replace(brief, terms=(), inputs=(), refusal=_cut(brief.refusal, _REASON_CHARACTERS_MAX))
-    for shorten in (_as_it_is, _with_short_values, _with_one_term):
-        if len(data := encode(shorten(brief))) <= CALL_BYTES_MAX:
-            return data
-    raise ValueError(f"the name of an operation is too long: {statement.operation:.100}")
-
-
-def _as_it_is(statement: Statement) -> Statement:
-    return statement
-
-
-def _with_short_values(statement: Statement) -> Statement:
-    terms = tuple((name, _fitting(value)) for name, value in statement.terms)
-    return replace(statement, terms=terms)
-
-
-def _with_one_term(statement: Statement) -> Statement:
-    named = (f"{name} {value}" for name, value in statement.terms)
-    whole = ", ".join([*statement.inputs, *statement.outputs, *named])
-    return Statement(statement.operation, terms=(("arguments", _fitting(whole)),))
+    if len(data := encode(brief)) > CALL_BYTES_MAX:
+        short = tuple((name, _fitting(value)) for name, value in brief.terms)
+        data = encode(replace(brief, terms=short))
+    if len(data) > CALL_BYTES_MAX:
+        named = (f"{name} {value}" for name, value in brief.terms)
+        whole = ", ".join([*brief.inputs, *brief.outputs, *named])
+        data = encode(Statement(brief.operation, terms=(("arguments", _fitting(whole)),)))
+    if len(data) > CALL_BYTES_MAX:
+        raise ValueError(f"the name of an operation is too long: {statement.operation:.100}")
+    return data
 
 
 def _fitting(value: str) -> str:
