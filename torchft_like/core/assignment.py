@@ -170,7 +170,6 @@ def assign(
     if divergence is not None and divergence.heals:
         wrong = set(divergence.replica_ids)
         up_to_date = [rank for rank in up_to_date if replica_ids[rank] not in wrong]
-    primary = up_to_date[group_rank % len(up_to_date)]
     commit_failures = max([member.commit_failures for member in members])
     first = commit_failures % len(up_to_date)  # after a failed step another source may work
     sources = up_to_date[first:] + up_to_date[:first]
@@ -193,7 +192,7 @@ def assign(
         recover_dst_replica_ranks=tuple(
             [dst for dst, (src, *_) in sources_of.items() if src == replica_rank]
         ),
-        store_address=members[primary].store_address,
+        store_address=members[up_to_date[group_rank % len(up_to_date)]].store_address,
         max_step=newest[0],
         max_replica_rank=up_to_date.index(replica_rank) if replica_rank in up_to_date else None,
         max_world_size=len(up_to_date),
@@ -202,9 +201,7 @@ def assign(
         replica_ids=replica_ids,
         healing_replica_ids=tuple([replica_ids[rank] for rank in healing]),
         divergence=divergence,
-        reconfigure_handles=none_if_empty(
-            ["".join(member.reconfigure_handles[group_rank : group_rank + 1]) for member in members]
-        ),
+        reconfigure_handles=none_if_empty([_handle(member, group_rank) for member in members]),
         watched=all(is_described(member.fingerprint) for member in members),
         source_ranks=own_sources,
         source_addresses=tuple([members[rank].address for rank in own_sources]),
@@ -219,6 +216,11 @@ def assign(
 def none_if_empty(handles: Sequence[str]) -> tuple[str, ...]:
     """Return the handles of process groups, or an empty tuple if each of them is empty."""
     return tuple(handles) if any(handles) else ()
+
+
+def _handle(member: QuorumMemberLike, group_rank: int) -> str:
+    handles = member.reconfigure_handles
+    return handles[group_rank] if group_rank < len(handles) else ""
 
 
 def _share_out(
