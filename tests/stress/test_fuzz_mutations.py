@@ -621,7 +621,7 @@ class Hears:
 
 def said_to_rank(data: bytes) -> None:
     rank = SessionLink.__new__(SessionLink)
-    vars(rank).update(_listener=Hears(), _closing=False)
+    vars(rank).update(_listener=Hears(), _closing=False, _group_rank=1)
     for part in parts_of(data):
         if (response := codec.reader(pb.RankSessionResponse)(part)) is None:
             return

@@ -24,6 +24,7 @@ from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, UnaryCl
 from tests.stress.beside import RankClient
 from torchft_like import LighthouseServer
 from torchft_like.core.conversation import KEPT_MAX
+from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.errors import ConnectError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server import service
@@ -251,7 +252,7 @@ def test_a_rank_that_reads_nothing_is_given_up_after_a_bounded_number_of_message
         line = service._SessionLine(b"1", "")
         stream = line.connect()
         for _ in range(10 * KEPT_MAX):
-            line.group_lost("again")
+            line.hear(GroupLostNotice("again"))
         return [stream.get_nowait() for _ in range(stream.qsize())]
 
     waiting = coordination_loop().run(overfilled())

@@ -179,7 +179,7 @@ class LeftOutNotice(NamedTuple):
 
     quorum_id: int
     replica_id: str
-    unreachable: tuple[str, ...]
+    unreachable_replica_ids: tuple[str, ...]
     reason: str = ""
     unknown: bytes = b""  # as in LossNotice
 
@@ -230,24 +230,19 @@ class GroupLostNotice(NamedTuple):
     is_foreign: bool = False
 
 
-Effect = (
-    GroupJoin
-    | GroupIdentity
-    | GroupHolds
+ToRank = (
+    RankQuorum
+    | RankVerdict
     | HoldRanks
     | ReleaseRanks
-    | BrokenLinks
-    | Probe
-    | RankQuorum
-    | RankVerdict
     | LossNotice
     | LeftOutNotice
     | StepLostNotice
     | SuspectNotice
-    | GroupAway
     | GroupLeftNotice
     | GroupLostNotice
 )
+Effect = ToRank | GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | Probe | GroupAway
 
 
 @dataclass

@@ -37,7 +37,7 @@ from torchft_like.communicator.communicator import Communicator, CoordinatorOpti
 from torchft_like.communicator.handle import Epoch, Handle
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.candidate import Answer, Candidate, Stage
-from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin
+from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, RankQuorum, ToRank
 from torchft_like.core.stall_watch import Wait
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
@@ -440,6 +440,16 @@ class Member:
 
     # ------------------------------------------------------------- told on the coordination loop
 
+    def hear(self, message: ToRank) -> None:
+        """Handle what is of interest here: there are no other ranks, and no steps to vote on or to hold."""
+        match message:
+            case RankQuorum(_, result):
+                self.quorum(result)
+            case LossNotice():
+                self.member_lost(message)
+            case LeftOutNotice():
+                self.left_out(message)
+
     def quorum(self, result: QuorumResult) -> None:
         with self._lock:
             change = self._change
@@ -495,7 +505,7 @@ class Member:
         _logger.warning(
             "%s is left out, as it and %s do not reach each other; check the network between them",
             self.name,
-            ", ".join(notice.unreachable),
+            ", ".join(notice.unreachable_replica_ids),
         )
 
     def waits_for(self) -> Wait | None:
@@ -508,11 +518,6 @@ class Member:
     def step_and_source(self) -> tuple[int, str]:
         """Return that it has no steps and takes over no state."""
         return 0, ""
-
-    def group_lost(self, *_: object) -> None:
-        """Do nothing: it has no other ranks and no steps to vote on, and asks for every quorum."""
-
-    verdict = step_lost = hold = released = suspected = group_lost
 
 
 NAME_CHARACTERS_MAX = 200

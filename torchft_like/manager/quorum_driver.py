@@ -22,7 +22,21 @@ from torch.distributed import Work
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.replica_group import (
+    GroupLeftNotice,
+    GroupLostNotice,
+    HoldRanks,
+    LeftOutNotice,
+    LossNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    ReleaseRanks,
+    StepLostNotice,
+    SuspectNotice,
+    ToRank,
+    Verdict,
+)
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
@@ -206,7 +220,7 @@ class QuorumDriver:
         if self._left_out is not None and self._left_out.reason:
             return f"the others go on without this replica group: it {self._left_out.reason}"
         if self._left_out is not None:
-            names = ", ".join(self._left_out.unreachable)
+            names = ", ".join(self._left_out.unreachable_replica_ids)
             return (
                 f"the others go on without this replica group, as it and {names} do not reach each other; "
                 "check the network between them"
@@ -223,6 +237,28 @@ class QuorumDriver:
         self._worker.stop(timeout_s)
 
     # ------------------------------------------------- called on the coordination loop
+
+    def hear(self, message: ToRank) -> int | None:
+        match message:
+            case RankQuorum(_, result):
+                self.quorum(result)
+            case RankVerdict(_, verdict):
+                self.verdict(verdict)
+            case StepLostNotice():
+                self.step_lost(message.quorum_id)
+            case LossNotice():
+                self.member_lost(message)
+            case LeftOutNotice():
+                self.left_out(message)
+            case HoldRanks():
+                return self._group.hold(message.quorum_id)
+            case ReleaseRanks():
+                self.released(message.quorum_id, message.ask_at)
+            case SuspectNotice(group_rank, reason):
+                self.suspected(group_rank, reason)
+            case GroupLeftNotice() | GroupLostNotice():
+                self.group_lost(message.reason, message.is_foreign)
+        return None
 
     def quorum(self, result: QuorumResult) -> None:
         # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
@@ -264,9 +300,6 @@ class QuorumDriver:
         self._group.member_lost(notice)
         self._exchange.member_lost(notice.quorum_id, notice.replica_id)
 
-    def hold(self, quorum_id: int) -> int:
-        return self._group.hold(quorum_id)
-
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step, which may be that of the current attempt."""
         with self._group.lock:
@@ -283,7 +316,7 @@ class QuorumDriver:
         self._left_out = notice
         self._be_patient()
         own = notice.replica_id
-        links = [f"{own} - {other}" for other in notice.unreachable]
+        links = [f"{own} - {other}" for other in notice.unreachable_replica_ids]
         reasons = [f"{own} {notice.reason}"] if notice.reason else []
         self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links, reasons=reasons)
 

@@ -55,20 +55,8 @@ class LighthouseListener(Protocol):
     def refused(self, reason: str) -> None:
         """End this replica group, which is foreign to the lighthouse's job; the connection is over."""
 
-    def quorum_formed(self, quorum: pb.Quorum) -> None:
-        """Handle a quorum that contains this replica group."""
-
-    def member_lost(self, lost: pb.MemberLost) -> None:
-        """Handle the loss of a member of a quorum."""
-
-    def left_out(self, left: pb.LeftOut) -> None:
-        """Handle a quorum that was formed without this replica group."""
-
-    def hold(self, hold: pb.HoldQuorum) -> None:
-        """Handle the request to begin no further step in the quorum that stands."""
-
-    def released(self, release: pb.ReleaseQuorum) -> None:
-        """Handle the step at which all members of the quorum ask for the next one."""
+    def hear(self, response: pb.SessionResponse) -> None:
+        """Handle a message to this replica group, which only a newer version may know."""
 
 
 class LighthouseLink:
@@ -250,21 +238,10 @@ class LighthouseLink:
         self.progress_interval_s = math.inf if is_idle else job.progress_interval_ms / 1000
 
     def _dispatch(self, response: pb.SessionResponse) -> None:
-        match response.WhichOneof("response"):
-            case "config_changed":
-                self._adopt(response.config_changed)
-            case "quorum":
-                self._listener.quorum_formed(response.quorum)
-            case "member_lost":
-                self._listener.member_lost(response.member_lost)
-            case "left_out":
-                self._listener.left_out(response.left_out)
-            case "hold":
-                self._listener.hold(response.hold)
-            case "release":
-                self._listener.released(response.release)
-            case _:  # a newer lighthouse may send messages that this client does not know
-                pass
+        if response.WhichOneof("response") == "config_changed":
+            self._adopt(response.config_changed)
+        else:
+            self._listener.hear(response)
 
     # ------------------------------------------------------ torchft's lighthouse
 
@@ -296,7 +273,7 @@ class LighthouseLink:
         while (kind := (request := await said.get()).WhichOneof("request")) != "leave":
             if kind == "join":
                 response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
-                self._listener.quorum_formed(response.quorum)
+                self._listener.hear(pb.SessionResponse(quorum=response.quorum))
 
 
 def _own_lease_s(lease_s: float) -> float:

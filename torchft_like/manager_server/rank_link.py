@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import logging
 import uuid
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -25,7 +26,21 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.quorum_secret import QuorumSecret
-from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.replica_group import (
+    GroupLeftNotice,
+    GroupLostNotice,
+    HoldRanks,
+    LeftOutNotice,
+    LossNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    ReleaseRanks,
+    StepLostNotice,
+    SuspectNotice,
+    ToRank,
+    Verdict,
+)
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError, TrustError
@@ -44,37 +59,8 @@ logger = logging.getLogger(__name__)
 class RankListener(Protocol):
     """The receiver of messages to a rank. Methods run on the coordination loop, and must never block."""
 
-    def quorum(self, result: QuorumResult) -> None:
-        """Handle the quorum that was asked for."""
-
-    def verdict(self, verdict: Verdict) -> None:
-        """Handle the group's decision on a step."""
-
-    def step_lost(self, quorum_id: int) -> None:
-        """Handle another rank's vote against the step, on which this rank has not voted yet."""
-
-    def member_lost(self, notice: LossNotice) -> None:
-        """Handle the loss of a member of the current quorum."""
-
-    def left_out(self, notice: LeftOutNotice) -> None:
-        """Handle a quorum without this replica group, which waits for a later one."""
-
-    def hold(self, quorum_id: int) -> int | None:
-        """Begin no further step in this quorum until told more; return the first one that was not begun, or
-        None if the answer comes later.
-        """
-
-    def released(self, quorum_id: int, ask_at: int | None) -> None:
-        """Go on, and ask for a quorum at this step; with None, go on until told more."""
-
-    def suspected(self, group_rank: int, reason: str) -> None:
-        """Handle a rank of this replica group that is silent: there is no quorum and no verdict until it
-        answers again. Without a reason it does.
-        """
-
-    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
-        """Handle the loss of a rank of this replica group, which cannot go on; nor can one that is
-        foreign."""
+    def hear(self, message: ToRank) -> int | None:
+        """Handle a message; return the step that HoldRanks asks for, or None if that comes later."""
 
     def lighthouse_disconnected(self, reason: str) -> None:
         """Handle the loss of the connection to the lighthouse, which is being restored; rank 0 only."""
@@ -305,7 +291,7 @@ class SessionLink:
 
     def _tell_suspicion(self, reason: str) -> None:
         try:
-            self._listener.suspected(0, reason)
+            self._listener.hear(SuspectNotice(0, reason))
         except Exception:  # perhaps of a user's process group
             logger.exception("what follows from rank 0's silence could not be carried out")
 
@@ -313,39 +299,16 @@ class SessionLink:
         if not self._closing:
             self._closing = True
             self._task.cancel()
-            self._listener.group_lost(f"rank 0 (ManagerServer at {self._address}) is gone: {reason}")
+            text = f"rank 0 (ManagerServer at {self._address}) is gone: {reason}"
+            self._listener.hear(GroupLostNotice(text))
 
     def _dispatch(self, response: pb.RankSessionResponse) -> None:
-        match response.WhichOneof("response"):
-            case "quorum":
-                self._listener.quorum(quorum_result_from_wire(response.quorum))
-            case "vote":
-                self._listener.verdict(verdict_from_wire(response.vote))
-            case "step_lost":
-                self._listener.step_lost(response.step_lost.quorum_id)
-            case "member_lost":
-                lost = response.member_lost
-                notice = LossNotice(lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive)
-                self._listener.member_lost(notice)
-            case "left_out":
-                left = response.left_out
-                unreachable = tuple(left.unreachable_replica_ids)
-                self._listener.left_out(
-                    LeftOutNotice(left.quorum_id, left.replica_id, unreachable, left.reason)
-                )
-            case "hold":
-                quorum_id = response.hold.quorum_id
-                if (step := self._listener.hold(quorum_id)) is not None:
-                    self._say(pb.RankSessionRequest(holds=pb.Holds(quorum_id=quorum_id, step=step)))
-            case "release":
-                release = response.release
-                ask_at = release.ask_at if release.HasField("ask_at") else None
-                self._listener.released(release.quorum_id, ask_at)
-            case "suspected":
-                self._listener.suspected(response.suspected.group_rank, response.suspected.reason)
-            case "group_lost":
-                self._closing = True
-                self._listener.group_lost(response.group_lost.reason, response.group_lost.is_foreign)
+        if (message := message_from_wire(response, self._group_rank)) is None:
+            return
+        self._closing |= isinstance(message, GroupLostNotice)
+        step = self._listener.hear(message)
+        if isinstance(message, HoldRanks) and step is not None:
+            self._say(pb.RankSessionRequest(holds=pb.Holds(quorum_id=message.quorum_id, step=step)))
 
     async def _end(self, answer_s: float) -> None:
         if answer_s:
@@ -353,6 +316,46 @@ class SessionLink:
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
+
+
+# Messages to a rank that have the same fields in a session, by their names there.
+_NOTICES: Mapping[str, Any] = {
+    "step_lost": StepLostNotice,
+    "member_lost": LossNotice,
+    "left_out": LeftOutNotice,
+    "hold": HoldRanks,
+    "release": ReleaseRanks,
+    "suspected": SuspectNotice,
+    "group_lost": GroupLostNotice,
+}
+_NAMES: Mapping[Any, str] = {GroupLeftNotice: "group_lost", **{kind: name for name, kind in _NOTICES.items()}}
+
+
+def message_to_wire(message: ToRank) -> pb.RankSessionResponse:
+    """Convert a message to a rank, with the fields of a newer lighthouse's that it may have."""
+    if isinstance(message, RankQuorum):
+        return pb.RankSessionResponse(quorum=quorum_result_to_wire(message.result))
+    if isinstance(message, RankVerdict):
+        return pb.RankSessionResponse(vote=pb.ShouldCommitResponse(**verdict_fields(message.verdict)))
+    name, fields = _NAMES[type(message)], message._asdict()
+    kind = type(getattr(pb.RankSessionResponse(), name))
+    known = kind(**{key: fields[key] for key in kind.DESCRIPTOR.fields_by_name if key in fields})
+    known.MergeFromString(fields.get("unknown", b""))
+    return pb.RankSessionResponse(**{name: known})
+
+
+def message_from_wire(response: pb.RankSessionResponse, group_rank: int) -> ToRank | None:
+    """Convert a message to this rank; None if it is one that only a newer version knows."""
+    name = response.WhichOneof("response") or ""
+    if name == "quorum":
+        return RankQuorum(group_rank, quorum_result_from_wire(response.quorum))
+    if name == "vote":
+        return RankVerdict(group_rank, verdict_from_wire(response.vote))
+    if (kind := _NOTICES.get(name)) is None:
+        return None
+    to_whom = {"group_ranks": (group_rank,)} if "group_ranks" in kind._fields else {}
+    notice: ToRank = kind(**to_whom, **codec.fields_of(getattr(response, name), kind))
+    return notice
 
 
 def verdict_from_wire(message: pb.ShouldCommitRequest | pb.ShouldCommitResponse) -> Verdict:

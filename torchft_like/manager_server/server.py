@@ -47,6 +47,7 @@ from torchft_like.core.replica_group import (
     ReplicaGroup,
     StepLostNotice,
     SuspectNotice,
+    ToRank,
     Verdict,
 )
 from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, ProgressLog, StallWatch
@@ -294,7 +295,29 @@ class ManagerServer:
     def lease_ended(self) -> None:
         self._perform(self._group.lease_ended())
 
-    def quorum_formed(self, quorum: pb.Quorum) -> None:
+    def refused(self, reason: str) -> None:
+        self._perform(self._group.refused(reason))
+
+    def hear(self, response: pb.SessionResponse) -> None:
+        group = self._group
+        match response.WhichOneof("response"):
+            case "quorum":
+                self._quorum_formed(response.quorum)
+            case "hold":
+                self._perform(group.hold(response.hold.quorum_id, response.hold.round))
+            case "release":
+                release = response.release
+                self._perform(group.released(release.quorum_id, release.round, release.ask_at))
+            case "member_lost":
+                lost = response.member_lost
+                known = lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive
+                self._perform(group.member_lost(*known, codec.unknown_fields(lost), lost.must_answer))
+            case "left_out":
+                left = response.left_out
+                whom = left.quorum_id, left.unreachable_replica_ids, left.reason
+                self._perform(group.left_out(*whom, codec.unknown_fields(left)))
+
+    def _quorum_formed(self, quorum: pb.Quorum) -> None:
         self._on_quorum(quorum.quorum_id, QuorumSecret(quorum.secret))
         number = quorum.quorum_id, quorum.participants, quorum.round
         of_all = quorum.stands, quorum.first_quorum_id, quorum.secret
@@ -302,81 +325,31 @@ class ManagerServer:
         if self._group.last_quorum_id == quorum.quorum_id:
             self._statement = quorum.statement
 
-    def refused(self, reason: str) -> None:
-        self._perform(self._group.refused(reason))
-
-    def hold(self, hold: pb.HoldQuorum) -> None:
-        self._perform(self._group.hold(hold.quorum_id, hold.round))
-
-    def released(self, release: pb.ReleaseQuorum) -> None:
-        self._perform(self._group.released(release.quorum_id, release.round, release.ask_at))
-
-    def member_lost(self, lost: pb.MemberLost) -> None:
-        unknown = codec.unknown_fields(lost)
-        effects = self._group.member_lost(
-            lost.quorum_id, lost.replica_id, lost.reason, lost.is_alive, unknown, lost.must_answer
-        )
-        self._perform(effects)
-
-    def left_out(self, left: pb.LeftOut) -> None:
-        unknown = codec.unknown_fields(left)
-        self._perform(
-            self._group.left_out(left.quorum_id, left.unreachable_replica_ids, left.reason, unknown)
-        )
-
     # ------------------------------------------------------------------- effects
 
     def _perform(self, effects: Iterable[Effect]) -> None:
         for effect in effects:
-            self._perform_one(effect)
+            match effect:
+                case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks() | GroupAway():
+                    self._tell_lighthouse(effect)
+                case Probe():
+                    self._run(self._probe(effect))
+                case RankQuorum() | RankVerdict():
+                    self._tell((effect.group_rank,), effect)
+                case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
+                    self._tell(effect.group_ranks, effect)
+                case LossNotice() | LeftOutNotice() | SuspectNotice():
+                    self._tell(list(self._ranks), effect)
+                case GroupLostNotice():
+                    asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
+                    self._tell(list(self._ranks), effect)
 
-    def _perform_one(self, effect: Effect) -> None:
-        match effect:
-            case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks() | GroupAway():
-                self._tell_lighthouse(effect)
-            case Probe():
-                self._run(self._probe(effect))
-            case LossNotice() | LeftOutNotice() | SuspectNotice():
-                self._notify(effect)
-            case RankQuorum(group_rank, result) if group_rank in self._ranks:
-                self._ranks[group_rank].quorum(result)
-            case RankVerdict(group_rank, verdict) if group_rank in self._ranks:
-                self._ranks[group_rank].verdict(verdict)
-            case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
-                for number in effect.group_ranks:
-                    self._tell_rank(number, effect)
-            case GroupLostNotice(reason, is_foreign):
-                asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
-                for rank in list(self._ranks.values()):
-                    rank.group_lost(reason, is_foreign)
-            case _:
-                logger.debug("nobody is there for %s", effect)
-
-    def _tell_rank(
-        self, group_rank: int, effect: StepLostNotice | HoldRanks | ReleaseRanks | GroupLeftNotice
-    ) -> None:
-        if (rank := self._ranks.get(group_rank)) is None:
-            return
-        match effect:
-            case StepLostNotice():
-                rank.step_lost(effect.quorum_id)
-            case HoldRanks():
-                if (step := rank.hold(effect.quorum_id)) is not None:
-                    self.rank_holds(group_rank, effect.quorum_id, step)
-            case ReleaseRanks():
-                rank.released(effect.quorum_id, effect.ask_at)
-            case GroupLeftNotice():
-                rank.group_lost(effect.reason, effect.is_foreign)
-
-    def _notify(self, notice: LossNotice | LeftOutNotice | SuspectNotice) -> None:
-        for rank in list(self._ranks.values()):
-            match notice:
-                case LossNotice():
-                    rank.member_lost(notice)
-                case LeftOutNotice():
-                    rank.left_out(notice)
-                case SuspectNotice(group_rank, reason):
-                    rank.suspected(group_rank, reason)
+    def _tell(self, group_ranks: Iterable[int], message: ToRank) -> None:
+        for group_rank in group_ranks:
+            if (rank := self._ranks.get(group_rank)) is None:
+                logger.debug("rank %d is not there for %s", group_rank, message)
+            elif (step := rank.hear(message)) is not None and isinstance(message, HoldRanks):
+                self.rank_holds(group_rank, message.quorum_id, step)
 
     def _tell_lighthouse(
         self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | GroupAway

@@ -22,9 +22,18 @@ from lighthouse.errors import AddressError
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
-from torchft_like.core.replica_group import LeftOutNotice, LossNotice, RankJoin, Verdict
+from torchft_like.core.replica_group import (
+    GroupLeftNotice,
+    GroupLostNotice,
+    RankJoin,
+    RankQuorum,
+    RankVerdict,
+    ToRank,
+    Verdict,
+)
 from torchft_like.manager_server.rank_link import (
     GROUP_KEY,
+    message_to_wire,
     quorum_result_to_wire,
     verdict_fields,
     verdict_from_wire,
@@ -176,7 +185,7 @@ class _Handlers:
         call = await self._attach_call(request.group_rank, context)
         self._server.rank_voted(request.group_rank, verdict_from_wire(request))
         try:
-            return vote_response(await call.verdict_given)
+            return pb.ShouldCommitResponse(**verdict_fields(await call.verdict_given))
         except _GroupLostError as error:
             await context.abort(grpc.StatusCode.ABORTED, str(error))
             raise
@@ -249,11 +258,6 @@ def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
     return RankJoin(**{**codec.fields_of(request, RankJoin), "group_rank": group_rank, "form": form})
 
 
-def vote_response(verdict: Verdict) -> pb.ShouldCommitResponse:
-    """Convert a verdict to a wire message."""
-    return pb.ShouldCommitResponse(**verdict_fields(verdict))
-
-
 _Connection = asyncio.Queue[pb.RankSessionResponse | None]
 
 
@@ -293,50 +297,8 @@ class _SessionLine:
             self._connection = None
         return is_last
 
-    def quorum(self, result: QuorumResult) -> None:
-        self._put(pb.RankSessionResponse(quorum=quorum_result_to_wire(result)))
-
-    def verdict(self, verdict: Verdict) -> None:
-        self._put(pb.RankSessionResponse(vote=vote_response(verdict)))
-
-    def step_lost(self, quorum_id: int) -> None:
-        self._put(pb.RankSessionResponse(step_lost=pb.StepLost(quorum_id=quorum_id)))
-
-    def member_lost(self, notice: LossNotice) -> None:
-        lost = pb.MemberLost(
-            quorum_id=notice.quorum_id,
-            replica_id=notice.replica_id,
-            reason=notice.reason,
-            is_alive=notice.is_alive,
-        )
-        lost.MergeFromString(notice.unknown)
-        self._put(pb.RankSessionResponse(member_lost=lost))
-
-    def left_out(self, notice: LeftOutNotice) -> None:
-        left = pb.LeftOut(
-            quorum_id=notice.quorum_id,
-            replica_id=notice.replica_id,
-            unreachable_replica_ids=notice.unreachable,
-            reason=notice.reason,
-        )
-        left.MergeFromString(notice.unknown)
-        self._put(pb.RankSessionResponse(left_out=left))
-
-    def hold(self, quorum_id: int) -> None:
-        self._put(pb.RankSessionResponse(hold=pb.HoldQuorum(quorum_id=quorum_id)))
-
-    def released(self, quorum_id: int, ask_at: int | None) -> None:
-        self._put(pb.RankSessionResponse(release=pb.ReleaseQuorum(quorum_id=quorum_id, ask_at=ask_at)))
-
-    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
-        lost = pb.GroupLost(reason=reason, is_foreign=is_foreign)
-        self._put(pb.RankSessionResponse(group_lost=lost))
-
-    def suspected(self, group_rank: int, reason: str) -> None:
-        suspected = pb.RankSuspected(group_rank=group_rank, reason=reason)
-        self._put(pb.RankSessionResponse(suspected=suspected))
-
-    def _put(self, response: pb.RankSessionResponse) -> None:
+    def hear(self, message: ToRank) -> None:
+        response = message_to_wire(message)
         if self.conversation.is_over:
             return
         if not self.conversation.say(response):
@@ -373,22 +335,20 @@ class _UnaryCall:
         self.result: asyncio.Future[QuorumResult] = loop.create_future()
         self.verdict_given: asyncio.Future[Verdict] = loop.create_future()
 
-    def quorum(self, result: QuorumResult) -> None:
-        if not self.result.done():
-            self.result.set_result(result)
+    def hear(self, message: ToRank) -> None:
+        """Take the answer, or that there is none; a quorum with a unary caller does not stand."""
+        match message:
+            case RankQuorum(_, result) if not self.result.done():
+                self.result.set_result(result)
+            case RankVerdict(_, verdict) if not self.verdict_given.done():
+                self.verdict_given.set_result(verdict)
+            case GroupLeftNotice() | GroupLostNotice():
+                for future in (self.result, self.verdict_given):
+                    if not future.done():
+                        future.set_exception(_GroupLostError(message.reason))
+                        future.exception()  # the other future may have no waiter to retrieve its error
 
-    def verdict(self, verdict: Verdict) -> None:
-        if not self.verdict_given.done():
-            self.verdict_given.set_result(verdict)
+    def lighthouse_connected(self, *_: object) -> None:
+        """Do nothing: a unary caller hears its answer only."""
 
-    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
-        for future in (self.result, self.verdict_given):
-            if not future.done():
-                future.set_exception(_GroupLostError(reason))
-                future.exception()  # the other future may have no waiter to retrieve its error
-
-    def step_lost(self, *_: object) -> None:
-        """Do nothing: a unary caller hears its answer only. A quorum with one does not stand."""
-
-    member_lost = left_out = hold = released = suspected = step_lost
-    lighthouse_connected = lighthouse_disconnected = step_lost
+    lighthouse_disconnected = lighthouse_connected

@@ -47,24 +47,13 @@ class Listener:
     def lighthouse_disconnected(self, reason: str) -> None:
         self.fail("disconnected")
 
-    def quorum_formed(self, quorum: pb.Quorum) -> None:
-        self.quorums.put_nowait(quorum.quorum_id)
-        self.fail("quorum")
-
-    def member_lost(self, lost: pb.MemberLost) -> None:
-        """There is nobody else."""
+    def hear(self, response: pb.SessionResponse) -> None:
+        if response.WhichOneof("response") == "quorum":
+            self.quorums.put_nowait(response.quorum.quorum_id)
+            self.fail("quorum")
 
     def refused(self, reason: str) -> None:
         self.refusals.put_nowait(reason)
-
-    def left_out(self, left: pb.LeftOut) -> None:
-        """There is nobody else."""
-
-    def hold(self, hold: pb.HoldQuorum) -> None:
-        """There is nobody else."""
-
-    def released(self, release: pb.ReleaseQuorum) -> None:
-        """There is nobody else."""
 
     def lease_ended(self) -> None:
         self.leases.put_nowait("ended")

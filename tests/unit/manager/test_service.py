@@ -18,7 +18,16 @@ from lighthouse.net import make_aio_channel, until_refused
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
-from torchft_like.core.replica_group import RankJoin, Verdict
+from torchft_like.core.replica_group import (
+    GroupLeftNotice,
+    GroupLostNotice,
+    RankJoin,
+    RankVerdict,
+    StepLostNotice,
+    SuspectNotice,
+    ToRank,
+    Verdict,
+)
 from torchft_like.errors import ConnectError
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.rank_link import SessionLink
@@ -46,8 +55,17 @@ class Ear:
     def __init__(self) -> None:
         self.told: queue.Queue[tuple[str, Any]] = queue.Queue()
 
+    def hear(self, message: ToRank) -> None:
+        match message:
+            case RankVerdict(_, verdict):
+                self.told.put(("verdict", verdict))
+            case SuspectNotice():
+                self.told.put(("suspected", tuple(message)))
+            case GroupLeftNotice() | GroupLostNotice():
+                self.told.put(("group_lost", message.reason))
+
     def __getattr__(self, name: str) -> Any:
-        return lambda news=None, *more: self.told.put((name, (news, *more) if name == "suspected" else news))
+        return lambda news=None: self.told.put((name, news))
 
     def heard(self, name: str) -> Any:
         """The next news of this name."""
@@ -105,8 +123,10 @@ def test_a_rank_that_is_refused_says_why(server: ManagerServer) -> None:
 class FailingEar(Ear):
     """Fails at one piece of news, as a user's process group may when it is aborted."""
 
-    def step_lost(self, quorum_id: int) -> None:
-        raise RuntimeError(f"cannot abort quorum {quorum_id}")
+    def hear(self, message: ToRank) -> None:
+        if isinstance(message, StepLostNotice):
+            raise RuntimeError(f"cannot abort quorum {message.quorum_id}")
+        super().hear(message)
 
 
 @pytest.mark.progress
@@ -175,7 +195,7 @@ def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
         for rank in range(2):
             server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
         members = [pb.QuorumMember(replica_id=i, address=f"http://{i}:1") for i in ("g", "h")]
-        server.quorum_formed(pb.Quorum(quorum_id=7, participants=members))
+        server.hear(pb.SessionResponse(quorum=pb.Quorum(quorum_id=7, participants=members)))
         closing = asyncio.ensure_future(server._stop(None))
         await asyncio.sleep(0)
         for rank in range(2):
@@ -202,8 +222,8 @@ def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> 
             assert (await call.read()) is not None  # registered
             for rank in (0, 1):
                 server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
-            server.member_lost(pb.MemberLost.FromString(lost))
-            server.left_out(pb.LeftOut.FromString(left))
+            server.hear(pb.SessionResponse(member_lost=pb.MemberLost.FromString(lost)))
+            server.hear(pb.SessionResponse(left_out=pb.LeftOut.FromString(left)))
             while len(heard) < 2:
                 response = await call.read()
                 assert response is not None
