@@ -238,7 +238,7 @@ def hear_source(data: bytes) -> int:
         line.ask("header")
         while line.readinto(memoryview(bytearray(4096))):
             pass
-    return line._left
+    return 0 if line._answer is None else line._answer.length or 0
 
 
 ANSWERS = [

@@ -23,7 +23,6 @@ same memory, and none writes after `run`.
 from __future__ import annotations
 
 import logging
-import re
 import socket
 import ssl
 import sys
@@ -36,6 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from http.client import HTTPException, HTTPResponse
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -43,7 +43,7 @@ from lighthouse.address import Address
 from lighthouse.events import printable
 from lighthouse.tls import TLS_ENV
 from lighthouse.trust import authorization
-from torchft_like.checkpointing.http_server import HEAD_BYTES_MAX, shut
+from torchft_like.checkpointing.http_server import shut
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     CORRUPT,
@@ -74,8 +74,6 @@ PATIENCE_S = 0.1
 SHOWN_S = 1.0  # after which progress is shown, and no more often than each SHOWN_AGAIN_S
 SHOWN_AGAIN_S = 0.1
 KEPT_OPEN_S = 2.0  # for which a connection without a request is kept, which its source ends some time later
-_STATUS = re.compile(rb"HTTP/1\.[01] (\d{3})(?: ([^\r\n]*))?\r\n")
-_FIELD = re.compile(rb"\r\n([a-z-]{1,40}): *([^\r\n]{0,200})", re.IGNORECASE)
 
 
 class Stripe(NamedTuple):
@@ -453,8 +451,7 @@ class _Line:
         self.is_robbed = False
         self._fetch = fetch
         self._socket: socket.socket | None = None
-        self._rest = memoryview(b"")  # of what came with the head of the answer
-        self._left = 0  # bytes of the answer that are yet to be read
+        self._answer: HTTPResponse | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -463,9 +460,11 @@ class _Line:
         self.close()
 
     def close(self) -> None:
+        if self._answer is not None:
+            self._answer.close()  # which keeps the socket
         if self._socket is not None:
             self._socket.close()
-            self._socket = None
+        self._answer = self._socket = None
 
     def shut(self) -> None:
         """End what another thread does with the connection."""
@@ -499,51 +498,37 @@ class _Line:
                     self._fetch.asks_again(source, 503)
                     continue
             self._socket.sendall(self._fetch.request(source, what))
-            status, reason, fields = self._read_head(self._socket)
-            if status not in ASK_AGAIN:
+            answer = self._read_head(self._socket)
+            if answer.status not in ASK_AGAIN:
                 break
-            if status == 503:
+            if answer.status == 503:
                 self.close()
-            self._fetch.asks_again(source, status)
-        if status != 200:
-            raise CheckpointError(f"it answered {status} {printable(reason[:400])}")
-        if (step := fields.get("checkpoint-step", "none")) != str(self._fetch.step):
-            raise CheckpointFormatError(f"it sent step {printable(step)}")
-        if source.offer_id not in ("", offer_id := fields.get("checkpoint-id", "")):
+            self._fetch.asks_again(source, answer.status)
+        if answer.status != 200:
+            reason = answer.reason.encode("latin-1").decode(errors="replace")
+            raise CheckpointError(f"it answered {answer.status} {printable(reason[:400])}")
+        if (step := answer.headers.get("Checkpoint-Step", "none")) != str(self._fetch.step):
+            raise CheckpointFormatError(f"it sent step {printable(step[:200])}")
+        if source.offer_id not in ("", offer_id := answer.headers.get("Checkpoint-Id", "")):
             raise CheckpointError("its snapshot was replaced between two requests")
         source.offer_id = offer_id
-        if length not in (None, self._left):
-            raise CheckpointFormatError(f"it sends {self._left} bytes, and by its own account {length}")
-        return self._left
+        if (sent := answer.length) is None:
+            raise CheckpointFormatError("its answer does not say how long it is")
+        if length not in (None, sent):
+            raise CheckpointFormatError(f"it sends {sent} bytes, and by its own account {length}")
+        return sent
 
     def readinto(self, buffer: memoryview, /) -> int:
         """Read some of the answer; return the number of bytes, 0 at its end or that of the connection."""
-        wanted = min(len(buffer), self._left)
-        if self._rest:
-            count = min(wanted, len(self._rest))
-            buffer[:count], self._rest = self._rest[:count], self._rest[count:]
-        elif wanted and self._socket is not None:
-            count = self._socket.recv_into(buffer, wanted)
-        else:
-            count = 0
-        self._left -= count
-        return count
+        return 0 if self._answer is None else self._answer.readinto(buffer)
 
-    def _read_head(self, connection: socket.socket) -> tuple[int, str, dict[str, str]]:
-        head = b""
-        while b"\r\n\r\n" not in head:
-            received = connection.recv(4096)
-            if not received or len(head) > HEAD_BYTES_MAX:
-                raise CheckpointFormatError(f"it answered {head[:80]!r}, and then nothing, or too much")
-            head += received
-        head, _, rest = head.partition(b"\r\n\r\n")
-        found = _STATUS.match(head + b"\r\n")
-        if found is None:
-            raise CheckpointFormatError(f"it answered {head[:80]!r}, which is not HTTP")
-        fields = {name.decode().lower(): value.decode("latin-1") for name, value in _FIELD.findall(head)}
-        length = fields.get("content-length", "0")
-        self._rest, self._left = memoryview(rest), int(length) if length.isdecimal() else 0
-        return int(found[1]), (found[2] or b"").decode(errors="replace"), fields
+    def _read_head(self, connection: socket.socket) -> HTTPResponse:
+        self._answer = answer = HTTPResponse(connection, method="GET")
+        try:
+            answer.begin()
+        except HTTPException as error:
+            raise CheckpointFormatError(f"its answer is not HTTP: {printable(str(error)[:80])}") from error
+        return answer
 
 
 class _NoPlaceError(CheckpointError):
