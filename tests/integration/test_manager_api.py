@@ -30,7 +30,7 @@ from torchft_like.checkpointing import HTTPTransport
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.digest import state_digest
-from torchft_like.manager import connection
+from torchft_like.manager import group_store
 
 pytestmark = pytest.mark.integration
 
@@ -507,7 +507,7 @@ def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytes
     lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=600_000)
     try:
         with monkeypatch.context() as fault:
-            fault.setattr(connection, "publish_manager", lose)  # the lighthouse knows the replica by then
+            fault.setattr(group_store, "publish_manager", lose)  # the lighthouse knows the replica by then
             with pytest.raises(RuntimeError, match="the store is gone"):
                 make_manager(lighthouse, "a", nn.Linear(1, 1))
         with make_manager(lighthouse, "b", nn.Linear(1, 1), quorum_timeout=LIMIT_S / 2) as manager:

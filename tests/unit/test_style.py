@@ -79,7 +79,7 @@ MAKERS = {
     "HTTPServer": set(),
     "ThreadingHTTPServer": {"torchft_like/parameter_server.py"},  # likewise
     "FileStore": set(),
-    "TCPStore": {"torchft_like/process_group/store.py", "torchft_like/manager/group_store.py"},
+    "TCPStore": {"torchft_like/process_group/store.py"},
     "socket": {
         "lighthouse/forks.py",  # finds those of this process
         "lighthouse/listening.py",

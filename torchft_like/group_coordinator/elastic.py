@@ -51,8 +51,7 @@ from torchft_like.errors import (
 from torchft_like.group_coordinator.coordinator import GroupCoordinator
 from torchft_like.group_coordinator.creation import ANONYMOUS, Place, unique_name
 from torchft_like.manager.config import CONNECT_TIMEOUT_SEC_ENV, ManagerArguments, resolve
-from torchft_like.manager.connection import connect
-from torchft_like.manager.group_store import GroupStore
+from torchft_like.manager.group_store import GroupStore, connect
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal

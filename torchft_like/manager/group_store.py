@@ -1,7 +1,8 @@
-"""The stores of one replica group.
+"""The stores of one replica group, and how a rank gets its connection: rank 0 starts the ManagerServer, the
+others find it.
 
-In one the ranks find their ManagerServer: a TCPStore where the user has named, under torchrun the agent's;
-otherwise rank 0 serves it. A group of one rank needs none.
+They find it in a TCPStore where the user has named, under torchrun the agent's; otherwise rank 0 serves it. A
+group of one rank needs none.
 
 In the other one the process groups meet that join one rank of every replica group, so its address is part of
 the quorum. Rank 0 always serves it, with our own server: torch's is open to all who reach it, and asks the
@@ -16,14 +17,15 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
-from lighthouse.forks import disown
-from torchft_like.errors import ConnectError
-from torchft_like.manager.config import ManagerConfig
-from torchft_like.process_group.store import serve_store
+from torchft_like.errors import ConfigError, ConnectError
+from torchft_like.manager.config import WAIT, ManagerConfig
+from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
+from torchft_like.manager_server.server import ManagerServer
+from torchft_like.process_group.store import serve_store, store_client
 from torchft_like.process_group.store_server import StoreServer
 
 PROBE_S = 1.0
@@ -42,6 +44,45 @@ class GroupStore:
     meeting_place: StoreServer | None = None
 
 
+def connect(
+    config: ManagerConfig, listener: LocalListener, heartbeat_interval: timedelta
+) -> tuple[RankLink, GroupStore]:
+    """Return the connection of this rank, and the stores of its replica group, which live as long as they are
+    held.
+
+    Raises:
+        ConnectError, BindError: a server could not be reached in time, or could not listen.
+    """
+    store = open_group_store(config)
+    if (place := store.meeting_place) is None:  # another rank has it, which is rank 0
+        address, key = find_manager(store.shared, config)
+        limits = config.connect_timeout_s, config.host, config.dead_after_s
+        return SessionLink(address, config.group_rank, listener, *limits, key), store
+    if config.lighthouse is None:
+        raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
+    server = ManagerServer(
+        replica_id=config.replica_id,
+        lighthouse_addr=str(config.lighthouse),
+        hostname=config.host,
+        bind=str(Address(config.host, config.port)),
+        store_addr=str(place.address),
+        world_size=config.group_world_size,
+        heartbeat_interval=heartbeat_interval,
+        connect_timeout=timedelta(seconds=config.connect_timeout_s),
+        waits_for_lighthouse=config.lighthouse_absence == WAIT,
+        job_id=config.job_id,
+        spare=config.spare,
+        dead_after=timedelta(seconds=config.dead_after_s),
+        on_quorum=place.announce,
+    )
+    try:
+        publish_manager(store.shared, config, f"{server.address()} {server.rank_key}")
+        return server.attach_local_rank(config.group_rank, listener), store
+    except BaseException:
+        server.close()  # the lighthouse knows the server already, and would wait for it
+        raise
+
+
 def open_group_store(config: ManagerConfig) -> GroupStore:
     """Connect to the stores of this rank's group, or serve them.
 
@@ -54,18 +95,24 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     if store is not None and is_first and not config.store_is_agents and not is_listening(store):
         shared, _ = serve_store(store.host, timedelta(seconds=config.connect_timeout_s), store.port)
     elif store is not None:
-        shared = _connect(store, config)
+        try:
+            shared = store_client(store, timedelta(seconds=config.connect_timeout_s))
+        except (DistError, RuntimeError) as error:
+            raise ConnectError(
+                f"no TCPStore answered at {store} within {config.connect_timeout_s:g} s; check MASTER_ADDR "
+                "and MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group is running"
+            ) from error
     meeting_place = StoreServer(Address(config.host, 0), awaits_quorums=True) if is_first else None
     return GroupStore(shared, meeting_place)
 
 
-def publish_manager(store: Store, config: ManagerConfig, address: str) -> None:
-    """Publish the address of the ManagerServer for the other ranks."""
-    store.set(_key(config), address)
+def publish_manager(store: Store, config: ManagerConfig, place: str) -> None:
+    """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks."""
+    store.set(_key(config), place)
 
 
-def find_manager(store: Store, config: ManagerConfig) -> Address:
-    """Wait for the address of the ManagerServer that rank 0 publishes, and return it.
+def find_manager(store: Store, config: ManagerConfig) -> tuple[Address, str]:
+    """Wait for what rank 0 publishes of the ManagerServer, and return it: its address, and its key.
 
     Raises:
         ConnectError: rank 0 did not publish it within `connect_timeout`.
@@ -77,8 +124,8 @@ def find_manager(store: Store, config: ManagerConfig) -> Address:
             f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
             f"within {config.connect_timeout_s:g} s; check that rank 0 has started and its log for errors"
         ) from error
-    published = store.get(_key(config))
-    return parse_address(published.decode(errors="backslashreplace"), "address of the ManagerServer")
+    address, _, key = store.get(_key(config)).decode(errors="backslashreplace").partition(" ")
+    return parse_address(address, "address of the ManagerServer"), key
 
 
 def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:
@@ -106,23 +153,6 @@ def _key(config: ManagerConfig) -> str:
     # A restarted group may find the store of its predecessor, whose address must not be taken for the new
     # one.
     return f"torchft/manager/{config.incarnation}"
-
-
-def _connect(address: Address, config: ManagerConfig) -> TCPStore:
-    disown(address)
-    try:
-        return TCPStore(
-            address.host,
-            address.port,
-            is_master=False,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=config.connect_timeout_s),
-        )
-    except (DistError, RuntimeError) as error:
-        raise ConnectError(
-            f"no TCPStore answered at {address} within {config.connect_timeout_s:g} s; check MASTER_ADDR and "
-            f"MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group is running"
-        ) from error
 
 
 def is_listening(address: Address) -> bool:

@@ -46,9 +46,8 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.ballot import Ballot
 from torchft_like.manager.catching_up import STEPS_KEPT_MAX, Replay
 from torchft_like.manager.config import ManagerArguments, resolve
-from torchft_like.manager.connection import connect
 from torchft_like.manager.failure import ExceptionWithTraceback
-from torchft_like.manager.group_store import start_default_group
+from torchft_like.manager.group_store import connect, start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import GroupReduction, Reduction, options_for
 from torchft_like.manager.quorum_driver import QuorumDriver

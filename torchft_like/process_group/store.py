@@ -148,10 +148,17 @@ def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -
         shared = SharedStore(address, timeout)
         shared.connect()
         return shared
-    disown(address.server)
-    host, port = address.server.host, address.server.port
-    client = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
-    return PrefixStore(address.prefix, client)
+    return PrefixStore(address.prefix, store_client(address.server, timeout))
+
+
+def store_client(server: Address, timeout: timedelta) -> TCPStore:
+    """Make torch's client of a TCPStore, or of a store of ours without TLS.
+
+    Raises:
+        torch.distributed.DistNetworkError: no store answers there within `timeout`.
+    """
+    disown(server)
+    return TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, Address]:
