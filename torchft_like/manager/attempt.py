@@ -41,7 +41,7 @@ class Attempt:
         self.result: QuorumResult | None = None
         self.is_standing = False  # it is made in a quorum that stands, and collectives were not issued yet
         self.is_unasked = False  # its quorum is that of an earlier attempt
-        self.ask: Callable[[], None] = _ask_nothing  # asks for a quorum
+        self.ask: Callable[[], None] = lambda: None  # asks for a quorum, once it is known how
         self.pending_collectives: Pending = {}
         self.error_feedbacks: list[ErrorFeedback] = []  # of what was quantized in it
         self.fingerprint: PendingFingerprint | None = None  # of the state with which the step began
@@ -178,7 +178,3 @@ class Attempt:
         """Raise the error that ended the attempt, if there is one."""
         if self.error is not None:
             raise self.error
-
-
-def _ask_nothing() -> None:
-    """Do nothing: nobody has said yet how to ask."""

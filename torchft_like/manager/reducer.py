@@ -87,7 +87,8 @@ class Reducer:
         if any(map(torch.Tensor.numel, tensors)):  # Gloo completes one of nothing without the others
             protocol.bind()
         divide_by = protocol.num_participants if averages else None
-        quantizes = quantize_to is not None and _is_shared(attempt)
+        has_others = attempt.result is not None and attempt.result.replica_world_size > 1
+        quantizes = quantize_to is not None and has_others
         if divide_by is not None:
             if not quantizes and group.pg.divides and _divides_alike(divide_by, attempt, tensors):
                 divide_by = None
@@ -163,11 +164,6 @@ class Reducer:
         # While a state is read or loaded the other replicas take no part: the sum is this replica's own
         # tensor.
         return not attempt.is_exchanging and not self._group.refuse()
-
-
-def _is_shared(attempt: Attempt) -> bool:
-    """Return whether there is another member, to whom tensors are sent."""
-    return attempt.result is not None and attempt.result.replica_world_size > 1
 
 
 def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> bool:

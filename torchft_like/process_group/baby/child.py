@@ -79,8 +79,10 @@ class _Server:
         handlers: dict[int, Callable[..., None]] = {
             ToChild.RUN.value: self._run,
             ToChild.MAP.value: self._map,
-            ToChild.UNMAP.value: self._unmap,
-            ToChild.SET_TIMEOUT.value: self._set_timeout,
+            ToChild.UNMAP.value: lambda _, number: self._importer.unmap(number),
+            ToChild.SET_TIMEOUT.value: lambda _, timeout_s: self._backend.set_timeout(
+                timedelta(seconds=timeout_s)
+            ),
             ToChild.BEGIN.value: self._begin,
             ToChild.WARM_UP.value: self._warm_up,
         }
@@ -111,12 +113,6 @@ class _Server:
     def _map(self, _: int, number: int, *details: Any) -> None:
         *how, descriptors = details
         self._importer.map(number, tuple(how), descriptors)
-
-    def _unmap(self, _: int, number: int) -> None:
-        self._importer.unmap(number)
-
-    def _set_timeout(self, _: int, timeout_s: float) -> None:
-        self._backend.set_timeout(timedelta(seconds=timeout_s))
 
     def _run(self, request: int, call: bytes, context: bytes | None = None) -> None:
         importer = self._importer

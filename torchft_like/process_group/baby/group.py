@@ -392,9 +392,6 @@ class RemoteBackend:
         )
 
 
-_ANSWER = "torchft_like has no process group over XCCL yet; ProcessGroupGloo moves CPU tensors"
-
-
 class ProcessGroupXCCL(ReconfigurableProcessGroup):
     """A placeholder: a script may import the name and choose another group.
 
@@ -403,7 +400,9 @@ class ProcessGroupXCCL(ReconfigurableProcessGroup):
     """
 
     def __init__(self, *_args: object, **_options: object) -> None:
-        raise NotSupportedError(_ANSWER)
+        raise NotSupportedError(
+            "torchft_like has no process group over XCCL yet; ProcessGroupGloo moves CPU tensors"
+        )
 
 
 class ProcessGroupBabyXCCL(ProcessGroupXCCL, ProcessGroupBaby):  # type: ignore[misc] # as in ProcessGroup
