@@ -5,7 +5,7 @@ communication hook.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,6 +36,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     The hook returns the future of each bucket, so the backward pass goes on while buckets reduce. An error
     does not disturb the backward pass: it makes `should_commit` return False. A parameter that one replica
     used gets a gradient on all of them.
+
+    Buffers, such as the running statistics of BatchNorm, are each replica's own between two heals, as in
+    torchft: torch's class broadcasts those of rank 0 before each forward pass, when here the quorum may not
+    be known yet. So evaluate on one replica, or use a normalization without them.
 
     Unlike torch's, it does not compare or broadcast parameters at the start (the Manager's init_sync
     does) and keeps its first assignment of parameters to buckets: a rebuilt one would differ between
@@ -93,6 +97,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._fix_buckets()
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Refuse a communication hook: the Manager's is registered.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            "gradients are reduced by the Manager's own communication hook, and a reducer has one: to send "
+            "fewer bytes, reduce them with manager.allreduce(gradient, should_quantize=True)"
+        )
+
     def _check_all_were_used(self) -> Exception | None:
         """Return an error if the last backward pass left parameters out; look for such ones from now on."""
         if self.find_unused_parameters:
@@ -115,7 +130,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _set_reducer_up(self) -> None:
         """Make a new reducer reduce its buckets over the replicas."""
-        self.register_comm_hook(self._reducers_group, _allreduce_bucket)
+        super().register_comm_hook(self._reducers_group, _allreduce_bucket)
         self._fix_buckets()
 
     def _fix_buckets(self) -> None:

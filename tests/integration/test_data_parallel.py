@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lighthouse.events import Event
 from tests.integration.test_manager_api import make_manager
@@ -398,3 +399,12 @@ def test_settings_by_which_replicas_reduce_other_things_are_refused(lighthouse: 
     static, delayed = on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), refuse)[0]
     assert "static_graph" in static
     assert "delay_all_reduce_named_params" in delayed
+
+
+def test_a_hook_in_the_place_of_the_managers_is_refused(lighthouse: LighthouseServer) -> None:
+    def register(replica: Replica) -> None:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        with pytest.raises(NotSupportedError, match="should_quantize"):
+            parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+
+    on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), register)

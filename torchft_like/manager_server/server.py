@@ -446,7 +446,7 @@ class ManagerServer:
         raise ConnectError(
             f"no lighthouse answered at {self._lighthouse} within {connect_timeout_s:g} s ({reason}); check "
             "that `python -m lighthouse` is running there, that lighthouse_addr (TORCHFT_LIGHTHOUSE) is its "
-            "address, that both have TORCHFT_TLS or neither, and that no firewall is between"
+            "own address, not its page's, that both have TORCHFT_TLS or neither, that no firewall is between"
         )
 
     async def _attach(self, group_rank: int, listener: LocalListener) -> None:
