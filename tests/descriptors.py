@@ -1,11 +1,13 @@
-"""Which descriptors this process has open, for tests of what is left behind."""
+"""Which descriptors this process has open, and a shortage of them."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import os
+import resource
 import time
+from collections.abc import Iterator
 
 LIMIT_S = 20.0
 
@@ -37,3 +39,22 @@ def left_open_since(before: Descriptors) -> Descriptors:
         time.sleep(0.02)
         left &= open_descriptors()
     return left
+
+
+@contextlib.contextmanager
+def descriptors_left(count: int) -> Iterator[None]:
+    """Let this process open so many descriptors, and no more, for the time of a block."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, *_ in open_descriptors()) + 64, hard))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open(os.devnull, os.O_RDONLY))
+        for _ in range(count):
+            os.close(taken.pop())
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_like.core.agreement import referee as referee_module
 from torchft_like.core.agreement.prediction import HISTORY_MAX, NO_AGREEMENT, Predictor
 from torchft_like.core.agreement.referee import (
     ENOUGH,
@@ -264,14 +263,6 @@ def test_a_rank_whose_backend_has_failed_hears_the_verdict_before_anything_else(
     assert game.referee.why(1) == [Ruling(1, NO_TICKET, problem, is_final=True)]
 
 
-def test_a_mismatch_in_the_first_call_leaves_the_group_usable() -> None:
-    game = Game([[CALLS[1], CALLS[3]], [CALLS[2], CALLS[3]]])
-    game.play()
-    for player in game.players:
-        assert player.started == [None, CALLS[3]]
-        assert not player.is_over
-
-
 def test_a_rank_that_does_not_come_to_a_call_that_others_have_begun_is_named_to_all() -> None:
     """Rank 0 means another call, rank 1 is in the predicted one, and rank 2 never comes."""
     call, other = CALLS[1], CALLS[2]
@@ -306,17 +297,6 @@ def test_a_part_that_only_its_own_rank_sees_may_change() -> None:
     game.play(keeps_in_step=True)
     assert [len(player.started) for player in game.players] == [10, 10]
     assert not any(player.problems for player in game.players)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_after_enough_comparisons_nothing_is_compared(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
-    monkeypatch.setattr(referee_module, "COMPARED_MAX", 20)
-    program = [Statement("allreduce", inputs=(f"float32[{size}]",)) for size in range(40)]
-    game = Game([program] * 3, seed)
-    game.play()
-    for player in game.players:
-        assert player.started == program
-        assert player.is_free
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,31 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.descriptors import left_open_since, open_descriptors
+from tests.descriptors import descriptors_left, left_open_since, open_descriptors
 from tests.equality import same
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from torchft_like.errors import QueueClosedError, QueueDescriptorsError, QueueError, QueueMemoryError
 from torchft_like.message_queue import MessageQueue
-
-
-@contextlib.contextmanager
-def descriptors_left(count: int) -> Iterator[None]:
-    """So many can be opened, and no more."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken: list[int] = []
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(int(name) for name, *_ in open_descriptors()) + 64, hard))
-    try:
-        with contextlib.suppress(OSError):
-            while True:
-                taken.append(os.open("/dev/null", os.O_RDONLY))
-        for _ in range(count):
-            os.close(taken.pop())
-        yield
-    finally:
-        for descriptor in taken:
-            os.close(descriptor)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
 
 LARGE_BYTES = 72 * 1024 * 1024  # more than the C library finds in what it has reserved for threads
 

@@ -7,25 +7,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.checking.backend import Check
 
-from .conftest import Party
-
-
-def checking(timeout: float = 60) -> ProcessGroup:
-    return ProcessGroupGloo(timeout, check_collectives=True)
+from .conftest import Party, allreduced
 
 
-def summed(group: ProcessGroup, value: float = 1.0) -> float:
-    tensor = torch.tensor([value])
-    group.allreduce([tensor]).wait()
-    return float(tensor[0])
+def checking(timeout: float = 60, check: Check = True) -> ProcessGroup:
+    return ProcessGroupGloo(timeout, check_collectives=check)
 
 
 def assert_goes_on(party: Party, groups: list[ProcessGroup]) -> None:
-    assert party.together(groups, lambda _, group: summed(group)) == [float(len(groups))] * len(groups)
+    assert party.together(groups, lambda _, group: allreduced(group)) == [float(len(groups))] * len(groups)
 
 
 def error_of(act: Callable[[], Any]) -> Exception:

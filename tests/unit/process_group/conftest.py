@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -86,14 +86,7 @@ def wait_until(happened: threading.Event) -> None:
     assert happened.wait(LIMIT_S)
 
 
-def allreduced(group: ProcessGroup, value: float) -> float:
+def allreduced(group: ProcessGroup, value: float = 1.0) -> float:
     tensor = torch.tensor([value])
     group.allreduce([tensor]).wait()
     return float(tensor[0])
-
-
-def assert_ended(thread_name: str, but: Collection[threading.Thread] = ()) -> None:
-    for thread in threading.enumerate():
-        if thread.name == thread_name and thread not in but:
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()

@@ -144,21 +144,6 @@ def test_ranks_that_run_ahead_and_ranks_that_wait_agree(party: Party) -> None:
         assert party.together(groups, act) == [[2.0 * number for number in range(40)]] * 2
 
 
-def test_groups_in_different_orders_do_not_wait_for_each_other(party: Party) -> None:
-    one, other = party.meet(2, usual), party.meet(2, usual)
-
-    def act(rank: int, _: ProcessGroup) -> list[float]:
-        mine = [one[rank], other[rank]]
-        tensors = [torch.ones(3), torch.ones(3)]
-        pairs = list(zip(mine, tensors, strict=True))
-        for work in [group.allreduce([tensor]) for group, tensor in (pairs if rank else reversed(pairs))]:
-            work.wait()
-        return [tensor.sum().item() for tensor in tensors]
-
-    for _ in range(STEPS):
-        assert party.together(one, act) == [[6.0, 6.0]] * 2
-
-
 def test_an_operation_of_its_own_on_one_rank_is_found_whatever_came_before(party: Party) -> None:
     """A rank gives a step up in its middle and begins the next one: all its calls are known ones."""
     groups = party.meet(2, usual)
@@ -181,17 +166,6 @@ def test_messages_between_two_ranks_are_not_compared(party: Party, said: list[Re
 
     assert party.together(groups, act) == [0.0, 0.0]
     assert said == []
-
-
-def test_a_call_that_the_backend_refuses_is_an_error_of_the_call_or_of_its_wait(party: Party) -> None:
-    groups = party.meet(2, usual)
-    whole = torch.ones(4)
-    for _ in range(STEPS):
-        error = party.together(
-            groups, lambda _, group: error_of(lambda: group.allreduce([whole[:3], whole[1:]]).wait())
-        )[0]
-        assert "share memory" in str(error)
-    assert_goes_on(party, groups)
 
 
 def test_after_enough_comparisons_nothing_is_compared(
@@ -229,15 +203,6 @@ def test_ranks_that_check_in_different_ways_are_told(party: Party, whole: int) -
     for attempt in attempts:
         with pytest.raises(ProcessGroupError, match="ranks 0 and 1 check collectives differently"):
             attempt.result(LIMIT_S)
-
-
-def test_a_group_that_is_aborted_during_a_comparison_ends_it(party: Party) -> None:
-    groups = party.meet(2, usual)
-    waiting = groups[0].allreduce([torch.ones(1)])
-    groups[0].abort("enough")
-    assert "enough" in str(error_of(waiting.wait))
-    party.configure(groups)
-    assert_goes_on(party, groups)
 
 
 def test_the_referee_is_not_needed_for_calls_that_are_predicted(party: Party) -> None:

@@ -172,16 +172,6 @@ def test_members_share_a_store_until_they_are_others(party: Party) -> None:
     assert party.together(groups, share) == [b"by 1", b"by 0"]
 
 
-def test_the_store_of_a_group_that_torch_made_is_the_one_that_torch_was_given() -> None:
-    made_by_torch("torchft-gloo")
-    group = dist.group.WORLD
-    assert group is not None
-    group.get_group_store().set("said", "here")
-    store = c10d._get_process_group_store(group)
-    assert PrefixStore("cpu/", store).get("said") == b"here"  # which is the part of it for the device
-    dist.destroy_process_group()
-
-
 def test_torch_finds_the_store_of_a_registered_group_and_follows_each_configure(party: Party) -> None:
     groups = [group.register(f"stores-{next(_names)}") for group in party.meet(2)]
     for _ in range(2):
@@ -195,10 +185,12 @@ def test_torch_finds_the_store_of_a_registered_group_and_follows_each_configure(
         group.unregister()
 
 
-def test_torch_finds_the_store_that_a_group_of_its_own_making_was_configured_with(party: Party) -> None:
+def test_the_store_of_a_group_that_torch_made_is_torchs_until_it_is_configured(party: Party) -> None:
     made_by_torch("torchft-gloo")
     group: Any = dist.group.WORLD
     first = c10d._get_process_group_store(group)
+    group.get_group_store().set("first", "here")
+    assert PrefixStore("cpu/", first).get("first") == b"here"  # which is the part of it for the device
     party.configure([group])
     c10d._get_process_group_store(group).set("said", "here")
     assert group.get_group_store().check(["said"])

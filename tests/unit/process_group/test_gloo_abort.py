@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import gc
 import math
-import os
 import resource
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -19,6 +18,7 @@ import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+from tests.descriptors import descriptors_left, left_open_since, open_descriptors
 from tests.versions import NEEDS_A_GLOO_THAT_IS_SILENCED
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, generation
@@ -26,7 +26,7 @@ from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo.device import GlooDevice
 from torchft_like.process_group.store import AbortableStore, parse_store_address
 
-from .conftest import LIMIT_S, Party, allreduced, assert_ended, wait_until
+from .conftest import LIMIT_S, Party, allreduced, wait_until
 
 pytestmark = pytest.mark.progress
 
@@ -74,7 +74,7 @@ def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
     blocked = party.aside(lambda g: g.allreduce([torch.ones(4)]).wait(), group)
     with pytest.raises(TimeoutError):
         blocked.result(0.2)
-    with no_descriptor_left():
+    with descriptors_left(0):
         group.abort("the test says so")
         with pytest.raises(ProcessGroupAbortedError, match="the test says so"):
             blocked.result(LIMIT_S)
@@ -155,24 +155,6 @@ def no_descriptor_allowed() -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-@contextmanager
-def no_descriptor_left() -> Iterator[None]:
-    """Every descriptor that this process may have is in use."""
-    before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = max(map(int, os.listdir("/proc/self/fd")))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 50, before[1]))
-    taken: list[int] = []
-    try:
-        with suppress(OSError):  # the one that there is no descriptor for
-            while True:
-                taken.append(os.open(os.devnull, os.O_RDONLY))
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, before)
-        for descriptor in taken:
-            os.close(descriptor)
 
 
 def test_an_abort_ends_many_blocked_operations_and_their_callbacks(party: Party) -> None:
@@ -415,37 +397,11 @@ def use_store(port: int, stop: threading.Event, exchanged: list[int]) -> None:
                 exchanged[1] += 1
 
 
-# Open descriptors, native threads, Python threads.
-Usage = tuple[int, int, int]
-
-
-def settled_usage(groups: list[ProcessGroup], of_others: Collection[threading.Thread]) -> Usage:
-    """What is in use when the groups have given everything back and it no longer changes."""
-    for group in groups:
-        group.shutdown()
-    gc.collect()
-    assert_ended("torchft-process-group", of_others)
-    readings = [usage_now()]
-    while len(readings) < 1000 and readings[-20:] != readings[-1:] * 20:
-        threading.Event().wait(0.01)  # the kernel buries a joined thread a little later
-        readings.append(usage_now())
-    return readings[-1]
-
-
-def assert_no_more(before: Usage, after: Usage) -> None:
-    """Less there may be: what Gloo forgot of other tests in this process ends when its time is up."""
-    assert all(now <= then for now, then in zip(after, before, strict=True)), (before, after)
-
-
-def usage_now() -> Usage:
-    return (len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count())
-
-
 @pytest.mark.no_leak
 def test_a_kept_error_keeps_no_connection(party: Party) -> None:
-    of_others = threading.enumerate()
     groups = party.meet(2)
-    before = settled_usage(groups, of_others)
+    shut_down(groups)
+    before = open_descriptors()
     party.configure(groups)
     groups[0].abort()
     kept = []
@@ -455,4 +411,11 @@ def test_a_kept_error_keeps_no_connection(party: Party) -> None:
         except RuntimeError as error:
             kept.append((error, group.errored()))
     assert len(kept) == 2
-    assert_no_more(before, settled_usage(groups, of_others))
+    shut_down(groups)
+    assert not left_open_since(before)
+
+
+def shut_down(groups: list[ProcessGroup]) -> None:
+    for group in groups:
+        group.shutdown()
+    gc.collect()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.errors import AddressError, ProcessGroupError
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
@@ -148,17 +147,6 @@ def test_the_limit_of_a_configuration_is_none_of_its_operations(party: Party) ->
     by_method(group, 1, [group.get_reconfigure_handle()], timedelta(seconds=7))
     assert group.timeout == OWN
     assert group.parent.options._timeout == OWN
-
-
-def test_an_abort_ends_it(party: Party) -> None:
-    first, second = (party.own(ProcessGroupGloo(timedelta(hours=1))) for _ in range(2))
-    handles = [first.get_reconfigure_handle(), second.get_reconfigure_handle()]
-    lone = party.aside(by_method, first, 1, handles)
-    begun = threading.Event()
-    while not lone.done():  # an abort before it has begun ends nothing
-        first.abort("the test")
-        begun.wait(0.01)
-    assert isinstance(lone.exception(LIMIT_S), ProcessGroupAbortedError)
 
 
 @pytest.mark.no_zombie

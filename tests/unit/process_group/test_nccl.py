@@ -323,12 +323,6 @@ def test_operations_no_abort_ends_are_told(group: ProcessGroupNCCL, device: Fake
     device.works[-1].off_the_device.set()
 
 
-def test_two_members_connect_after_they_have_met(device: FakeDevice, party: Party) -> None:
-    groups = party.meet(2, lambda: ProcessGroupNCCL(LIMIT_S))
-    assert [group.size() for group in groups] == [2, 2]
-    assert len(device.communicators) == 2
-
-
 def test_abort_reaches_a_configure_whose_peer_never_comes(device: FakeDevice, party: Party) -> None:
     group = ProcessGroupNCCL(LIMIT_S)
     party.own(group)

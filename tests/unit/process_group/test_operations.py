@@ -37,28 +37,22 @@ def begun(operations: Operations, work: Work) -> GroupOperation:
     return operation
 
 
-class SlowWork(Work):
-    """Done when told; its wait can be bounded, as that of Gloo's collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.done = threading.Event()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self.done.wait(timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
-        return True
-
-    def is_completed(self) -> bool:
-        return self.done.is_set()
-
-
 class Promise(Work):
-    """Of a backend: over when its future is."""
+    """Of a backend: over when its future is; a wait can be bounded, as that of Gloo's collectives."""
 
     def __init__(self) -> None:
         super().__init__()
         self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        is_over = self._is_over = threading.Event()
+        self.future.add_done_callback(lambda _: is_over.set())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._is_over.wait(timeout.total_seconds()):
+            raise RuntimeError("Operation timed out!")
+        return True
+
+    def is_completed(self) -> bool:
+        return self.future.done()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         return self.future
@@ -88,43 +82,17 @@ def test_a_backend_that_still_works_keeps_its_operations() -> None:
     assert own.value()[0].item() == 7.0
 
 
-@pytest.mark.progress
-def test_a_forgotten_wait_ends_with_the_abort() -> None:
-    operations, work, errors = Operations(), SlowWork(), list[Exception]()
-    operation, has_begun = begun(operations, work), threading.Event()
-
-    def wait() -> None:
-        has_begun.set()
-        try:
-            operation.wait()
-        except ProcessGroupAbortedError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    assert has_begun.wait(LIMIT_S)
-    operations.give_up(lambda: True, ABORTED)
-    thread.join(LIMIT_S)
-    assert [str(error) for error in errors] == ["lost b"]
-    work.done.set()
-
-
 def test_a_wait_of_many_slices_returns_what_the_work_does() -> None:
-    operations, work = Operations(), SlowWork()
-    timer = threading.Timer(0.6, work.done.set)
+    operations, work = Operations(), Promise()
+    timer = threading.Timer(0.6, work.future.set_result, [[]])
     timer.start()
     assert operations.wait(work, time.monotonic() + LIMIT_S)
     timer.join()
 
 
-def test_a_wait_keeps_its_own_timeout() -> None:
-    with pytest.raises(RuntimeError, match="timed out"):
-        Operations().wait(SlowWork(), time.monotonic() + 0.3)
-
-
 def test_what_is_not_awaited_yet_is_given_up_only_when_the_backend_is_still() -> None:
     """Whoever holds the work may come later, and must not be told that it is over too early."""
-    operations, work, looks = Operations(), SlowWork(), iter([False, False, True])
+    operations, work, looks = Operations(), Promise(), iter([False, False, True])
     held = begun(operations, work)
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "three looks were taken"
@@ -133,11 +101,11 @@ def test_what_is_not_awaited_yet_is_given_up_only_when_the_backend_is_still() ->
 
 
 def test_works_that_are_done_or_dropped_are_not_remembered() -> None:
-    operations, done, held = Operations(), SlowWork(), list[GroupOperation]()
-    done.done.set()
+    operations, done, held = Operations(), Promise(), list[GroupOperation]()
+    done.future.set_result([])
     for _ in range(1000):
         held.append(begun(operations, done))
-        begun(operations, SlowWork())
+        begun(operations, Promise())
     assert len(operations._issued) < 300
     operations.give_up(lambda: pytest.fail("looked"), ABORTED)
 
@@ -153,7 +121,7 @@ def test_nothing_is_looked_at_when_nothing_is_awaited() -> None:
 def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Waits and futures alike: it may be another group's threads that are busy."""
     monkeypatch.setattr("torchft_like.process_group.generation.LOOKS_S_MAX", 0.1)
-    operations, work = Operations(), SlowWork()
+    operations, work = Operations(), Promise()
     held = begun(operations, work)
     own = operations.follow(Promise())
     operations.give_up(lambda: False, ABORTED)
@@ -163,20 +131,9 @@ def test_a_backend_that_never_seems_to_rest_is_given_up_in_the_end(monkeypatch: 
         held.wait()
 
 
-class ForgottenWork(SlowWork):
-    """Of a backend that will never say that it is over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self.future
-
-
 def test_a_work_that_was_given_up_is_over_for_whoever_asks() -> None:
     operations = Operations()
-    work = begun(operations, ForgottenWork())
+    work = begun(operations, Promise())
     assert not work.is_completed()
     assert work.exception() is None
     operations.give_up(lambda: True, ABORTED)
@@ -187,7 +144,7 @@ def test_a_work_that_was_given_up_is_over_for_whoever_asks() -> None:
 
 def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_future_is_done() -> None:
     operations = Operations()
-    inner = begun(operations, ForgottenWork())
+    inner = begun(operations, Promise())
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
     call = BY_NAME["allgather"].bind((outputs, inputs), {})
@@ -270,7 +227,7 @@ class TestThreadWatch:
 def test_an_operation_that_the_backend_gets_in_a_moment_is_not_forgotten() -> None:
     operations = Operations()
     held = [operations.begin(AS_IT_IS) for _ in range(ISSUED_MIN + 1)]
-    held[-1].inner = SlowWork()
+    held[-1].inner = Promise()
     looks = iter([False, True])
     operations.give_up(lambda: next(looks), ABORTED)
     assert next(looks, None) is None, "it was looked whether the backend is done with it"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from torch.distributed import DistError
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify, stranger_context
+from tests.forking import is_so_in_a_fork
 from tests.waiting import wait_for
 from torchft_like.core.quorum_secret import QuorumSecret, meeting_keys
 from torchft_like.core.store import QUORUMS_MAX, Client, KeyValueStore, Query, Request, StoreRequestError
@@ -164,9 +164,7 @@ def test_no_fork_holds_a_connection_to_a_store() -> None:
     )  # whose other clients are the script's
     with closing(connected(f"127.0.0.1:{theirs.port}/a")) as client:
         descriptor = client._open_socket().fileno()
-        if (forked := os.fork()) == 0:
-            os._exit(socket.socket(fileno=descriptor).family == socket.AF_INET)
-        assert os.waitpid(forked, 0)[1] == 0
+        assert is_so_in_a_fork(lambda: socket.socket(fileno=descriptor).family != socket.AF_INET)
         client.set("k", "v")
         assert client.get("k") == b"v"
 
@@ -290,10 +288,17 @@ def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.fixture
+def encrypted(certificate: Path) -> Iterator[StoreAddress]:
+    """The address of a server with the job's certificate."""
+    with closing(StoreServer(Address(LOOPBACK, 0))) as server:
+        yield server.address
+
+
 def test_with_a_certificate_members_meet_and_share_a_store_over_tls(
-    party: Party, certificate: Path, request: pytest.FixtureRequest
+    party: Party, encrypted: StoreAddress
 ) -> None:
-    address = f"{request.getfixturevalue('server').address}/a"
+    address = f"{encrypted}/a"
     assert address.startswith("tls://")
     groups = [party.own(ProcessGroupGloo(LIMIT)) for _ in range(2)]
     party.together(groups, lambda rank, group: group.configure(f"{address}/b", rank, 2))
@@ -310,13 +315,11 @@ def test_with_a_certificate_members_meet_and_share_a_store_over_tls(
     assert (shared[0].delete_key("a"), shared[1].delete_key("a")) == (True, False)
 
 
-def test_an_abort_ends_a_wait_over_tls(
-    party: Party, certificate: Path, request: pytest.FixtureRequest
-) -> None:
-    with closing(connected(f"{request.getfixturevalue('server').address}/a")) as client:
+def test_an_abort_ends_a_wait_over_tls(party: Party, encrypted: StoreAddress) -> None:
+    with closing(connected(f"{encrypted}/a")) as client:
         client.set("a", "1")
         waiting = party.aside(client.get, "none")
-        with closing(connected(f"{request.getfixturevalue('server').address}/a")) as other:
+        with closing(connected(f"{encrypted}/a")) as other:
             assert other.get("a") == b"1"
         client.abort()
         with pytest.raises(ProcessGroupAbortedError):
@@ -324,22 +327,21 @@ def test_an_abort_ends_a_wait_over_tls(
 
 
 def test_who_has_no_certificate_of_the_job_is_shut_out(
-    tmp_path: Path, certificate: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, encrypted: StoreAddress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    address: StoreAddress = request.getfixturevalue("server").address
-    with closing(connected(f"{address}/a")) as member:
+    with closing(connected(f"{encrypted}/a")) as member:
         with pytest.raises(ProcessGroupError, match="lost the store"):
-            connected(f"{address.server}/a")
+            connected(f"{encrypted.server}/a")
         for shows in (None, certify(tmp_path / "other")):
             with (
-                socket.create_connection((LOOPBACK, address.server.port), LIMIT_S) as plain,
+                socket.create_connection((LOOPBACK, encrypted.server.port), LIMIT_S) as plain,
                 suppress(OSError),
-                stranger_context(shows).wrap_socket(plain) as encrypted,
+                stranger_context(shows).wrap_socket(plain) as stranger,
             ):
-                assert encrypted.recv(1) == b""
+                assert stranger.recv(1) == b""
         monkeypatch.delenv(TLS_ENV)
         with pytest.raises(ProcessGroupError, match="has no certificate"):
-            connected(f"{address}/a")
+            connected(f"{encrypted}/a")
         assert member.add("n", 1) == 1
 
 

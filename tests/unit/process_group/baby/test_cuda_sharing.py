@@ -1,4 +1,4 @@
-"""The two sides that share CUDA tensors, without a GPU: the `Machine` of the IPC tests plays torch's part.
+"""The two sides that share CUDA tensors, without a GPU: `Machine` plays torch's part.
 
 Whether torch really behaves so is what tests/gpu is for.
 """
@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.process_group.test_cuda_ipc import Machine, Stream
 from torchft_like import shared_memory
 from torchft_like.errors import NotSupportedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
@@ -25,6 +24,8 @@ from torchft_like.process_group.baby.cuda_sharing import (
     Arena,
     CudaExporter,
     CudaImporter,
+    OwnEvents,
+    PeerEvents,
     RemoteCudaOperation,
 )
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
@@ -33,31 +34,60 @@ from torchft_like.process_group.baby.requests import Request
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.nccl import ProcessGroupNCCL
 from torchft_like.process_group.work import Operation
+from torchft_like.shared_memory import Export, IsPast, TorchCuda
 
 LIMIT_S = 60.0
 
 
-class OneDevice(Machine):
-    """The streams of the trainer and of its subprocess, both played here."""
+class Stream:
+    """A queue of a device: how far it has come, and how much is in it."""
+
+    def __init__(self, stream_id: int = 0, priority: int = 0) -> None:
+        self.device_index = 0
+        self.stream_id = stream_id
+        self.priority = priority
+        self.queued = 0
+        self.done = 0
+
+    def queue(self) -> IsPast:
+        self.queued += 1
+        position = self.queued
+        return lambda: self.done >= position
+
+    def run(self) -> None:
+        self.done = self.queued
+
+    def synchronize(self) -> None:
+        self.run()
+
+
+class Event:
+    """What was queued before it was recorded last."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.is_past: IsPast = lambda: True
+
+    def record(self, stream: Any) -> None:
+        self.is_past = stream.queue()
+
+    def wait(self, stream: Any) -> None:
+        stream.queue()
+
+    def query(self) -> bool:
+        return self.is_past()
+
+
+class Machine(TorchCuda):
+    """The device of the trainer and of its subprocess: counters, memory, events and streams of both."""
+
+    def __init__(self) -> None:
+        self.counters: list[int] = []
+        self.events: list[Event] = []
+        self.private = 0
+        self.refusal: RuntimeError | None = None
         self.current = Stream()
         self.shared: list[torch.UntypedStorage] = []
         self.made: list[Stream] = []
-
-    def new_stream(self, device: int, priority: int) -> Any:
-        self.made.append(super().new_stream(device, priority))
-        return self.made[-1]
-
-    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
-        self.shared.append(storage)
-        device, _, *more = super().share(storage)
-        return device, bytes([len(self.shared) - 1]), *more
-
-    def open(self, device: int, handle: bytes, nbytes: int, offset: int) -> torch.UntypedStorage:
-        super().open(device, handle, nbytes, offset)
-        return self.shared[handle[0]]
 
     def use_device(self, index: int) -> None:
         pass
@@ -71,11 +101,44 @@ class OneDevice(Machine):
         yield
         self.current = before
 
+    def new_stream(self, device: int, priority: int) -> Any:
+        self.made.append(Stream(priority=priority))
+        return self.made[-1]
+
+    def share(self, storage: torch.UntypedStorage) -> tuple[Any, ...]:
+        if self.refusal is not None:
+            raise self.refusal
+        self.counters.append(1)
+        self.shared.append(storage)
+        handle = bytes([len(self.shared) - 1])
+        return 0, handle, storage.nbytes(), 512, b"/torch_1_1", len(self.counters) - 1, b"", True
+
+    def open(self, device: int, handle: bytes, nbytes: int, offset: int) -> torch.UntypedStorage:
+        return self.shared[handle[0]]
+
+    def decrement(self, counter: bytes, offset: int) -> None:
+        assert counter == b"/torch_1_1"
+        self.counters[offset] -= 1
+
+    def new_event(self) -> Any:
+        self.events.append(Event())
+        return self.events[-1]
+
+    def handle_of(self, event: Any) -> bytes:
+        return bytes([self.events.index(event)])
+
+    def open_event(self, device: int, handle: bytes) -> Any:
+        return self.events[handle[0]]
+
+    def private_event(self) -> Any:
+        self.private += 1
+        return Event()
+
 
 class Pair:
     """An exporter, its importer, and the messages between them."""
 
-    def __init__(self, machine: OneDevice) -> None:
+    def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.arena = Arena(torch.device("cpu"))
         self.exporter = CudaExporter(torch.device("cpu"), self.arena)
@@ -119,23 +182,39 @@ class Pair:
 
 
 @pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> OneDevice:
-    machine = OneDevice()
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
     for module in (cuda_memory, shared_memory):
         monkeypatch.setattr(module, "cuda", machine)
     return machine
 
 
 @pytest.fixture
-def pair(machine: OneDevice) -> Pair:
+def pair(machine: Machine) -> Pair:
     return Pair(machine)
 
 
-def test_memory_is_mapped_once_for_all_its_tensors(pair: Pair) -> None:
-    tensor = torch.zeros(8)
-    pair.run(tensor)
-    pair.run(tensor[2:])
-    assert len(pair.mapped) == 1
+def test_memory_that_cannot_be_shared_is_refused_with_the_cure(machine: Machine) -> None:
+    machine.refusal = RuntimeError("cudaMallocAsync does not yet support shareIpcHandle")
+    with pytest.raises(NotSupportedError, match=r"cudaMallocAsync .* without expandable_segments"):
+        Export(torch.zeros(4).untyped_storage())
+
+
+def test_event_is_recorded_anew_only_after_every_wait(machine: Machine) -> None:
+    own, peer = OwnEvents(), PeerEvents()
+    here: Any = Stream()
+    there: Any = Stream()
+    first = own.record(here)
+    assert first == (0, 0, b"\x00")
+    peer.open(first)
+    peer.wait(0, there)
+    assert peer.take_passed() == []
+    assert own.record(here) == (1, 0, b"\x01")
+    there.run()
+    assert peer.take_passed() == [0]
+    assert peer.take_passed() == []
+    own.free([0])
+    assert own.record(here) == (0, 0, None)
 
 
 def test_the_operation_comes_after_the_callers_stream_and_the_caller_after_it(pair: Pair) -> None:
