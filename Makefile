@@ -41,12 +41,9 @@ proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 bench: $(READY)  ## every benchmark, beside torchft 0.2.0 and its nightly in the same run
 	$(BIN)/python -m benchmarks.run
 
-# Without a C compiler: `make simulate SIMULATE=`, which takes more than twice as long.
-SIMULATE ?= --compiled
-
 simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
-	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:100000 --jobs 2
-	$(BIN)/python -m tests.simulation $(SIMULATE) --seeds 0:3000 --jobs 2 --mutants
+	$(BIN)/python -m tests.simulation --seeds 0:100000 --jobs 2
+	$(BIN)/python -m tests.simulation --seeds 0:3000 --jobs 2 --mutants
 
 rest: $(READY)  ## the rows of slow tables that `make test` leaves out, and the DiLoCo example
 	$(BIN)/python -m pytest -m rest tests/integration tests/interop

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,13 +30,6 @@ def test_a_kill_that_left_no_trace_is_not_felt() -> None:
     injection = injection_of(story, "kill", "r2")
     story.steps(20)
     assert judge(injection, story.log, JOB, story.now).felt == ""
-
-
-def test_a_loss_that_only_the_victim_wrote_down_is_no_evidence() -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "stop", "r2")
-    story.event("loss", "r2", member="r2:1", reason="-").steps(5)
-    assert not judge(injection, story.log, JOB, story.now).felt
 
 
 def test_a_recovery_ends_with_the_first_step_that_was_begun_after_the_fault_was_felt() -> None:
@@ -87,62 +81,76 @@ def test_a_fault_is_not_credited_with_what_the_next_one_did() -> None:
     assert not judge(early, story.log, JOB, until=injection.time).felt
 
 
-def test_a_lighthouse_outage_is_felt_by_who_lost_it_and_came_back() -> None:
+Act = Callable[[Story], object]
+
+
+def event(kind: str, name: str = "", **fields: Any) -> Act:
+    return lambda story: story.event(kind, name, **{"reason": "-", **fields})
+
+
+def note(kind: str, name: str, **fields: Any) -> Act:
+    return lambda story: story.note(kind, name, **{"reason": "-", **fields})
+
+
+def both(first: Act, second: Act) -> Act:
+    return lambda story: (first(story), second(story))
+
+
+def left_out(*members: str) -> Act:
+    return event("left_out", members=members, reasons=["-"], source="lighthouse")
+
+
+NOTHING: Act = lambda story: story.steps(5)  # noqa: E731 - as the others
+WITHOUT_R2: Act = lambda story: story.new_quorum("r2").steps(5)  # noqa: E731
+SPOILT = both(note("spoilt", "r0"), event("heal", "r2", refused=[]))
+TOO_MANY = "[Errno 24] Too many open files"
+UNFETCHED = "CheckpointFormatError: state of step 5 could not be fetched from -"
+STRANGER = {"stranger": "stranger"}
+REFUSED = event("refused", member="stranger:1", source="lighthouse")
+GIVEN_UP = both(event("error", "r2"), note("given_up", "r2"))
+
+# A fault with this victim and these details, what is no evidence of it, and what is some after that, if any.
+EVIDENCE: list[tuple[str, str, dict[str, Any], Act, Act | None]] = [
+    ("stop", "r2", {}, event("loss", "r2", member="r2:1"), None),  # the victim's own word
+    ("lighthouse-kill", "", {}, event("disconnected", "r0"), event("connected", "r0")),
+    ("truncate", "r2", {}, SPOILT, event("error", "r2", reason=UNFETCHED)),
+    ("bit-flip", "r2", {}, SPOILT, event("heal", "r2", refused=["http://h:1: the stream is truncated"])),
+    (
+        "disk-full",
+        "",
+        {},
+        note("checkpoint_failed", "r1", errno="EACCES"),
+        note("checkpoint_failed", "r1", errno="ENOSPC"),
+    ),
+    ("baby-kill", "r2", {"backends": 1}, NOTHING, event("error", "r2")),
+    ("baby-stop", "r2", {"backends": 0}, event("error", "r2"), None),
+    ("fd-exhaustion", "r1", {}, event("error", "r0", reason=TOO_MANY), event("error", "r1", reason=TOO_MANY)),
+    ("give-up", "r2", {}, GIVEN_UP, event("abort", "r0", reason="given up by r2:1")),
+    ("sick", "r2", {}, left_out("r2:1"), WITHOUT_R2),
+    ("sick", "r2", {}, both(left_out("r1:1"), WITHOUT_R2), None),
+    ("sick", "r2", {}, both(left_out("r1:1", "r2:1"), WITHOUT_R2), None),
+    ("foreign", "", STRANGER, NOTHING, REFUSED),
+    ("foreign", "", STRANGER, both(REFUSED, event("error", "r0")), None),
+]
+
+
+@pytest.mark.parametrize(("kind", "victim", "details", "before", "evidence"), EVIDENCE)
+def test_each_kind_is_felt_by_its_own_evidence(
+    kind: str, victim: str, details: dict[str, Any], before: Act, evidence: Act | None
+) -> None:
     story = Story().steps(5)
-    injection = injection_of(story, "lighthouse-kill")
-    story.event("disconnected", "r0", address="-", reason="-")
+    injection = injection_of(story, kind, *([victim] if victim else []), **details)
+    before(story)
     assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("connected", "r0", address="-").steps(3)
-    assert judge(injection, story.log, JOB, story.now).felt
-
-
-@pytest.mark.parametrize("kind", ["truncate", "bit-flip"])
-def test_a_spoilt_transfer_is_felt_only_when_it_was_refused(kind: str) -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, kind, "r2")
-    story.note("spoilt", "r0", how=kind)
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("heal", "r2", refused=[])
-    assert not judge(injection, story.log, JOB, story.now).felt
-    gone = deepcopy(story)
-    gone.event("error", "r2", reason="CheckpointFormatError: state of step 5 could not be fetched from -")
-    assert judge(injection, gone.log, JOB, gone.now).felt
-    story.event("heal", "r2", refused=["http://10.0.0.1:4711: the stream is truncated"])
-    assert judge(injection, story.log, JOB, story.now).felt
-
-
-def test_a_full_disk_is_felt_by_a_checkpoint_that_failed_for_it() -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "disk-full")
-    story.note("checkpoint_failed", "r1", errno="EACCES", reason="-")
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.note("checkpoint_failed", "r1", errno="ENOSPC", reason="No space left on device")
-    assert judge(injection, story.log, JOB, story.now).felt
-
-
-@pytest.mark.parametrize("kind", ["baby-kill", "baby-stop"])
-def test_a_backend_that_is_hit_is_felt_by_an_error_if_there_was_one_to_hit(kind: str) -> None:
-    story = Story().steps(5)
-    nothing, hit = (injection_of(story, kind, "r2", backends=count) for count in (0, 1))
-    assert not judge(hit, story.log, JOB, story.now).felt
-    story.event("error", "r2", reason="the subprocess is gone")
-    assert not judge(nothing, story.log, JOB, story.now).felt
-    assert judge(hit, story.log, JOB, story.now).felt
+    if evidence is not None:
+        evidence(story)
+        assert judge(injection, story.log, JOB, story.now).felt
 
 
 def test_every_kind_that_is_offered_leaves_a_survivor() -> None:
     kinds, skipped = usable(list(KINDS), features(JobSettings(replicas=2), network=False))
     assert "fd-exhaustion" in skipped
     assert "kill-half" in kinds
-
-
-def test_exhausted_descriptors_are_felt_by_the_victim_alone() -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "fd-exhaustion", "r1")
-    story.event("error", "r0", reason="[Errno 24] Too many open files")
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("error", "r1", reason="[Errno 24] Too many open files")
-    assert judge(injection, story.log, JOB, story.now).felt
 
 
 def test_a_delay_is_felt_when_steps_take_longer_by_it() -> None:
@@ -164,35 +172,6 @@ def test_idle_members_are_felt_by_a_survivor_that_waits(is_idle: bool, waited_s:
     story.now += waited_s
     story.new_quorum("r1", "r2").steps(5)
     assert bool(judge(injection, story.log, JOB, story.now).felt) is (is_idle and waited_s > 0)
-
-
-def test_a_step_that_is_given_up_is_felt_by_another_replica() -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "give-up", "r2")
-    story.event("error", "r2", reason="-").note("given_up", "r2")
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("abort", "r0", reason="given up by r2:1: it begins another step")
-    assert judge(injection, story.log, JOB, story.now).felt
-
-
-@pytest.mark.parametrize("members", [["r2:1"], ["r1:1"], ["r1:1", "r2:1"]])
-def test_a_sick_replica_is_felt_when_it_alone_is_left_out_and_the_others_go_on(members: list[str]) -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "sick", "r2")
-    story.event("left_out", members=members, reasons=["-"], source="lighthouse")
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.new_quorum("r2").steps(5)
-    assert bool(judge(injection, story.log, JOB, story.now).felt) is (members == ["r2:1"])
-
-
-def test_a_stranger_is_felt_when_it_is_refused_and_nobody_notices() -> None:
-    story = Story().steps(5)
-    injection = injection_of(story, "foreign", stranger="stranger")
-    assert not judge(injection, story.log, JOB, story.now).felt
-    story.event("refused", member="stranger:1", reason="wider", source="lighthouse").steps(5)
-    assert judge(injection, story.log, JOB, story.now).felt
-    story.event("error", "r0", reason="-")
-    assert not judge(injection, story.log, JOB, story.now).felt
 
 
 def test_lost_packets_are_felt_when_segments_were_sent_again() -> None:

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Sequence
 
 from tests.simulation import report
-from tests.simulation.compiled import CannotCompileError, run_compiled
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--mutants", action="store_true", help="hunt the broken cores")
     parser.add_argument("--mutant", help="with --seed: replay it with this broken core")
     parser.add_argument("--size", type=int, help="measure one quorum of so many replica groups")
-    parser.add_argument("--compiled", action="store_true", help="run in machine code (needs a C compiler)")
     options = parser.parse_args(arguments)
-    if options.compiled:
-        return _run_compiled(arguments if arguments is not None else sys.argv[1:])
     if options.size is not None:
         return report.size(options.size)
     if options.seed is not None:
@@ -37,14 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first, _, end = options.seeds.partition(":")
     seeds = range(int(first), int(end))
     return report.mutants(seeds, options.jobs) if options.mutants else report.many(seeds, options.jobs)
-
-
-def _run_compiled(arguments: Sequence[str]) -> int:
-    try:
-        return run_compiled([argument for argument in arguments if argument != "--compiled"])
-    except CannotCompileError as error:
-        print(error, file=sys.stderr)
-        return 2
 
 
 if __name__ == "__main__":

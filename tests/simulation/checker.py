@@ -31,43 +31,6 @@ class RunOverError(Exception):
 class Checker:
     """The history so far, as far as the invariants need it."""
 
-    __slots__ = (
-        "_attempts",
-        "_awaited",
-        "_committed",
-        "_connected",
-        "_free",
-        "_given_up",
-        "_ids",
-        "_known",
-        "_left_at",
-        "_lives",
-        "_newest",
-        "_number",
-        "_order",
-        "_orphans",
-        "_previous",
-        "_promised",
-        "_seen",
-        "_spared",
-        "_standing",
-        "_states",
-        "_steps",
-        "_stronghold",
-        "_told_at",
-        "_told_of",
-        "_trained",
-        "_tries",
-        "_unheard",
-        "_verdicts",
-        "_waiting",
-        "_whole",
-        "_world",
-        "commits",
-        "is_over",
-        "violation",
-    )
-
     def __init__(self, world: World) -> None:
         self._world = world
         self.violation: str | None = None

@@ -102,6 +102,11 @@ class Faults:
         replicas = self._replicas()
         return replicas[int(draw * len(replicas))] if replicas else None
 
+    def _rank(self, draws: Draws) -> Rank | None:
+        """Return a rank of a replica group; None if there is no group."""
+        replica = self._replica(draws[0])
+        return None if replica is None else replica.ranks[int(draws[1] * len(replica.ranks))]
+
     def _long(self, draw: float) -> float:
         """Return a time that is sometimes shorter than the keepalive, and sometimes much longer."""
         return self._world.scenario.keepalive_s * (0.1 + 3 * draw * draw)
@@ -134,8 +139,7 @@ class Faults:
 
     def _peer_reset(self, draws: Draws) -> str | None:
         """Break a connection of the process group."""
-        replica = self._replica(draws[0])
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))] if replica is not None else None
+        rank = self._rank(draws)
         if rank is None or rank.group_mesh is None or rank.state == DEAD:
             return None
         rank.group_mesh.reset()
@@ -226,11 +230,8 @@ class Faults:
 
     def _rank_crash(self, draws: Draws) -> str | None:
         """Kill one rank of a replica group."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        if rank.state == DEAD:
+        rank = self._rank(draws)
+        if rank is None or rank.state == DEAD:
             return None
         rank.die("SIGKILL")
         return rank.name
@@ -354,8 +355,7 @@ class Faults:
 
     def _sick(self, draws: Draws) -> str | None:
         """Break the process group of a rank, and let it fail whenever it is configured, for a while."""
-        replica = self._replica(draws[0])
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))] if replica is not None else None
+        rank = self._rank(draws)
         if rank is None or rank.group_mesh is None or rank.state == DEAD:
             return None
         rank.sick_until = self._world.now + 4 * self._long(draws[2])
@@ -376,11 +376,8 @@ class Faults:
 
     def _try_error(self, draws: Draws) -> str | None:
         """Let the function of a rank raise an error that no step survives."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        if rank.state != RUNNING:
+        rank = self._rank(draws)
+        if rank is None or rank.state != RUNNING:
             return None
         error = OF_SCRIPT[int(draws[2] * len(OF_SCRIPT))]
         rank.die(error)
@@ -462,24 +459,17 @@ class Faults:
 
     def _report_error(self, draws: Draws) -> str | None:
         """Let the script report an error in its step."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        return rank.name if rank.state == RUNNING and rank.report_error() else None
+        rank = self._rank(draws)
+        return rank.name if rank is not None and rank.state == RUNNING and rank.report_error() else None
 
     def _give_up(self, draws: Draws) -> str | None:
         """Let the script begin the next step without a verdict on this one."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        return rank.name if rank.state == RUNNING and rank.give_up() else None
+        rank = self._rank(draws)
+        return rank.name if rank is not None and rank.state == RUNNING and rank.give_up() else None
 
     def _order(self, kind: str, draws: Draws) -> None:
         """Have the script of a rank do something once, at the next place where it can; that is felt then."""
-        if (replica := self._replica(draws[0])) is not None:
-            rank = replica.ranks[int(draws[1] * len(replica.ranks))]
+        if (rank := self._rank(draws)) is not None:
             rank.orders.setdefault(kind, draws[2])
 
     def _foreign(self, draws: Draws) -> str | None:
@@ -489,21 +479,15 @@ class Faults:
 
     def _late_error(self, draws: Draws) -> str | None:
         """Let a callback of a past quorum report its error only now."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        if rank.state != RUNNING or not rank.hear_late_error():
+        rank = self._rank(draws)
+        if rank is None or rank.state != RUNNING or not rank.hear_late_error():
             return None
         return f"{rank.name}, of quorum {rank.failed_quorum}"
 
     def _leave(self, draws: Draws) -> str | None:
         """Ask one rank to stop; its group leaves, and another start of it joins later."""
-        replica = self._replica(draws[0])
-        if replica is None:
-            return None
-        rank = replica.ranks[int(draws[1] * len(replica.ranks))]
-        if rank.stop_wanted or rank.state == DEAD:
+        rank = self._rank(draws)
+        if rank is None or rank.stop_wanted or rank.state == DEAD:
             return None
         rank.stop_wanted = True
         return rank.name

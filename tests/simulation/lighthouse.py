@@ -5,8 +5,8 @@ It does over the simulated network what `lighthouse/server.py` does over gRPC, i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
@@ -34,26 +34,13 @@ from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, S
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
+    from torchft_like.core.replica_group import Effect
 
 STRANGERS_STEP = 1_000_000
 
 
 class SimLighthouse(Process):
     """A lighthouse that comes and goes; its sessions and its memory go with it."""
-
-    __slots__ = (
-        "_armed",
-        "_config",
-        "_core",
-        "_life",
-        "_numbers",
-        "_opening",
-        "_strangers",
-        "_world",
-        "desk",
-        "quorum",
-        "sessions",
-    )
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -279,23 +266,22 @@ class SimLighthouse(Process):
     def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
         for number in numbers:
             if (session := self.sessions.get(number)) is not None:
-                hear, is_alive = session.replica.hear_lost, type(decision) is QuorumBroken
+                is_alive = type(decision) is QuorumBroken
                 must_answer = isinstance(decision, QuorumOver) and decision.must_answer
-                self._world.send_down(
-                    session, hear, session, decision.quorum_id, decision.replica_id, is_alive, must_answer
-                )
+                lost = decision.quorum_id, decision.replica_id, "lost", is_alive, b"", must_answer
+                self._send(session, session.replica.core.member_lost, *lost)
 
     def _leave_out(self, left: LeftOut) -> None:
         self._world.tell("lighthouse", "leaves out", *left.replica_ids, "for", *left.links)
         for number, _ in left.sessions:
             if (session := self.sessions.get(number)) is not None:
-                self._world.send_down(session, session.replica.hear_left_out, session, left.quorum_id)
+                self._send(session, session.replica.core.left_out, left.quorum_id, ())
 
     def _refuse(self, refused: Refused) -> None:
         self._world.tell("lighthouse", "refuses", refused.replica_id, refused.reason)
         if (session := self.sessions.get(refused.session)) is not None:
             self._world.checker.disconnected(refused.replica_id)
-            self._world.send_down(session, session.replica.hear_refused, session)
+            self._send(session, session.replica.core.refused, "its state began elsewhere")
 
     def _hold_or_release(self, decision: HoldQuorum | QuorumReleased) -> None:
         world, number = self._world, QuorumNumber(decision.quorum_id, decision.round)
@@ -305,10 +291,10 @@ class SimLighthouse(Process):
             replica = session.replica
             if isinstance(decision, HoldQuorum):
                 world.tell("lighthouse", "asks", replica.replica_id, "to hold")
-                world.send_down(session, replica.hear_hold, session, number)
+                self._send(session, replica.core.hold, *number)
             else:
                 world.tell("lighthouse", "tells", replica.replica_id, "to ask at attempt", decision.ask_at)
-                world.send_down(session, replica.hear_released, session, number, decision.ask_at)
+                self._send(session, replica.core.released, *number, decision.ask_at)
 
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
@@ -326,6 +312,10 @@ class SimLighthouse(Process):
             session = self.sessions.get(number)
             if session is not None:
                 world.send_down(session, session.replica.hear_quorum, session, quorum)
+
+    def _send(self, session: Session, act: Callable[..., Sequence[Effect]], *told: Any) -> None:
+        """Send what the replica group's core is to act on."""
+        self._world.send_down(session, session.replica.hear, session, act, *told)
 
     def _end(self, session: Session) -> None:
         """End a session from this side."""

@@ -27,8 +27,6 @@ LOOKS_UNTIL_LONG = 5
 class Mesh:
     """A rendezvous, the collectives of its members, and their end."""
 
-    __slots__ = ("_broken", "_configured", "_members", "_parts", "_world", "quorum_id", "size")
-
     def __init__(self, world: World, quorum_id: int, size: int) -> None:
         self._world = world
         self.quorum_id = quorum_id

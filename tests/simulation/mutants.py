@@ -7,6 +7,7 @@ one that was indeed missing until the simulation found it. `MUTANTS` has a seed 
 
 from __future__ import annotations
 
+import copy
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.standing import StandingQuorum
 from lighthouse.core.vacancies import Decision as VacancyDecision
-from lighthouse.core.vacancies import PlaceKey, Vacancies
+from lighthouse.core.vacancies import Vacancies
 from tests.simulation.cores import Cores
 from tests.simulation.fragments import Fragments, Held, mix
 from tests.simulation.replica import JoinMessage
@@ -54,7 +55,6 @@ class Mutant(NamedTuple):
 class Catch(NamedTuple):
     """After how many seeds a mutant was caught; `seeds` is None if it was not."""
 
-    mutant: Mutant
     seeds: int | None
     violation: str | None
 
@@ -64,8 +64,8 @@ def hunt(mutant: Mutant, seeds: Iterable[int]) -> Catch:
     for count, seed in enumerate(seeds, 1):
         violation = run(draw(seed), mutant.cores).violation
         if violation is not None:
-            return Catch(mutant, count, violation)
-    return Catch(mutant, None, None)
+            return Catch(count, violation)
+    return Catch(None, None)
 
 
 # -- the lighthouse
@@ -85,11 +85,6 @@ class _BelievesClaims(QuorumCore):
     def __init__(self, config: LighthouseConfig, first_quorum_id: int) -> None:
         super().__init__(config, first_quorum_id)
         self._claims = _Credulous()
-
-
-class _ForgetsReportedIds(QuorumCore):
-    def _use_up(self, quorum_id: int) -> None:
-        pass
 
 
 class _ForgetsTheMajority(QuorumCore):
@@ -117,42 +112,16 @@ class _KeepsTheIdAfterAFailure(QuorumCore):
 
 
 class _ForgetsRounds(QuorumCore):
-    def register(
-        self,
-        session: int,
-        replica_id: str,
-        last: QuorumNumber,
-        last_ids: Iterable[str],
-        now: float,
-        stands: bool = False,
-        spare: bool = False,
-    ) -> list[Decision]:
+    def register(self, session: int, replica_id: str, last: QuorumNumber, *more: Any) -> list[Decision]:
         round_number = self._number.round if last.quorum_id == self._number.quorum_id else last.round
         number = QuorumNumber(last.quorum_id, round_number)
-        return super().register(session, replica_id, number, last_ids, now, stands, spare)
-
-
-class _DoesNotSayItIsOver(QuorumCore):
-    def _is_over(self, number: QuorumNumber) -> bool:
-        return False
-
-
-class _DoesNotWarnOfBrokenGroups(QuorumCore):
-    def _break(self, replica_id: str, decisions: list[Decision]) -> None:
-        pass
+        return super().register(session, replica_id, number, *more)
 
 
 class _LearnsTooLate(QuorumCore):
-    def _learn(
-        self,
-        number: QuorumNumber,
-        ids: Iterable[str],
-        now: float,
-        decisions: list[Decision],
-        stands: bool,
-    ) -> None:
+    def _learn(self, *reported: Any) -> None:
         self._has_formed = False
-        super()._learn(number, ids, now, decisions, stands)
+        super()._learn(*reported)
 
 
 class _KeepsTheDead(QuorumCore):
@@ -218,11 +187,6 @@ class _CountsMembersOnly(QuorumCore):
         return not self._missing and len(chosen) == len(self._last)
 
 
-class _ForgetsTheSick(QuorumCore):
-    def _sick(self, now: float, joins: Any) -> dict[str, str]:
-        return {}
-
-
 class _LeavesTheSickOutForEver(QuorumCore):
     def _sick(self, now: float, joins: Any) -> dict[str, str]:
         return {i: "" for i, join in joins.items() if join.let_in_at > 0}
@@ -284,24 +248,21 @@ class _KeepsNoDistance(QuorumCore):
 # -- the replica group
 
 
-class _DropsMemberLost(ReplicaGroup):
-    def member_lost(self, *_: Any) -> list[Effect]:
-        return []
+def _changed(effects: Iterable[Effect], **fields: bool) -> list[Effect]:
+    """Return the effects, with these fields in each verdict."""
+    return [
+        e._replace(verdict=e.verdict._replace(**fields)) if isinstance(e, RankVerdict) else e for e in effects
+    ]
 
 
 class _OneVoteIsEnough(ReplicaGroup):
+    has_one = False
+
     def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
+        has_one = self.has_one or vote.committed
         effects = super().rank_voted(group_rank, vote._replace(committed=True))
-        self._any_yes = getattr(self, "_any_yes", False) or vote.committed
-        if effects:
-            yes, self._any_yes = self._any_yes, False
-            return [
-                RankVerdict(e.group_rank, e.verdict._replace(committed=yes))
-                if isinstance(e, RankVerdict)
-                else e
-                for e in effects
-            ]
-        return effects
+        self.has_one = has_one and not effects
+        return _changed(effects, committed=has_one)
 
 
 class _EveryRankItsOwnVerdict(ReplicaGroup):
@@ -313,29 +274,12 @@ class _EveryRankItsOwnVerdict(ReplicaGroup):
         ]
 
 
-class _KeepsItsNoToItself(ReplicaGroup):
-    def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
-        effects = super().rank_voted(group_rank, vote)
-        return [effect for effect in effects if not isinstance(effect, group_module.StepLostNotice)]
-
-
-class _JoinsOnceOnly(ReplicaGroup):
-    def lighthouse_connected(self) -> list[Effect]:
-        return []
-
-
 class _ComparesStepsOnly(ReplicaGroup):
     def quorum_formed(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
-        first_quorum_id: int = 0,
-        secret: bytes = b"",
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], *more: Any
     ) -> list[Effect]:
         same = [m._replace(commit_quorum_id=0) if isinstance(m, JoinMessage) else m for m in participants]
-        return super().quorum_formed(quorum_id, same, round_number, stands, first_quorum_id)
+        return super().quorum_formed(quorum_id, same, *more)
 
 
 class _SpeaksForItsFirstRank(ReplicaGroup):
@@ -350,16 +294,6 @@ class _SpeaksForItsFirstRank(ReplicaGroup):
         return [told if isinstance(effect, group_module.GroupJoin) else effect for effect in effects]
 
 
-class _SurvivesItsRanks(ReplicaGroup):
-    def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
-        return []
-
-
-class _ProbesOnce(ReplicaGroup):
-    def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
-        return [e for e in super().probed(probe, silent) if not isinstance(e, Probe)]
-
-
 class _NeverTriesAgain(ReplicaGroup):
     def step_stalled(self, quorum_id: int, *, for_long: bool = False) -> list[Effect]:
         return super().step_stalled(quorum_id)
@@ -368,23 +302,6 @@ class _NeverTriesAgain(ReplicaGroup):
 class _GivesNothingUp(_NeverTriesAgain):
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
         return [e for e in super().probed(probe, silent) if not isinstance(e, group_module.LossNotice)]
-
-
-class _ReportsLinksOnce(ReplicaGroup):
-    def lighthouse_connected(self) -> list[Effect]:
-        effects = super().lighthouse_connected()
-        return [effect for effect in effects if not isinstance(effect, group_module.BrokenLinks)]
-
-
-class _SaysNotWhoItIs(ReplicaGroup):
-    def _identify(self, joins: Sequence[RankJoin]) -> Identity:
-        return Identity()
-
-
-class _SaysOnceWhoItIs(ReplicaGroup):
-    def lighthouse_connected(self) -> list[Effect]:
-        effects = super().lighthouse_connected()
-        return [effect for effect in effects if not isinstance(effect, group_module.GroupIdentity)]
 
 
 class _WaitsForWhoJumps(StandingQuorum):
@@ -402,16 +319,6 @@ class _NamesAnyStep(QuorumCore):
 class _LetsThemHold(ReplicaGroup):
     def _told_to_ask_at(self, step: int) -> list[Effect]:
         return super()._told_to_ask_at(step)[:1]
-
-
-class _GivesUpQuietly(ReplicaGroup):
-    def _release_others(self, join: RankJoin) -> list[group_module.StepLostNotice]:
-        return []
-
-
-class _RefusesNoVotes(ReplicaGroup):
-    def _refuse_votes(self) -> list[Effect]:
-        return []
 
 
 class _AnswersNobodyLate(ReplicaGroup):
@@ -443,16 +350,10 @@ class _ReleasesTheSameStepOnly(ReplicaGroup):
     max_step = 0
 
     def quorum_formed(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
-        first_quorum_id: int = 0,
-        secret: bytes = b"",
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], *more: Any
     ) -> list[Effect]:
         self.max_step = max([member.step for member in participants])
-        return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
+        return super().quorum_formed(quorum_id, participants, *more)
 
     def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
         effects = super().rank_voted(group_rank, vote)
@@ -462,31 +363,19 @@ class _ReleasesTheSameStepOnly(ReplicaGroup):
 
 class _GoesOnTorn(ReplicaGroup):
     def quorum_formed(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
-        first_quorum_id: int = 0,
-        secret: bytes = b"",
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], *more: Any
     ) -> list[Effect]:
         self._is_torn = False
-        return super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id)
+        return super().quorum_formed(quorum_id, participants, *more)
 
 
 class _HealsFromManyGroups(ReplicaGroup):
     def quorum_formed(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
-        first_quorum_id: int = 0,
-        secret: bytes = b"",
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], *more: Any
     ) -> list[Effect]:
         by_id = {member.replica_id: member for member in participants}
         effects: list[Effect] = []
-        for e in super().quorum_formed(quorum_id, participants, round_number, stands, first_quorum_id):
+        for e in super().quorum_formed(quorum_id, participants, *more):
             if isinstance(e, RankQuorum) and e.result.heal and e.group_rank > 0:
                 sources = [i for i in e.result.replica_ids if i not in e.result.healing_replica_ids]
                 source = sources[e.group_rank % len(sources)]
@@ -526,37 +415,9 @@ class _CommitsWithoutSuspects(ReplicaGroup):
         return effects
 
 
-class _LetsOthersWait(ReplicaGroup):
-    def rank_suspected(self, group_rank: int, reason: str) -> list[Effect]:
-        effects = super().rank_suspected(group_rank, reason)
-        return [effect for effect in effects if not isinstance(effect, group_module.GroupAway)]
-
-
-class _StaysAway(ReplicaGroup):
-    def rank_resumed(self, group_rank: int) -> list[Effect]:
-        effects = super().rank_resumed(group_rank)
-        return [effect for effect in effects if not isinstance(effect, group_module.GroupAway)]
-
-
-class _LetsAnyProcessIn(ReplicaGroup):
-    def rank_registered(self, group_rank: int, process: bytes) -> bool:
-        return True
-
-
 class _WaitsForEver(ReplicaGroup):
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         return [] if group_rank in self._suspects else super().rank_lost(group_rank, reason)
-
-
-class _RepeatsNothing(Conversation[Any]):
-    @property
-    def to_repeat(self) -> tuple[Any, ...]:
-        return ()
-
-
-class _RepeatsEverything(Conversation[Any]):
-    def arrived(self, count: int) -> bool:
-        return True
 
 
 def _counts_its_own_absence(world: World, process: Process) -> float:
@@ -567,22 +428,8 @@ def _counts_its_own_absence(world: World, process: Process) -> float:
 
 
 class _LetsSparesIn(QuorumCore):
-    def register(
-        self,
-        session: int,
-        replica_id: str,
-        last: QuorumNumber,
-        last_ids: Iterable[str],
-        now: float,
-        stands: bool = False,
-        spare: bool = False,
-    ) -> list[Decision]:
-        return super().register(session, replica_id, last, last_ids, now, stands)
-
-
-class _LeavesPlacesEmpty(QuorumCore):
-    def _fill_places(self, now: float, decisions: list[Decision]) -> None:
-        pass
+    def register(self, *seen: Any) -> list[Decision]:
+        return super().register(*seen[:6])
 
 
 class _HoldsNobodyForSpares(QuorumCore):
@@ -594,26 +441,10 @@ class _HoldsNobodyForSpares(QuorumCore):
 # -- a quorum that stands
 
 
-class _HoldsNobody(QuorumCore):
-    def _hold(self, replica_id: str, decisions: list[Decision]) -> None:
-        pass
-
-
-class _AsksNobodyAgain(QuorumCore):
-    def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:
-        pass
-
-
 class _ForgetsThatItStands(QuorumCore):
-    def _learn(
-        self,
-        number: QuorumNumber,
-        ids: Iterable[str],
-        now: float,
-        decisions: list[Decision],
-        stands: bool,
-    ) -> None:
-        super()._learn(number, ids, now, decisions, False)
+    def _learn(self, *reported: Any) -> None:
+        forgetful: list[Any] = [*reported[:-1], False]
+        super()._learn(*forgetful)
 
 
 class _NamesTheFirstStep(QuorumCore):
@@ -647,24 +478,12 @@ class _AnswersForOneRank(ReplicaGroup):
         return super().rank_holds(group_rank, quorum_id, step)
 
 
-class _HoldsWithoutALighthouse(ReplicaGroup):
-    def _go_on(self) -> list[Effect]:
-        return []
-
-
-class _GoesOnForEver(ReplicaGroup):
-    def lease_ended(self) -> list[Effect]:
-        return []
-
-
 class _TellsOneRankOnly(ReplicaGroup):
     def released(self, quorum_id: int, round_number: int, ask_at: int) -> list[Effect]:
         effects = super().released(quorum_id, round_number, ask_at)
         return [
-            effect._replace(group_ranks=effect.group_ranks[:1])
-            if isinstance(effect, group_module.ReleaseRanks)
-            else effect
-            for effect in effects
+            e._replace(group_ranks=e.group_ranks[:1]) if isinstance(e, group_module.ReleaseRanks) else e
+            for e in effects
         ]
 
 
@@ -706,28 +525,11 @@ class _CommitsBeforeHealing(StepProtocol):
         return plan._replace(heal=False)
 
 
-class _HealingTakesPart(StepProtocol):
-    @property
-    def is_participating(self) -> bool:
-        return True
-
-
 class _CountsWhoHeals(StepProtocol):
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         plan = super().agreed(result, allow_heal)
         self.num_participants = result.replica_world_size
         return plan
-
-
-class _LetsOthersGoOn(StepProtocol):
-    @property
-    def is_counted_on(self) -> bool:
-        return False
-
-
-class _KeepsATornState(StepProtocol):
-    def lose_state(self) -> None:
-        pass
 
 
 class _VotesYesAfterAnError(StepProtocol):
@@ -883,13 +685,7 @@ class _BeginsBeforeTheFetch(StepProtocol):
 
 class _LeadsToAnySuchStep(ReplicaGroup):
     def quorum_formed(
-        self,
-        quorum_id: int,
-        participants: Sequence[QuorumMemberLike],
-        round_number: int,
-        stands: bool = False,
-        first_quorum_id: int = 0,
-        secret: bytes = b"",
+        self, quorum_id: int, participants: Sequence[QuorumMemberLike], *more: Any
     ) -> list[Effect]:
         step, newest = max((member.step, member.commit_quorum_id) for member in participants)
         said = [
@@ -898,17 +694,13 @@ class _LeadsToAnySuchStep(ReplicaGroup):
             else m
             for m in participants
         ]
-        return super().quorum_formed(quorum_id, said, round_number, stands, first_quorum_id)
+        return super().quorum_formed(quorum_id, said, *more)
 
 
 class _KeepsWhatOneRankKeeps(ReplicaGroup):
     def rank_voted(self, group_rank: int, vote: Any) -> list[Effect]:
-        votes = {**self._votes, group_rank: vote}
-        passed = any(vote.passed for vote in votes.values())
-        return [
-            RankVerdict(e.group_rank, e.verdict._replace(passed=passed)) if isinstance(e, RankVerdict) else e
-            for e in super().rank_voted(group_rank, vote)
-        ]
+        passed = any(vote.passed for vote in {**self._votes, group_rank: vote}.values())
+        return _changed(super().rank_voted(group_rank, vote), passed=passed)
 
 
 # -- DiLoCo
@@ -920,11 +712,6 @@ class _LosesTheDelay(SyncSchedule):
         fragment = super().received()
         self._interval = interval
         return fragment
-
-
-class _LosesWhatIsUnderWay(SyncSchedule):
-    def sent(self, fragment: int) -> None:
-        pass
 
 
 class _CountsSyncsThatFailed(SyncSchedule):
@@ -979,17 +766,7 @@ class _KeepsHalfAStep(StepProtocol):
         self.settle()
 
 
-class _TakesAnyKeptState(StepProtocol):
-    def takes(self, kept: Version, result: QuorumResult) -> bool:
-        return True
-
-
 # -- meetings between two tries, and spares
-
-
-class _TellsTwoOfAPlace(Vacancies):
-    def _on_its_way(self, key: PlaceKey) -> int | None:
-        return None
 
 
 class _ForgetsLostSpares(Vacancies):
@@ -998,20 +775,10 @@ class _ForgetsLostSpares(Vacancies):
         return []
 
 
-class _KeepsDecliningSpares(Vacancies):
-    def declined(self, session: int) -> list[VacancyDecision]:
-        return []
-
-
 class _TakesATakenPlace(MeetingProtocol):
     def _take(self, attempt: int, said: Record) -> Steps[None]:
         if self._admission is not None and attempt == self.own.since - 1:
             yield Write(f"{attempt}/taken/{self.own.rank}", self._admission.text())
-
-
-class _LeavesNoWord(MeetingProtocol):
-    def _leave_word(self, attempt: int) -> Steps[None]:
-        yield from ()
 
 
 class _SaysNothingOfTheDead(MeetingProtocol):
@@ -1052,14 +819,71 @@ class _GoesOnInSmallerSides(MeetingProtocol):
         return True
 
 
-class _AsksNobodyWhenItIsBack(MeetingProtocol):
-    def _ask_whether_passed_over(self, attempt: int) -> Steps[None]:
-        yield from ()
+# Of each of these cores a method does nothing, or gives the same always.
+QUIET: dict[str, tuple[type[Any], str, Any]] = {
+    "forgets reported ids": (QuorumCore, "_use_up", None),
+    "does not say it is over": (QuorumCore, "_is_over", False),
+    "does not warn of broken groups": (QuorumCore, "_break", None),
+    "forgets the sick": (QuorumCore, "_sick", {}),
+    "drops member lost": (ReplicaGroup, "member_lost", []),
+    "joins once only": (ReplicaGroup, "lighthouse_connected", []),
+    "survives its ranks": (ReplicaGroup, "rank_lost", []),
+    "says not who it is": (ReplicaGroup, "_identify", Identity()),
+    "gives up quietly": (ReplicaGroup, "_release_others", []),
+    "refuses no votes": (ReplicaGroup, "_refuse_votes", []),
+    "lets any process in": (ReplicaGroup, "rank_registered", True),
+    "repeats nothing": (Conversation, "to_repeat", ()),
+    "repeats everything": (Conversation, "arrived", True),
+    "leaves places empty": (QuorumCore, "_fill_places", None),
+    "holds nobody": (QuorumCore, "_hold", None),
+    "asks nobody again": (QuorumCore, "_remind", None),
+    "holds without a lighthouse": (ReplicaGroup, "_go_on", []),
+    "goes on for ever": (ReplicaGroup, "lease_ended", []),
+    "healing takes part": (StepProtocol, "is_participating", True),
+    "lets others go on": (StepProtocol, "is_counted_on", False),
+    "keeps a torn state": (StepProtocol, "lose_state", None),
+    "loses what is under way": (SyncSchedule, "sent", None),
+    "takes any kept state": (StepProtocol, "takes", True),
+    "tells two of a place": (Vacancies, "_on_its_way", None),
+    "keeps declining spares": (Vacancies, "declined", []),
+    "leaves no word": (MeetingProtocol, "_leave_word", ()),
+    "asks nobody when it is back": (MeetingProtocol, "_ask_whether_passed_over", ()),
+}
+
+# Of each of these replica groups a method has no effects of one kind.
+WITHOUT: dict[str, tuple[str, type[Any]]] = {
+    "keeps its no to itself": ("rank_voted", group_module.StepLostNotice),
+    "probes once": ("probed", Probe),
+    "reports links once": ("lighthouse_connected", group_module.BrokenLinks),
+    "says once who it is": ("lighthouse_connected", group_module.GroupIdentity),
+    "lets others wait": ("rank_suspected", group_module.GroupAway),
+    "stays away": ("rank_resumed", group_module.GroupAway),
+}
 
 
-def _mutant(core: type[Any], lacks: str, seed: int, invariant: str) -> Mutant:
-    """Return the mutant that has this core; it is called as the class is."""
-    name = re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
+def _quiet(core: type[Any], method: str, value: Any) -> type[Any]:
+    def act(*_: Any, **__: Any) -> Any:
+        return copy.copy(value)
+
+    is_property = isinstance(getattr(core, method), property)
+    return type(core.__name__, (core,), {method: property(act) if is_property else act})
+
+
+def _without(method: str, kind: type[Any]) -> type[Any]:
+    real = getattr(ReplicaGroup, method)
+
+    def act(*arguments: Any) -> list[Effect]:
+        return [effect for effect in real(*arguments) if not isinstance(effect, kind)]
+
+    return type("Without", (ReplicaGroup,), {method: act})
+
+
+def _mutant(core: type[Any] | str, lacks: str, seed: int, invariant: str) -> Mutant:
+    """Return the mutant that has this core, or one of the tables above; it is called as the class is."""
+    if isinstance(core, str):
+        name, core = core, _quiet(*QUIET[core]) if core in QUIET else _without(*WITHOUT[core])
+    else:
+        name = re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
     parts = {part: base for part, base in Cores()._asdict().items() if isinstance(base, type)}
     (part,) = (part for part, base in parts.items() if issubclass(core, base))
     return Mutant(name, lacks, Cores()._replace(**{part: core}), seed, invariant)
@@ -1069,15 +893,15 @@ def _mutant(core: type[Any], lacks: str, seed: int, invariant: str) -> Mutant:
 MUTANTS = (
     _mutant(_ReusesIds, "a new id for new members", 0, "monotonic"),
     _mutant(_BelievesClaims, "a step counts where history shows it", 46, "no_regress"),
-    _mutant(_ForgetsReportedIds, "ids above all that replicas have seen", 5, "monotonic"),
+    _mutant("forgets reported ids", "ids above all that replicas have seen", 5, "monotonic"),
     _mutant(
         _ForgetsTheMajority, "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"
     ),
     _mutant(_IgnoresMinReplicas, "quorums of min_replicas and more", 3, "one_quorum_per_step"),
     _mutant(_KeepsTheIdAfterAFailure, "a new id after a failed commit", 0, "progress"),
     _mutant(_ForgetsRounds, "telling apart two quorums with one id", 447, "progress"),
-    _mutant(_DoesNotSayItIsOver, "the alarm that a replica missed", 359, "progress"),
-    _mutant(_DoesNotWarnOfBrokenGroups, "the alarm for who gave a quorum up", 9, "progress"),
+    _mutant("does not say it is over", "the alarm that a replica missed", 359, "progress"),
+    _mutant("does not warn of broken groups", "the alarm for who gave a quorum up", 9, "progress"),
     _mutant(_LearnsTooLate, "what is reported after a quorum is of the past", 271, "progress"),
     _mutant(_KeepsTheDead, "a lost session ends the membership", 2, "progress"),
     _mutant(_LeavesNobodyOut, "two who cannot reach each other in one quorum", 7, "progress"),
@@ -1089,7 +913,7 @@ MUTANTS = (
     ),
     _mutant(_LeavesTooManyOut, "more than half stay where some are left out", 271, "one_quorum_per_step"),
     _mutant(_NeverLetsBack, "whoever can be reached again is let in", 3, "progress"),
-    _mutant(_ForgetsTheSick, "who spoils quorums by itself is left out of them", 1, "progress"),
+    _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
     _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),
     _mutant(_BlamesTheVictims, "who is left out is the one that failed by itself", 1, "progress"),
     _mutant(_LeavesAllSickOut, "min_replicas, and half of those that count, stay", 26, "one_quorum_per_step"),
@@ -1101,11 +925,11 @@ MUTANTS = (
     _mutant(_LetsAForeignStateIn, "who differs from the job is refused", 1, "heal_is_clean"),
     _mutant(_RefusesAtTheFirstQuorumOnly, "the job is that of the members", 1, "heal_is_clean"),
     _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 32, "progress"),
-    _mutant(_SaysNotWhoItIs, "a replica group says whose state it has", 1, "heal_is_clean"),
-    _mutant(_SaysOnceWhoItIs, "a new lighthouse hears whose state it is", 7, "heal_is_clean"),
+    _mutant("says not who it is", "a replica group says whose state it has", 1, "heal_is_clean"),
+    _mutant("says once who it is", "a new lighthouse hears whose state it is", 7, "heal_is_clean"),
     _mutant(_LetsThemHold, "who holds when its quorum is given up goes on", 145, "progress"),
-    _mutant(_GivesUpQuietly, "a rank that gives a step up releases the others", 587, "progress"),
-    _mutant(_RefusesNoVotes, "votes on a step that a rank gave up are answered", 0, "progress"),
+    _mutant("gives up quietly", "a rank that gives a step up releases the others", 587, "progress"),
+    _mutant("refuses no votes", "votes on a step that a rank gave up are answered", 0, "progress"),
     _mutant(_AnswersNobodyLate, "a rank that asks when its group has left is told", 2174, "progress"),
     _mutant(_LeavesWithoutAWord, "a leave is told to ranks that wait", 8, "progress"),
     _mutant(_StopsOneRankOnly, "all ranks leave after the same step", 36, "leave_together"),
@@ -1129,25 +953,25 @@ MUTANTS = (
     _mutant(_TakesTheSpoiltForEqual, "states of no version are not equal", 54, "heal_is_clean"),
     _mutant(_TakesEveryStepForBound, "a step without a collective asks first", 0, "progress"),
     _mutant(_StandsAfterARestore, "who has loaded a state asks for a quorum", 45, "heal_is_clean"),
-    _mutant(_DropsMemberLost, "the alarm reaches the ranks", 2, "progress"),
+    _mutant("drops member lost", "the alarm reaches the ranks", 2, "progress"),
     _mutant(_OneVoteIsEnough, "every rank has to vote yes", 0, "heal_is_clean"),
     _mutant(_EveryRankItsOwnVerdict, "one verdict for all ranks", 0, "agreement"),
-    _mutant(_KeepsItsNoToItself, "the first no releases the other ranks", 237, "progress"),
-    _mutant(_JoinsOnceOnly, "the join is repeated after a reconnect", 0, "progress"),
+    _mutant("keeps its no to itself", "the first no releases the other ranks", 237, "progress"),
+    _mutant("joins once only", "the join is repeated after a reconnect", 0, "progress"),
     _mutant(_ComparesStepsOnly, "the quorum of the commit in the version", 5, "heal_is_clean"),
     _mutant(_SpeaksForItsFirstRank, "the state of all ranks in the join", 0, "heal_is_clean"),
-    _mutant(_SurvivesItsRanks, "a lost rank ends its group", 0, "progress"),
+    _mutant("survives its ranks", "a lost rank ends its group", 0, "progress"),
     _mutant(_ProbesNobody, "the search for a link after a failed step", 7, "progress"),
-    _mutant(_ProbesOnce, "whoever could not be reached is probed again", 3, "progress"),
+    _mutant("probes once", "whoever could not be reached is probed again", 3, "progress"),
     _mutant(_NeverTriesAgain, "a step that waits for long for a known link is given up", 64, "progress"),
     _mutant(_GivesNothingUp, "a step that waits for whom it cannot reach is given up", 64, "progress"),
-    _mutant(_ReportsLinksOnce, "links are reported again after a reconnect", 65, "progress"),
+    _mutant("reports links once", "links are reported again after a reconnect", 65, "progress"),
     _mutant(_AppliesLateErrors, "an error belongs to its quorum", 34, "no_zombie"),
     _mutant(_CommitsBeforeHealing, "who is behind heals first", 0, "heal_is_clean"),
-    _mutant(_HealingTakesPart, "who heals adds zeros", 0, "heal_is_clean"),
+    _mutant("healing takes part", "who heals adds zeros", 0, "heal_is_clean"),
     _mutant(_CountsWhoHeals, "averages are over those who add something", 0, "no_zombie"),
-    _mutant(_LetsOthersGoOn, "who is counted and cannot heal spoils the step", 14, "no_zombie"),
-    _mutant(_KeepsATornState, "who has a part of a peer's state has none", 58, "heal_is_clean"),
+    _mutant("lets others go on", "who is counted and cannot heal spoils the step", 14, "no_zombie"),
+    _mutant("keeps a torn state", "who has a part of a peer's state has none", 58, "heal_is_clean"),
     _mutant(_VotesYesAfterAnError, "a failed step is not committed", 0, "heal_is_clean"),
     _mutant(_KeepsTheOldCommitQuorum, "the quorum of the commit in the version", 189, "heal_is_clean"),
     _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
@@ -1155,10 +979,10 @@ MUTANTS = (
     _mutant(_HidesBrokenGroups, "who needs a new process group says so", 0, "no_zombie"),
     _mutant(_ForgetsTheHealedVersion, "a heal takes over the whole version", 2, "progress"),
     _mutant(_LetsSparesIn, "a spare waits until a place is free", 12, "spares_wait"),
-    _mutant(_LeavesPlacesEmpty, "a spare takes a free place", 4, "progress"),
+    _mutant("leaves places empty", "a spare takes a free place", 4, "progress"),
     _mutant(_HoldsNobodyForSpares, "a free place ends a quorum that stands", 4604, "progress"),
-    _mutant(_HoldsNobody, "a newcomer ends a quorum that stands", 0, "progress"),
-    _mutant(_AsksNobodyAgain, "a new session is told what the last one missed", 2017, "progress"),
+    _mutant("holds nobody", "a newcomer ends a quorum that stands", 0, "progress"),
+    _mutant("asks nobody again", "a new session is told what the last one missed", 2017, "progress"),
     _mutant(_ForgetsThatItStands, "a restart, while a quorum stands", 857, "progress"),
     _mutant(_NamesTheFirstStep, "no member has begun the step that is named", 8, "no_zombie"),
     _mutant(_WaitsForOneAnswer, "every member answers before a step is named", 8, "no_zombie"),
@@ -1167,10 +991,13 @@ MUTANTS = (
         _FormsBesideTheSilent, "members that are silent may go on in their quorum", 255, "one_quorum_per_step"
     ),
     _mutant(
-        _GoesOnForEver, "members that hear nothing give their quorum up in time", 255, "one_quorum_per_step"
+        "goes on for ever",
+        "members that hear nothing give their quorum up in time",
+        255,
+        "one_quorum_per_step",
     ),
     _mutant(_AnswersForOneRank, "the steps of all ranks in the answer", 8, "no_zombie"),
-    _mutant(_HoldsWithoutALighthouse, "who holds goes on when nobody tells when", 851, "progress"),
+    _mutant("holds without a lighthouse", "who holds goes on when nobody tells when", 851, "progress"),
     _mutant(_TellsOneRankOnly, "all ranks ask at the same step", 0, "progress"),
     _mutant(_DoesNotHold, "who was asked to hold begins no step", 383, "no_zombie"),
     _mutant(_ForgetsWhatItBegan, "the answer counts the step that was begun", 0, "no_zombie"),
@@ -1180,14 +1007,14 @@ MUTANTS = (
     _mutant(_GoesOnAfterFailures, "after a failed step a quorum is asked for", 27, "no_zombie"),
     _mutant(_TakesSuspectsForDead, "a rank that answers again goes on", 2, "suspicion"),
     _mutant(_CommitsWithoutSuspects, "a group commits nothing without a rank", 191, "suspicion"),
-    _mutant(_LetsOthersWait, "the others go on without a suspect's group", 25, "progress"),
-    _mutant(_StaysAway, "a group whose ranks all answer again is back", 2, "progress"),
-    _mutant(_LetsAnyProcessIn, "no other process takes a rank's place", 40, "suspicion"),
+    _mutant("lets others wait", "the others go on without a suspect's group", 25, "progress"),
+    _mutant("stays away", "a group whose ranks all answer again is back", 2, "progress"),
+    _mutant("lets any process in", "no other process takes a rank's place", 40, "suspicion"),
     _mutant(_WaitsForEver, "a rank that is silent for the dead time is lost", 59, "progress"),
-    _mutant(_RepeatsNothing, "what a session lost is said again in the next one", 2, "progress"),
-    _mutant(_RepeatsEverything, "what has arrived is not said again", 0, "monotonic"),
+    _mutant("repeats nothing", "what a session lost is said again in the next one", 2, "progress"),
+    _mutant("repeats everything", "what has arrived is not said again", 0, "monotonic"),
     _mutant(_LosesTheDelay, "a sync ends so many inner steps after its begin", 230, "on_schedule"),
-    _mutant(_LosesWhatIsUnderWay, "a sync that has begun comes to its end", 6, "progress"),
+    _mutant("loses what is under way", "a sync that has begun comes to its end", 6, "progress"),
     _mutant(_CountsSyncsThatFailed, "all sync the same fragment", 6, "agreement"),
     _mutant(_AppliesAFailedSync, "a failed sync changes no global parameters", 6, "no_trace"),
     _mutant(_KeepsFailedInnerSteps, "after a failed sync a fragment begins anew", 6, "no_trace"),
@@ -1198,17 +1025,19 @@ MUTANTS = (
     _mutant(
         _KeepsHalfAStep, "a state is kept once the script is done with its last step", 2570, "heal_is_clean"
     ),
-    _mutant(_TakesAnyKeptState, "a kept state is of the step and quorum of the newest", 151, "heal_is_clean"),
-    _mutant(_TellsTwoOfAPlace, "a place is told to one spare", 1898, "one_process_per_place"),
+    _mutant(
+        "takes any kept state", "a kept state is of the step and quorum of the newest", 151, "heal_is_clean"
+    ),
+    _mutant("tells two of a place", "a place is told to one spare", 1898, "one_process_per_place"),
     _mutant(_ForgetsLostSpares, "the place of a lost spare is told to another one", 1143, "progress"),
-    _mutant(_KeepsDecliningSpares, "a spare that has declined is free again", 2391, "progress"),
+    _mutant("keeps declining spares", "a spare that has declined is free again", 2391, "progress"),
     _mutant(_TakesATakenPlace, "the first spare has the place", 87, "one_process_per_place"),
-    _mutant(_LeavesNoWord, "who has left a meeting says so in the next store", 6442, "progress"),
+    _mutant("leaves no word", "who has left a meeting says so in the next store", 6442, "progress"),
     _mutant(_SaysNothingOfTheDead, "the others speak for a rank that has ended", 10, "progress"),
     _mutant(_KeepsTheDeadInMind, "a place that a spare has taken has a rank", 87, "one_process_per_place"),
     _mutant(_GoesOnAlone, "a spare that finds nobody left gives up", 5002, "progress"),
     _mutant(_GoesOnInSmallerSides, "of two sides of a cut one goes on", 234, "one_process_per_place"),
-    _mutant(_AsksNobodyWhenItIsBack, "who was passed over ends", 599, "progress"),
+    _mutant("asks nobody when it is back", "who was passed over ends", 599, "progress"),
     _mutant(_BeginsWithoutARank, "no try begins without a rank", 10, "one_process_per_place"),
     Mutant(
         "counts its own absence",

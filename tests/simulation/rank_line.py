@@ -27,19 +27,6 @@ class RankLine:
         life: changes with every break and every new session: what belongs to an earlier one is ignored.
     """
 
-    __slots__ = (
-        "_above",
-        "_below",
-        "_down_at",
-        "_is_open_above",
-        "_is_open_below",
-        "_process",
-        "_rank",
-        "_replica",
-        "_up_at",
-        "life",
-    )
-
     def __init__(self, replica: Replica, rank: Rank) -> None:
         self._replica = replica
         self._rank = rank

@@ -8,7 +8,7 @@ It lives in the process of rank 0. Towards the lighthouse it keeps one session o
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from lighthouse.core.claims import Past
@@ -66,27 +66,6 @@ class JoinMessage(NamedTuple):
 
 class Replica:
     """One start of a replica group; the next start of the same slot is another object."""
-
-    __slots__ = (
-        "_backoff",
-        "_connected",
-        "_is_away",
-        "_lease",
-        "_leaving",
-        "_past",
-        "_suspects",
-        "address",
-        "core",
-        "incarnation",
-        "lines",
-        "ranks",
-        "replica_id",
-        "server",
-        "session",
-        "slot",
-        "slow",
-        "world",
-    )
 
     def __init__(self, world: World, slot: int, incarnation: int) -> None:
         self.world = world
@@ -175,32 +154,10 @@ class Replica:
                 step = max([member.step for member in members])
                 self._past = Past(quorum.quorum_id, ids, step, quorum.stands)
 
-    def hear_hold(self, session: Session, number: QuorumNumber) -> None:
-        """Handle the request to begin no further step in the quorum that stands."""
+    def hear(self, session: Session, act: Callable[..., Sequence[Effect]], *told: Any) -> None:
+        """Let the core act on what the lighthouse tells in this session."""
         if session is self.session and not session.lost_down:
-            self.perform(self.core.hold(*number))
-
-    def hear_released(self, session: Session, number: QuorumNumber, ask_at: int) -> None:
-        """Handle the step at which all members ask for the next quorum."""
-        if session is self.session and not session.lost_down:
-            self.perform(self.core.released(*number, ask_at))
-
-    def hear_lost(
-        self, session: Session, quorum_id: int, replica_id: str, is_alive: bool, must_answer: bool
-    ) -> None:
-        """Handle the loss of a quorum's member, or that the member gave the quorum up."""
-        if session is self.session and not session.lost_down:
-            self.perform(self.core.member_lost(quorum_id, replica_id, "lost", is_alive, b"", must_answer))
-
-    def hear_left_out(self, session: Session, quorum_id: int) -> None:
-        """Handle that a quorum was formed without this replica group, which has to be patient."""
-        if session is self.session and not session.lost_down:
-            self.perform(self.core.left_out(quorum_id, ()))
-
-    def hear_refused(self, session: Session) -> None:
-        """Handle that this replica group is foreign to the job."""
-        if session is self.session and not session.lost_down:
-            self.perform(self.core.refused("its state began elsewhere"))
+            self.perform(act(*told))
 
     def line_ended(self, session: Session) -> None:
         """Open the next session: this one is over."""

@@ -135,12 +135,13 @@ def mutants(seeds: range, jobs: int) -> int:
     numbers = seeds[:SEEDS_MAX]
     catches = list(_map(partial(_hunt, numbers), range(len(MUTANTS)), jobs))
     print(f"{'mutant':32} {'seeds':>6}  caught as")
-    for catch in sorted(catches, key=lambda catch: catch.seeds or SEEDS_MAX + 1):
-        found = "-" if catch.seeds is None else str(catch.seeds)
-        print(f"{catch.mutant.name:32} {found:>6}  {(catch.violation or 'NOT CAUGHT')[:80]}")
-    escaped = [catch.mutant.name for catch in catches if catch.seeds is None]
-    print(f"{len(catches) - len(escaped)} of {len(catches)} caught")
-    return 1 if escaped else 0
+    for catch, mutant in sorted(
+        zip(catches, MUTANTS, strict=True), key=lambda pair: pair[0].seeds or SEEDS_MAX + 1
+    ):
+        print(f"{mutant.name:32} {catch.seeds or '-':>6}  {(catch.violation or 'NOT CAUGHT')[:80]}")
+    caught = sum(catch.seeds is not None for catch in catches)
+    print(f"{caught} of {len(catches)} caught")
+    return 1 if caught < len(catches) else 0
 
 
 def _hunt(seeds: range, number: int) -> Catch:

@@ -51,8 +51,6 @@ DOES_NOT_GO_ON = Told(Ending.LAST, "its group does not go on")
 class Store:
     """A store, which a process serves for as long as it lives."""
 
-    __slots__ = ("_readers", "_values", "address", "clients", "is_open", "owner")
-
     def __init__(self, world: World, owner: Trainer) -> None:
         self.owner = owner
         self.is_open = True
@@ -103,19 +101,6 @@ class Talk:
     Args:
         watches: whether news of other ranks interrupt it.
     """
-
-    __slots__ = (
-        "_failed",
-        "_is_brief",
-        "_is_settling",
-        "_number",
-        "_steps",
-        "_store",
-        "_then",
-        "asked",
-        "trainer",
-        "watches",
-    )
 
     def __init__(
         self,
@@ -225,8 +210,6 @@ class Talk:
 class Try:
     """What the ranks of one try find each other by: what rank 0 serves."""
 
-    __slots__ = ("arrived", "attempt", "members")
-
     def __init__(self, attempt: int, members: tuple[str, ...]) -> None:
         self.attempt = attempt
         self.members = members
@@ -244,8 +227,6 @@ class Launch:
     Attributes:
         audience: the processes of it that live, and spares on their way.
     """
-
-    __slots__ = ("_world", "audience", "group_id", "slot", "trainers", "tries")
 
     def __init__(self, world: World, slot: int, number: int) -> None:
         self._world = world
@@ -269,24 +250,6 @@ class Trainer(Process):
         talk: what it does between tries.
         kept: the state of its last try that was certain: version and parameters.
     """
-
-    __slots__ = (
-        "_budget",
-        "_desk",
-        "_heard",
-        "_try",
-        "_up_at",
-        "attempt",
-        "kept",
-        "launch",
-        "name",
-        "number",
-        "protocol",
-        "rank",
-        "store",
-        "talk",
-        "world",
-    )
 
     def __init__(self, world: World, launch: Launch | None, number: int) -> None:
         super().__init__()
@@ -615,8 +578,6 @@ class Desk:
         visitors: spares with a session, or on their way to one.
         calls: those who ask for a spare, by the number of the call.
     """
-
-    __slots__ = ("_numbers", "_places", "_sessions", "_spares", "_vacancies", "_world", "calls", "visitors")
 
     def __init__(self, world: World) -> None:
         self._world = world

@@ -38,8 +38,6 @@ Action = Callable[..., object]
 class Process:
     """A process that runs, is stopped or is dead. Events that reach it while it is stopped wait."""
 
-    __slots__ = ("away_s", "inbox", "paused_at", "resumed_at", "state")
-
     def __init__(self) -> None:
         self.state = RUNNING
         self.paused_at = self.away_s = 0.0
@@ -54,19 +52,6 @@ class Process:
 
 class Session:
     """A stream in each direction between a replica group and the lighthouse."""
-
-    __slots__ = (
-        "client_open",
-        "down_at",
-        "held_down",
-        "held_up",
-        "lost_down",
-        "lost_up",
-        "number",
-        "replica",
-        "server_open",
-        "up_at",
-    )
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
@@ -137,13 +122,12 @@ class World:
 
     def after(self, delay: float, process: Process, action: Action, *args: Any) -> None:
         """Call `action` in `delay` seconds, if `process` lives then."""
-        self._sequence = sequence = self._sequence + 1
-        heappush(self.heap, (self.now + delay, sequence, process, action, args))
+        self.at(self.now + delay, process, action, *args)
 
     def at(self, time: float, process: Process, action: Action, *args: Any) -> None:
         """Call `action` at a time, after what is to happen then already, if `process` lives then."""
-        self._sequence = sequence = self._sequence + 1
-        heappush(self.heap, (time, sequence, process, action, args))
+        self._sequence += 1
+        heappush(self.heap, (time, self._sequence, process, action, args))
 
     def run(self, until: float, events_max: int) -> None:
         """Let time pass until `until`, until the checker has seen enough, or until `events_max` events have
@@ -305,16 +289,12 @@ class World:
             self._down(session, action, args)
 
     def _up(self, session: Session, action: Action, args: tuple[Any, ...]) -> None:
-        time = max(self.now + self.latency(), session.up_at)
-        session.up_at = time
-        self._sequence = sequence = self._sequence + 1
-        heappush(self.heap, (time, sequence, self.lighthouse, action, args))
+        session.up_at = max(self.now + self.latency(), session.up_at)
+        self.at(session.up_at, self.lighthouse, action, *args)
 
     def _down(self, session: Session, action: Action, args: tuple[Any, ...]) -> None:
-        time = max(self.now + self.latency(), session.down_at)
-        session.down_at = time
-        self._sequence = sequence = self._sequence + 1
-        heappush(self.heap, (time, sequence, session.replica.server, action, args))
+        session.down_at = max(self.now + self.latency(), session.down_at)
+        self.at(session.down_at, session.replica.server, action, *args)
 
     def probe(self, session: Session) -> None:
         """Let the keepalive of both sides notice in a while if a session is dead."""

@@ -25,51 +25,10 @@ GROWTH_MAX = 64 << 10
 TOKENS_IN = 4096  # bytes
 LOOK_EVERY = 100  # inputs between two looks at the memory
 
-_EDGES = (
-    0,
-    1,
-    127,
-    128,
-    255,
-    2**15,
-    2**16 - 1,
-    2**31 - 1,
-    2**31,
-    2**32 - 1,
-    2**62,
-    2**63 - 1,
-    2**63,
-    2**64 - 1,
-)
-_TEXTS = (
-    b"[" * 3000,
-    b'{"a":' * 1500,
-    b"null",
-    b"-1",
-    b"1e999",
-    b"9" * 5000,
-    b"NaN",
-    b'""',
-    b"\xff\xfe",
-    b"\0",
-    b"..",
-)
-
+_EDGES = (0, 1, 127, 128, 255, *(2**n - 1 for n in (16, 31, 32, 63, 64)), *(2**n for n in (15, 31, 62, 63)))
+_TEXTS = (b"[" * 3000, b'{"a":' * 1500, b"9" * 5000, *rb'null -1 1e999 NaN "" ..'.split(), b"\xff\xfe", b"\0")
 _TOKEN = re.compile(rb'-?[0-9.]+|"[^"]*"|true|false|null|[A-Za-z-]+')
-_VALUES = (
-    b"null",
-    b"true",
-    b"-1",
-    b"0.5",
-    b"1e999",
-    b'""',
-    b'"x"',
-    b"[]",
-    b"{}",
-    b"[null]",
-    b'{"a":0}',
-    b"[[1]]",
-)
+_VALUES = b'null true -1 0.5 1e999 "" "x" [] {} [null] {"a":0} [[1]]'.split()
 
 
 @dataclass(frozen=True)

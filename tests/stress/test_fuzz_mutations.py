@@ -1,12 +1,13 @@
-"""Every parser of bytes that come from outside: good messages, changed.
+"""Every parser of bytes and texts that come from outside: good ones, changed.
 
 Each row of PARSERS goes the way that the bytes go in a job, through the handlers of the real servers where
-there are any. Messages that are well formed and make no sense are in the other files of this folder.
+there are any. Messages that are well formed and make no sense are in test_fuzz_messages.py.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import io
 import json
@@ -31,7 +32,9 @@ from uvicorn.server import ServerState
 
 from lighthouse import codec, keys
 from lighthouse import server as lighthouse_server
-from lighthouse.address import LOOPBACK, Address
+from lighthouse.address import LOOPBACK, Address, parse_address, parse_host
+from lighthouse.cli import _parse as parse_flags
+from lighthouse.core.config import MESSAGE_BYTES_MAX as MESSAGE_BYTES_ON_THE_WIRE_MAX
 from lighthouse.core.trust import Role, make_texts, parse_trust
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import Event, read_events
@@ -77,6 +80,7 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator.creation import _ranks_in
 from torchft_like.in_process.spare import _place_of
+from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import (
@@ -116,6 +120,7 @@ from torchft_like.process_group.baby.messages import (
     decode_call,
     encode_call,
 )
+from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.checking import link
 from torchft_like.process_group.handles import Handle, parse_handle
 from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
@@ -420,7 +425,7 @@ def read_record(data: bytes) -> object:
 
 
 def address_of_store(data: bytes) -> object:
-    return parse_store_address(data.decode(errors="backslashreplace"))
+    return parse_store_address(text_of(data))
 
 
 # -- the child of a Baby group
@@ -439,6 +444,29 @@ def on_channel(data: bytes) -> object:
         finally:
             channel.close()
 
+
+def answered(data: bytes) -> None:
+    """Each message of the child settles the request, or ends the child; the next one settles it at last."""
+    ours, theirs = Channel.pair()
+    channel, child = Channel(ours), Channel(theirs)
+    ended: list[str] = []
+
+    def end() -> None:
+        ended.append("ended")
+        child.close()
+
+    requests = Requests(channel, lambda: None, end, lambda: None)
+    request = requests.add(patience_s=60.0)
+    theirs.send(data[:IN_SOCKET_MAX] or b"\0")
+    child.send((request.number, 0))
+    assert requests.wait(request, float("inf"))
+    assert (request.outcome is None) == bool(ended)
+    requests.end()
+    child.close()
+    channel.close()
+
+
+ANSWERS_OF_CHILD = [struct.pack("<qqB", 1, kind, 0) for kind in (0, 1)]
 
 # -- the protocol
 
@@ -776,6 +804,80 @@ def read_certificates(path: Path) -> object:
     return read_identity(path.parent)
 
 
+# -- what the job's starter says, and what is logged
+
+
+def text_of(data: bytes) -> str:
+    return data.decode(errors="backslashreplace")
+
+
+def read_address(data: bytes) -> None:
+    address = parse_address(text_of(data))
+    assert parse_address(str(address)) == address == parse_address(address.url)
+    assert 0 <= address.port <= 65535
+    take_host(address.host)
+
+
+def read_host(data: bytes) -> None:
+    parse_host(text_of(data))
+    take_host(text_of(data))
+
+
+def take_host(host: str) -> None:
+    """Check that the resolver takes a host, without asking anybody."""
+    with contextlib.suppress(socket.gaierror):
+        socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
+
+
+def read_environment(data: bytes) -> None:
+    """Lines of NAME=VALUE are the variables of a trainer."""
+    variables = dict(line.split("=", 1) for line in text_of(data).split("\n") if "=" in line)
+    config = resolve(ManagerArguments(), {"TORCHFT_LIGHTHOUSE": "127.0.0.1:29510", **variables})
+    timedelta(seconds=config.timeout_s + config.quorum_timeout_s + config.connect_timeout_s)
+    assert 0 <= config.port <= 65535
+    assert 0 <= config.group_rank < config.group_world_size
+
+
+ENVIRONMENT = b"""RANK=1
+WORLD_SIZE=2
+MASTER_ADDR=127.0.0.1
+MASTER_PORT=29500
+TORCHFT_TIMEOUT_SEC=2.5
+TORCHFT_QUORUM_TIMEOUT_SEC=30
+TORCHFT_CONNECT_TIMEOUT_SEC=1e1
+TORCHFT_MANAGER_PORT=29512
+TORCHFT_QUORUM_RETRIES=3
+TORCHELASTIC_RUN_ID=run"""
+BAD_VARIABLES = (
+    b"TORCHFT_TIMEOUT_SEC=1e308",  # an OverflowError, later, of a timedelta
+    b"TORCHFT_TIMEOUT_SEC=nan",
+    b"TORCHFT_TIMEOUT_SEC=1_0",
+    b"TORCHFT_MANAGER_PORT=99999",  # an OverflowError, later, of a socket
+    b"MASTER_ADDR=a..b\nMASTER_PORT=1",
+    b"MASTER_ADDR=a\nMASTER_PORT=-1",
+    b"RANK=" + b"1" * 5000,
+)
+
+
+def read_flags(data: bytes) -> None:
+    """Lines are the values of these flags of the lighthouse."""
+    values = zip(("--bind", "--min_replicas", "--replicas_max"), text_of(data).split("\n"), strict=False)
+    config = parse_flags([f"{flag}={value}" for flag, value in values]).config
+    assert config.replicas_max * config.member_bytes_max <= MESSAGE_BYTES_ON_THE_WIRE_MAX
+    assert config.member_bytes_max >= 512
+
+
+def log_it(data: bytes) -> None:
+    """A replica's id and a reason are one line that moves no cursor."""
+    replica_id, _, reason = text_of(data).partition("|")
+    for kind in ("leave", "shutdown", "error", "loss"):
+        event = Event(kind, "lighthouse", 0.0, replica_id, fields={"reason": reason, "member": replica_id})
+        assert event.to_text().isprintable()
+        assert "\n" not in event.to_json()
+        assert json.loads(event.to_json())["reason"] == reason
+
+
+BAD_HOSTS = ("a..b", "a" * 64, "[a..b]", "a\0b", "h\u00e9", "x" * 5000)  # to Python's resolver, for instance
 EVENTS = b"\n".join(
     Event(kind, "lighthouse", 0.0, "a:1", fields={"step": 3}).to_json().encode() for kind in ("join", "loss")
 )
@@ -891,7 +993,7 @@ PARSERS = [
     Parser(
         "the handle of a group",
         [json.dumps(MEETING_HANDLE._asdict()).encode()],
-        lambda data: parse_handle(data.decode(errors="backslashreplace")),
+        lambda data: parse_handle(text_of(data)),
         (ProcessGroupError, AddressError),
         [DEEP, b'{"id": "a", "store": 5}'],
     ),
@@ -971,6 +1073,13 @@ PARSERS = [
         ],
     ),
     Parser("a call of a Baby group", [BABY_CALL], decode_call, (ForeignMessageError,)),
+    Parser(
+        "an answer of a Baby group's child",
+        [*ANSWERS_OF_CHILD, WORDS],
+        answered,
+        (),
+        [struct.pack("<qqB", 1, 99, 0)],  # a ValueError of an enumeration, on whichever thread read it
+    ),
     Parser("calls of the lighthouse", CALL_SAMPLES, call_lighthouse, (RefusedCallError,), [b"\0" + NESTED]),
     Parser("what a rank says to its group", [RANK_SAYS], said_by_rank, (), [b"\x0a\xff\xff\xff\xff\x7f"]),
     Parser("what the lighthouse says", [LIGHTHOUSE_SAYS], said_by_lighthouse),
@@ -995,6 +1104,35 @@ PARSERS = [
         lambda data: lines_of(status_in(data)),
         (ValueError,),
         [DEEP, b"{}", b"[]"],
+    ),
+    Parser(
+        "an address",
+        [b"http://host-1.example:29510", b"127.0.0.1:1", b"[::1]:65535"],
+        read_address,
+        (AddressError,),
+        [*(f"{host}:1".encode() for host in BAD_HOSTS), "host:\u0663".encode()],
+    ),
+    Parser(
+        "a host",
+        [b"host-1.example", b"::1"],
+        read_host,
+        (AddressError,),
+        [host.encode() for host in BAD_HOSTS],
+    ),
+    Parser("the environment", [ENVIRONMENT], read_environment, (AddressError, ConfigError), BAD_VARIABLES),
+    Parser(
+        "the lighthouse's flags",
+        [b"127.0.0.1:0\n2\n8"],
+        read_flags,
+        (AddressError, ConfigError),
+        [b"[::]:1\n1\n1000000", b"h:1\n" + b"9" * 5000],  # a quorum of so many would fit into no message
+    ),
+    Parser(
+        "a line of a log",
+        [b"a:1b4e|its connection ended"],
+        log_it,
+        (),
+        [b"a\n[b] lost c|\x1b[2J\x1b[31m", "a\u202eb|\x00".encode(), "a\u2028b|\x85".encode()],
     ),
     Parser("a header with a token", [f"Bearer {TRUST.shown}".encode(), b"Basic YTpi"], role_of_header),
     Parser(

@@ -19,8 +19,7 @@ from torchft_like.testing.chaos.report import Report, hangs, make_report, plot
 from torchft_like.testing.chaos.schedule import Planned, draw
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
-LINE_EVERY_S = 1.0
-LINE_IN_A_FILE_EVERY_S = 30.0
+SHOWN = ("seed", "replicas", "ranks", "spares", "algorithm", "backend", "interval", "length")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -84,28 +83,18 @@ def _rounds(
     if any((out / name).exists() for name in ("baseline", "chaos")):
         raise ValueError(f"--out {out} holds another run; choose a folder that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
-    baseline = None
-    if options.baseline:
-        with_line = Line("without faults")
-        engine = Engine(settings, out / "baseline", missing, with_line, options.seed)
-        baseline = engine.run([], options.baseline)
-        with_line.end()
-    line = Line("faults")
-    run = Engine(settings, out / "chaos", missing, line, options.seed).run(plan, options.length)
-    line.end()
-    setup = {
-        "seed": options.seed,
-        "replicas": options.replicas,
-        "ranks": options.ranks,
-        "spares": options.spares,
-        "algorithm": options.algorithm,
-        "backend": options.backend,
-        "workers": "started cold" if options.cold else "forked",
-        "interval": options.interval,
-        "length": options.length,
-        "pause": options.step_time,
-        "began": round(run.began, 3),
-    }
+
+    def run_job(name: str, faults: list[Planned], length_s: float) -> Run:
+        line = Line("faults" if faults else "without faults")
+        done = Engine(settings, out / name, missing, line, options.seed).run(faults, length_s)
+        line.end()
+        return done
+
+    baseline = run_job("baseline", [], options.baseline) if options.baseline else None
+    run = run_job("chaos", plan, options.length)
+    setup = {name: getattr(options, name) for name in SHOWN}
+    setup |= {"workers": "started cold" if options.cold else "forked", "pause": options.step_time}
+    setup["began"] = round(run.began, 3)
     report = make_report(run, setup, baseline=baseline, skipped=skipped)
     report.save(out)
     try:
@@ -116,31 +105,27 @@ def _rounds(
 
 
 class Line:
-    """The live line: rewritten every second on a terminal, written from time to time elsewhere."""
+    """The live line: rewritten every second on a terminal, written every half minute elsewhere."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._is_terminal = sys.stderr.isatty()
-        self._every_s = LINE_EVERY_S if self._is_terminal else LINE_IN_A_FILE_EVERY_S
         self._next = 0.0
 
     def __call__(self, run: Run) -> None:
         """Write the state of the run, if it is time."""
         if time.monotonic() < self._next:
             return
-        self._next = time.monotonic() + self._every_s
+        self._next = time.monotonic() + (1.0 if self._is_terminal else 30.0)
         ran = time.strftime("%H:%M:%S", time.gmtime(time.time() - run.began if run.began else 0))
-        steps = [commit.step for commit in run.log.commits[-run.settings.replicas :]]
-        parts = [f"{self._name} {ran}", f"step {max(steps, default=0)}"]
-        if run.planned:
-            felt = sum(bool(outcome.felt) for outcome in run.outcomes)
-            parts.append(f"{len(run.outcomes)}/{run.planned} faults, {felt} felt")
-            parts.append(f"{len(hangs(run))} hangs")
+        step = max((commit.step for commit in run.log.commits[-run.settings.replicas :]), default=0)
+        felt = sum(bool(outcome.felt) for outcome in run.outcomes)
+        text = f"{self._name} {ran} | step {step} | {len(run.outcomes)}/{run.planned} faults, {felt} felt"
+        text += f" | {len(hangs(run))} hangs"
         if run.outcomes:
             last = run.outcomes[-1]
             recovered = "?" if last.recovery_s is None else f"{last.recovery_s:.2f} s"
-            parts.append(f"last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}")
-        text = " | ".join(parts)
+            text += f" | last: {last.injection.kind} {' '.join(last.injection.victims)} {recovered}"
         _say(f"\r\033[K{text}" if self._is_terminal else text, sys.stderr, "" if self._is_terminal else "\n")
 
     def end(self) -> None:

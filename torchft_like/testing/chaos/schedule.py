@@ -17,18 +17,16 @@ JITTER = 0.2
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault: what is drawn for it, and what it needs.
+    """What is drawn for a kind of fault, and what it needs; docs/testing.md says what each does.
 
     Attributes:
-        says: what it does, in words.
         duration_s: the shortest and the longest time until it is lifted.
-        is_lifted_when_felt: whether it also lasts until it was felt, which may take any time.
         amount: the smallest and the largest strength: seconds for a delay, a probability for loss.
         needs: features without which it is skipped: "network", "disk", "baby", "ranks", "worker",
-            "third" (replica group).
+            "third" (replica group), "steps".
+        is_lifted_when_felt: whether it also lasts until it was felt, which may take any time.
     """
 
-    says: str
     duration_s: tuple[float, float] = (0.0, 0.0)
     amount: tuple[float, float] = (0.0, 0.0)
     needs: tuple[str, ...] = ()
@@ -37,75 +35,35 @@ class Kind:
 
 KINDS: Mapping[str, Kind] = MappingProxyType(
     {
-        "kill": Kind("SIGKILL of every rank of a replica group, which is started again"),
-        "kill-half": Kind("SIGKILL of half of the replica groups at once"),
-        "kill-rank": Kind("SIGKILL of one rank of a replica group of several", needs=("ranks",)),
-        "stop": Kind("SIGSTOP of a replica group, later SIGCONT", (2.0, 4.0)),
-        "stop-rank": Kind(
-            "SIGSTOP of one rank of a replica group of several, later SIGCONT", (1.5, 5.0), needs=("ranks",)
-        ),
-        "starve": Kind(
-            "busy processes take the processor from every process of the job", (3.0, 10.0), (20.0, 20.0)
-        ),
-        "slow": Kind(
-            "a replica group is starved: stopped again and again for a moment", (3.0, 5.0), (0.1, 0.3)
-        ),
-        "idle": Kind(
-            "half of the replica groups are killed and come back, but do not join; another one is killed",
-            (2.0, 3.0),
-            needs=("third", "worker"),
-            is_lifted_when_felt=True,
-        ),
-        "give-up": Kind("a script gives a step up in its backward pass", needs=("worker", "steps")),
-        "sick": Kind(
-            "a replica group is killed and comes back, and cannot be configured for a while",
-            (3.0, 5.0),
-            needs=("worker",),
-            is_lifted_when_felt=True,
-        ),
-        "foreign": Kind(
-            "a trainer of a wider model comes to the job's lighthouse",
-            (0.5, 1.0),
-            needs=("worker",),
-            is_lifted_when_felt=True,
-        ),
-        "leave": Kind("a replica group leaves in good order, and is started again"),
-        "leave-half": Kind("half of the replica groups leave at once, and come back at once"),
-        "leave-in-join": Kind(
-            "a replica group leaves and comes back, and another leaves about when it joins",
-            (0.2, 1.5),
-            needs=("third",),
-        ),
-        "lighthouse-stop": Kind("SIGSTOP of the lighthouse, later SIGCONT", (2.0, 5.0)),
-        "lighthouse-kill": Kind("SIGKILL of the lighthouse, started again at its address", (0.2, 1.0)),
-        "lighthouse-away": Kind("SIGKILL of the lighthouse, started again half a minute later", (30.0, 30.0)),
-        "baby-kill": Kind("SIGKILL of the process that runs a Baby group's backend", needs=("baby",)),
-        "baby-stop": Kind(
-            "SIGSTOP of the process that runs a Baby group's backend, later SIGCONT",
-            (2.0, 4.0),
-            needs=("baby",),
-        ),
-        "truncate": Kind(
-            "SIGKILL of a replica group; the state that it heals from is cut short", needs=("worker",)
-        ),
-        "bit-flip": Kind(
-            "SIGKILL of a replica group; the state that it heals from has a wrong bit", needs=("worker",)
-        ),
-        "fd-exhaustion": Kind(
-            "no more descriptors for a replica, while another one is killed",
-            (0.3, 1.0),
-            needs=("third",),
-            is_lifted_when_felt=True,
-        ),
-        "disk-full": Kind("the disk for checkpoints is full", (1.0, 2.0), needs=("disk", "worker")),
-        "blackhole": Kind("nothing reaches or leaves a host", (2.0, 4.0), needs=("network",)),
-        "one-way": Kind("nothing leaves a host, which still hears", (2.0, 4.0), needs=("network",)),
-        "partition": Kind(
-            "half of the hosts are cut off from the lighthouse's half", (2.0, 4.0), needs=("network",)
-        ),
-        "link": Kind("two hosts cannot reach each other, but all others", (2.0, 4.0), needs=("network",)),
-        "loss": Kind("packets from and to a host are lost", (3.0, 5.0), (0.03, 0.10), ("network",)),
-        "delay": Kind("packets from and to a host are late", (3.0, 5.0), (0.01, 0.04), ("network",)),
+        "kill": Kind(),
+        "kill-half": Kind(),
+        "kill-rank": Kind(needs=("ranks",)),
+        "stop": Kind((2.0, 4.0)),
+        "stop-rank": Kind((1.5, 5.0), needs=("ranks",)),
+        "starve": Kind((3.0, 10.0), (20.0, 20.0)),  # busy processes for each core
+        "slow": Kind((3.0, 5.0), (0.1, 0.3)),
+        "idle": Kind((2.0, 3.0), needs=("third", "worker"), is_lifted_when_felt=True),
+        "give-up": Kind(needs=("worker", "steps")),
+        "sick": Kind((3.0, 5.0), needs=("worker",), is_lifted_when_felt=True),
+        "foreign": Kind((0.5, 1.0), needs=("worker",), is_lifted_when_felt=True),
+        "leave": Kind(),
+        "leave-half": Kind(),
+        "leave-in-join": Kind((0.2, 1.5), needs=("third",)),
+        "lighthouse-stop": Kind((2.0, 5.0)),
+        "lighthouse-kill": Kind((0.2, 1.0)),
+        "lighthouse-away": Kind((30.0, 30.0)),
+        "baby-kill": Kind(needs=("baby",)),
+        "baby-stop": Kind((2.0, 4.0), needs=("baby",)),
+        "truncate": Kind(needs=("worker",)),
+        "bit-flip": Kind(needs=("worker",)),
+        "fd-exhaustion": Kind((0.3, 1.0), needs=("third",), is_lifted_when_felt=True),
+        "disk-full": Kind((1.0, 2.0), needs=("disk", "worker")),
+        "blackhole": Kind((2.0, 4.0), needs=("network",)),
+        "one-way": Kind((2.0, 4.0), needs=("network",)),
+        "partition": Kind((2.0, 4.0), needs=("network",)),
+        "link": Kind((2.0, 4.0), needs=("network",)),
+        "loss": Kind((3.0, 5.0), (0.03, 0.10), ("network",)),
+        "delay": Kind((3.0, 5.0), (0.01, 0.04), ("network",)),
     }
 )
 
@@ -158,15 +116,9 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
     while (at_s := interval_s * (len(plan) + 0.5 + chance.uniform(-JITTER, JITTER))) < length_s:
         hand = hand or chance.sample(list(kinds), len(kinds))
         kind = hand.pop(0)
-        planned = Planned(
-            number=len(plan),
-            at_s=at_s,
-            kind=kind,
-            victim=chance.randrange(replicas),
-            duration_s=chance.uniform(*KINDS[kind].duration_s),
-            amount=chance.uniform(*KINDS[kind].amount),
-        )
-        plan.append(planned)
+        victim = chance.randrange(replicas)
+        duration_s, amount = chance.uniform(*KINDS[kind].duration_s), chance.uniform(*KINDS[kind].amount)
+        plan.append(Planned(len(plan), at_s, kind, victim, duration_s, amount))
     if not plan:
         raise ValueError(
             f"no fault fits: the first of every {interval_s:g} s comes after {length_s:g} s are over: "
