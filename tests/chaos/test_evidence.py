@@ -102,7 +102,7 @@ def left_out(*members: str) -> Act:
 
 NOTHING: Act = lambda story: story.steps(5)  # noqa: E731 - as the others
 WITHOUT_R2: Act = lambda story: story.new_quorum("r2").steps(5)  # noqa: E731
-SPOILT = both(note("spoilt", "r0"), event("heal", "r2", refused=[]))
+SPOILT = both(note("spoilt", "r0"), event("heal", "r2", refused=[], addresses=["http://h:1"]))
 TOO_MANY = "[Errno 24] Too many open files"
 UNFETCHED = "CheckpointFormatError: state of step 5 could not be fetched from -"
 STRANGER = {"stranger": "stranger"}
@@ -114,6 +114,7 @@ EVIDENCE: list[tuple[str, str, dict[str, Any], Act, Act | None]] = [
     ("stop", "r2", {}, event("loss", "r2", member="r2:1"), None),  # the victim's own word
     ("lighthouse-kill", "", {}, event("disconnected", "r0"), event("connected", "r0")),
     ("truncate", "r2", {}, SPOILT, event("error", "r2", reason=UNFETCHED)),
+    ("truncate", "r2", {}, SPOILT, event("heal", "r2", refused=[], addresses=["http://h:1", "http://h:2"])),
     ("bit-flip", "r2", {}, SPOILT, event("heal", "r2", refused=["http://h:1: the stream is truncated"])),
     (
         "disk-full",
