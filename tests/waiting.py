@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
+
+from torchft_like.testing.processes import holds_within
 
 LIMIT_S = 60.0
 POLL_S = 0.005
@@ -11,12 +12,7 @@ POLL_S = 0.005
 
 def soon(fact: Callable[[], object], limit_s: float = LIMIT_S) -> bool:
     """Wait until something is true; return whether it came true within `limit_s` seconds."""
-    deadline = time.monotonic() + limit_s
-    while not fact():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(POLL_S)
-    return True
+    return holds_within(limit_s, fact, POLL_S)
 
 
 def wait_for(fact: Callable[[], object], limit_s: float = LIMIT_S) -> None:

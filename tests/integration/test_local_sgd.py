@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import also_slow
+from tests.integration.cluster import CHECKED, also_slow
 from torchft_like.testing.cluster import Cluster, Group
 
-pytestmark = [pytest.mark.integration, pytest.mark.agreement]
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 ROUNDS = 4
 
@@ -36,23 +36,13 @@ def test_global_parameters_are_the_same_after_each_sync_through_deaths_and_heals
         fault = cluster.plan("kill", place)
 
         def start(name: str) -> Group:
-            arguments = [name, str(fragments), str(delay), str(alpha), quantize_to, fault]
-            group = cluster.launch(name, ["tests.integration.local_sgd_job", *arguments])
+            arguments = [name, cluster.index_of(name), fragments, delay, alpha, quantize_to, fault]
+            group = cluster.launch(name, ["tests.integration.local_sgd_job", *map(str, arguments)])
             group.ranks[0].may_end = True  # each may be the one that the fault strikes
             return group
 
-        def wait_for_syncs_of(groups: list[Group]) -> None:
-            seen = [len(group.ranks[0].records("sync")) for group in groups]
-
-            def have_synced() -> bool:
-                new = [g.ranks[0].records("sync")[n:] for g, n in zip(groups, seen, strict=True)]
-                return all(sum(r["participants"] == len(groups) for r in records) >= 3 for records in new)
-
-            names = ", ".join(group.name for group in groups)
-            cluster.wait_until(have_synced, f"three syncs of {names}")
-
         living = [start(name) for name in "abc"]
-        wait_for_syncs_of(living)
+        cluster.wait_for_quorum_of(*living)
         for _ in range(ROUNDS):
             cluster.pull_trigger()
             if place == "heal":
@@ -60,12 +50,12 @@ def test_global_parameters_are_the_same_after_each_sync_through_deaths_and_heals
             victim, _ = cluster.wait_for_fault(*living)
             cluster.wait_for_end(victim)
             living.remove(victim)
-            wait_for_syncs_of(living)
+            cluster.wait_for_quorum_of(*living)
             if place != "heal":
                 living.append(start(victim.name))
-            wait_for_syncs_of(living)
+            cluster.wait_for_quorum_of(*living)
         digests = defaultdict(set)
-        for record in (r for group in cluster.groups for r in group.ranks[0].records("sync")):
-            digests[record["step"]].add(record["digest"])
+        for commit in cluster.history().commits:
+            digests[commit.step].add(commit.digest)
         assert {step: found for step, found in digests.items() if len(found) > 1} == {}
         assert sorted(digests) == list(range(1, max(digests) + 1))

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ import psutil
 from lighthouse.address import Address, parse_address
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress.beside import Beside, HealthyHeals, HealthyReplicas, RankPair
+from tests.waiting import soon
 from torchft_like.testing.lighthouse import LighthouseProcess
 from torchft_like.testing.processes import Processes
 
@@ -66,10 +66,8 @@ class Scene:
         """Return what the server holds once its files are at most `files_max`; what it holds at the limit if
         they never are.
         """
-        deadline = time.monotonic() + LIMIT_S
-        while (held := self.held(server)).files > files_max and time.monotonic() < deadline:
-            time.sleep(0.1)
-        return held
+        soon(lambda: self.held(server).files <= files_max, LIMIT_S)
+        return self.held(server)
 
 
 @contextmanager

@@ -11,9 +11,10 @@ import hashlib
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import wraps
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -115,34 +116,36 @@ class Model:
 
 
 class LocalModel(Model):
-    """The same model, trained with DiLoCo: its layers are two fragments, and each is synced in its turn.
+    """The same model, trained with DiLoCo: its layers are two fragments, or one, which are synced in turn.
+
+    Args:
+        fragments: how many.
+        sync: arguments of DiLoCo that are others than SYNC says.
 
     Attributes:
         diloco: the syncs, once a Manager is used.
     """
 
-    SYNC_EVERY, DELAY, ALPHA = 8, 2, 0.5
+    SYNC: Mapping[str, Any] = MappingProxyType(
+        {"sync_every": 8, "fragment_sync_delay": 2, "fragment_update_alpha": 0.5}
+    )
     diloco: DiLoCo
 
-    def __init__(self, name: str, ballast_bytes: int, width: int = WIDTH) -> None:
+    def __init__(
+        self, name: str, ballast_bytes: int, width: int = WIDTH, fragments: int = 2, **sync: Any
+    ) -> None:
         super().__init__(name, ballast_bytes, reduce="none", width=width)
+        self._fragments, self._sync = fragments, {**self.SYNC, **sync}
 
     def use(self, manager: Manager) -> None:
         """Have `manager` sync the fragments; called once, before the first step."""
         super().use(manager)
         layers = [layer for layer in self.net.children() if [*layer.parameters()]]
+        fragments = layers if self._fragments == len(layers) else [self.net]
         outers: list[torch.optim.Optimizer] = [
-            torch.optim.SGD(layer.parameters(), lr=0.7, momentum=0.9, nesterov=True) for layer in layers
+            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True) for each in fragments
         ]
-        self.diloco = DiLoCo(
-            manager,
-            layers,
-            self.optimizer,
-            outers,
-            sync_every=self.SYNC_EVERY,
-            fragment_sync_delay=self.DELAY,
-            fragment_update_alpha=self.ALPHA,
-        )
+        self.diloco = DiLoCo(manager, fragments, self.optimizer, outers, **self._sync)
 
     def digest(self) -> str:
         """Return a digest of all global parameters and of the outer optimizers' states."""
