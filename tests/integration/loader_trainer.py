@@ -1,15 +1,18 @@
-"""A trainer that starts data loaders, again and again, beside a Manager that is reconfigured meanwhile.
+"""A trainer that loads data by workers, beside a Manager that is reconfigured meanwhile, and its peers.
 
-    python -m tests.integration.loader_trainer NAME STARTS
+    python -m tests.integration.loader_trainer NAME starts 5
 
-It starts STARTS loaders of one to four workers, of each kind in turn, and trains with what they read. Each
-worker speaks gRPC of its own, with a server of its trainer, as one does that reads from a service.
+starts so many loaders of one to four workers, of each kind in turn, and trains with what they read. Each
+worker speaks gRPC of its own, with a server of its trainer, as one does that reads from a service. With
+`workers` one loader of so many workers never ends; with `together` there is none, and the trainer leaves
+after so many steps with a peer.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
+import time
 import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -54,8 +57,14 @@ def chosen(start: int) -> tuple[type[DataLoader[Any]], str, bool]:
     return loaders[start % 2], method, start // 2 % 2 == 0
 
 
-def batches(starts: int, target: str) -> Iterator[Tensor]:
+def start_loaders(manager: Manager, starts: int) -> Iterator[Tensor]:
     """Yield what the loaders load; each loader is released when its last batch has been used."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    number = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"number": number}),))
+    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    sizes = set()
     for start in range(starts):
         kind, method, persistent = chosen(start)
         workers = 1 + start % 3 if method == "fork" else 1  # which loads torch by itself
@@ -68,19 +77,32 @@ def batches(starts: int, target: str) -> Iterator[Tensor]:
             for batch in loader:
                 read += 1
                 yield batch
+                sizes.add(manager.num_participants())
             assert read == len(data), (kind, method, read)
         print(f"start {start + 1}: {kind.__name__} {method} {workers}", flush=True)
+    print(f"over: loaded {starts} times in quorums of {sorted(sizes)}", flush=True)
+    server.stop(None).wait()
+
+
+def load_for_ever(_: Manager, workers: int) -> Iterator[Tensor]:
+    endless: Any = torch.ones(10_000_000, 1)
+    yield from DataLoader(endless, batch_size=4, num_workers=workers)
+
+
+def train_together(manager: Manager, steps: int) -> Iterator[Tensor]:
+    while steps > 0:
+        yield torch.ones(1, 1)
+        steps -= manager.num_participants() == 2
+        time.sleep(0.02)
+
+
+SOURCES = {"starts": start_loaders, "workers": load_for_ever, "together": train_together}
 
 
 def main() -> None:
-    name, starts = sys.argv[1], int(sys.argv[2])
+    name, source, number = sys.argv[1], sys.argv[2], int(sys.argv[3])
     logging.basicConfig(level=logging.WARNING)
     warnings.simplefilter("ignore", UserWarning)  # torch finds too few processors for the workers
-    server = grpc.server(ThreadPoolExecutor(4))
-    number = grpc.unary_unary_rpc_method_handler(lambda request, _: request)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"number": number}),))
-    target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    server.start()
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     manager = Manager(
@@ -90,18 +112,14 @@ def main() -> None:
         min_replica_size=1,
         replica_id=name,
     )
-    sizes = set()
     with manager:
         ddp = DistributedDataParallel(manager, model)
         optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.001))
-        for batch in batches(starts, target):
+        for batch in SOURCES[source](manager, number):
             optimizer.zero_grad()
             ddp(batch).sum().backward()
             optimizer.step()
-            sizes.add(manager.num_participants())
             print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
-    print(f"over: loaded {starts} times in quorums of {sorted(sizes)}", flush=True)
-    server.stop(None).wait()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ def main() -> None:
     name, index, fragments, delay, alpha, quantize_to, *faults = sys.argv[1:]
     journal = Journal.of_this_process()
     visit = Faults(faults, journal).visit
-    sync = {"fragment_sync_delay": int(delay), "fragment_update_alpha": float(alpha)}
+    sync: dict[str, Any] = {"fragment_sync_delay": int(delay), "fragment_update_alpha": float(alpha)}
     model = LocalModel(name, 0, fragments=int(fragments), should_quantize=quantize_to, **sync)
 
     def visit_heal(data: bytes) -> bytes:

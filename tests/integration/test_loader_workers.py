@@ -7,7 +7,6 @@ import re
 import signal
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
@@ -48,41 +47,18 @@ def test_workers_that_are_forked_while_threads_speak_grpc_live(processes: Proces
     assert "fork" not in trainer.output
 
 
-TRAINER = """
-import logging, sys, torch
-from torch import nn
-from torch.utils.data import DataLoader
-from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-
-logging.basicConfig(level=logging.WARNING)
-name, workers = sys.argv[1], int(sys.argv[2])
-model = nn.Linear(1, 1)
-manager = Manager(
-    pg=ProcessGroupGloo(), load_state_dict=model.load_state_dict, state_dict=model.state_dict,
-    min_replica_size=1, replica_id=name,
-)
-ddp = DistributedDataParallel(manager, model)
-optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.01))
-loader = DataLoader(torch.ones(10_000_000, 1), batch_size=4, num_workers=workers)
-for batch in loader:
-    optimizer.zero_grad()
-    ddp(batch).sum().backward()
-    optimizer.step()
-    print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
-"""
+TRAINER = "tests.integration.loader_trainer"
 
 
-def test_workers_of_a_killed_trainer_do_not_keep_its_connections(
-    processes: Processes, tmp_path: Path
-) -> None:
+def test_workers_of_a_killed_trainer_do_not_keep_its_connections(processes: Processes) -> None:
     """The lighthouse probes silent connections once an hour, so only the connection's end shows the death."""
     options = ("--bind", "127.0.0.1:0", "--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
     lighthouse = processes.fork("lighthouse", *options)
     url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
     env = {"TORCHFT_LIGHTHOUSE": url}
-    (script := tmp_path / "trainer.py").write_text(TRAINER)
     killed, survivor = (
-        processes.fork(str(script), name, workers, env=env) for name, workers in (("a", "4"), ("b", "0"))
+        processes.fork(TRAINER, name, "workers", workers, env=env)
+        for name, workers in (("a", "4"), ("b", "0"))
     )
     for trainer in (killed, survivor):
         trainer.wait_for_output(r"step \d+ of 2")
@@ -96,28 +72,6 @@ def test_workers_of_a_killed_trainer_do_not_keep_its_connections(
     assert all(worker.is_running() and worker.status() == "stopped" for worker in workers)
 
 
-PEER = """
-import sys, time, torch
-from torch import nn
-from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
-
-model = nn.Linear(1, 1)
-manager = Manager(
-    pg=ProcessGroupGloo(), load_state_dict=model.load_state_dict, state_dict=model.state_dict,
-    min_replica_size=1, replica_id="peer",
-)
-ddp = DistributedDataParallel(manager, model)
-optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.001))
-together = 0
-while together < int(sys.argv[1]):
-    optimizer.zero_grad()
-    ddp(torch.ones(1, 1)).sum().backward()
-    optimizer.step()
-    together += manager.num_participants() == 2
-    print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
-    time.sleep(0.02)
-manager.shutdown()
-"""
 ANY_STEPS = str(10**9)
 OWN_LINES = r"step \d+ of \d|start \d+: \w+ \w+ \d|over: .*"
 OF_THE_MANAGER = r"WARNING:torchft_like:\[trainer.*"  # whose peers do die
@@ -130,7 +84,7 @@ OF_THE_MANAGER = r"WARNING:torchft_like:\[trainer.*"  # whose peers do die
         pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
-def test_loaders_start_beside_peers_that_die(processes: Processes, tmp_path: Path, starts: int) -> None:
+def test_loaders_start_beside_peers_that_die(processes: Processes, starts: int) -> None:
     """Of all start methods, with workers that speak gRPC: none dies, and nothing is said of them."""
     # Where the machine is busy a lighthouse hangs up on who is slow to answer, and gRPC says so.
     patient = ("--keepalive_time_ms", "3600000", "--keepalive_timeout_ms", "3600000")
@@ -138,14 +92,13 @@ def test_loaders_start_beside_peers_that_die(processes: Processes, tmp_path: Pat
     url = lighthouse.wait_for_output(r"listening on (\S+)")[1]
     quiet = {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch finds that DDP looks for unused parameters
     env = {"TORCHFT_LIGHTHOUSE": url, "TORCHFT_QUORUM_TIMEOUT_SEC": "600", **quiet}
-    trainer = processes.fork("tests.integration.loader_trainer", "trainer", str(starts), env=env)
+    trainer = processes.fork(TRAINER, "trainer", "starts", str(starts), env=env)
     trainer.wait_for_output(r"step \d+ of 1")
-    script, ends = tmp_path / "peer.py", 0
-    script.write_text(PEER)
+    ends = 0
     while trainer.exit_code is None:
         is_killed = ends % 2 == 0
         limit = ANY_STEPS if is_killed else "3"
-        peer = processes.fork(str(script), limit, env=env)
+        peer = processes.fork(TRAINER, "peer", "together", limit, env=env)
         while trainer.exit_code is None and peer.exit_code is None:
             if is_killed and re.search(r"step \d+ of 2", peer.output):
                 os.kill(peer.pid, signal.SIGKILL)

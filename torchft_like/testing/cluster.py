@@ -32,7 +32,7 @@ from torchft_like.testing.invariants import Commit, History, Process, progress, 
 from torchft_like.testing.journal import JOURNAL_ENV, JournalReader, Record
 from torchft_like.testing.lighthouse import FIRST_OF_ALL, LISTENING, NO_PAGE
 from torchft_like.testing.log import Log, commit_of
-from torchft_like.testing.processes import RunningProcess, holds_within, kill_all
+from torchft_like.testing.processes import RunningProcess, kill_all
 
 LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
@@ -122,8 +122,8 @@ class Rank(Daemon):
         folder: Path,
         variables: Mapping[str, str],
         *,
+        namespace: str = "",
         is_cold: bool = False,
-        **more: str,
     ) -> None:
         self.name, _, number = label.rsplit(".", 2)
         self.number = int(number)
@@ -133,7 +133,7 @@ class Rank(Daemon):
         own = {JOURNAL_ENV: str(self.journal), "TORCHFT_EVENT_FILE": str(self.event_file)}
         if not is_cold:
             own |= {**host_of_its_own(label), "OMP_NUM_THREADS": "1"}
-        super().__init__(label, command, folder, {**own, **variables}, is_cold=is_cold, **more)
+        super().__init__(label, command, folder, {**own, **variables}, namespace=namespace, is_cold=is_cold)
 
     def print_stacks(self) -> None:
         """Make the rank print the stacks of its threads, if it can."""
@@ -355,8 +355,12 @@ class Cluster:
               logs.
         """
         limit_s = limit_s or self._limit_s
-        if not holds_within(limit_s, lambda: predicate() or self._fail_if("waiting for: " + what), POLL_S):
-            raise AssertionError(f"not within {limit_s:.0f} s: {what}\n{self._tails()}")
+        deadline = time.monotonic() + limit_s
+        while not predicate():
+            self._fail_if("waiting for: " + what)
+            if time.monotonic() > deadline:
+                raise AssertionError(f"not within {limit_s:.0f} s: {what}\n{self._tails()}")
+            time.sleep(POLL_S)
 
     def wait_for_quorum_of(self, *groups: Group, steps: int = 3) -> None:
         """Wait until these groups, and no other, commit `steps` more steps together."""
