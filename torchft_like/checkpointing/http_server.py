@@ -389,7 +389,10 @@ class _Connection:
                 # Else the last bytes of an answer would wait for the client's delayed acknowledgement.
                 self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 head = _read_head(self._peer, limits.request_s)
-                self._has_asked()
+                with self._owner.changed:
+                    if self.is_given_up:
+                        raise ConnectionError("it was silent while others needed the connection")
+                    self.has_asked = True
                 while self._answer(head):
                     head = _read_head(self._peer, limits.chunk_s)
         except (OSError, CheckpointError) as error:
@@ -397,12 +400,6 @@ class _Connection:
         finally:
             self._owner.forget(self._peer)
             self._peer.close()
-
-    def _has_asked(self) -> None:
-        with self._owner.changed:
-            if self.is_given_up:
-                raise ConnectionError("it was silent while others needed the connection")
-            self.has_asked = True
 
     def _answer(self, head: bytes) -> bool:
         """Answer a request; return whether another one may follow."""

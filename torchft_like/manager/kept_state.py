@@ -48,7 +48,10 @@ class StateKeeper:
         """
         self.kept = None
         _, leaves = flatten_state(state)
-        self.kept = KeptState(version, [_on_cpu(leaf) for leaf in leaves])
+        self.kept = KeptState(
+            version,
+            [settled(leaf.detach()).cpu() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves],
+        )
 
 
 _present: list[StateKeeper] = []  # of the blocks of `keeping`, the innermost last
@@ -67,7 +70,3 @@ def keeping() -> Iterator[None]:
 def present() -> StateKeeper | None:
     """Return the keeper of the present block; None outside of any."""
     return _present[-1] if _present else None
-
-
-def _on_cpu(leaf: Leaf) -> Leaf:
-    return settled(leaf.detach()).cpu() if isinstance(leaf, torch.Tensor) else leaf

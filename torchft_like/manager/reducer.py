@@ -203,14 +203,10 @@ def _smallest(dtype: torch.dtype) -> float:
     return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def _all_bits(dtype: torch.dtype) -> int:
-    return -1 if dtype.is_signed else int(_largest(dtype))
-
-
 # The keys are hashes, as in `is_average`. All other operations are sums, or like sums.
 _NEUTRAL: Mapping[int, Callable[[torch.dtype], float]] = {
     hash(ReduceOp.MIN): _largest,
     hash(ReduceOp.MAX): _smallest,
     hash(ReduceOp.PRODUCT): lambda _: 1,
-    hash(ReduceOp.BAND): _all_bits,
+    hash(ReduceOp.BAND): lambda dtype: -1 if dtype.is_signed else int(_largest(dtype)),  # all bits
 }

@@ -90,14 +90,6 @@ class _Fetching:
     sources: Mapping[str, int]
     began: float
 
-    @classmethod
-    def of(cls, result: QuorumResult) -> _Fetching:
-        """Return the members that take part in the fetch of this rank."""
-        names = result.replica_ids
-        return cls(
-            names[result.replica_rank], {names[rank]: rank for rank in result.source_ranks}, time.monotonic()
-        )
-
 
 Fetched = tuple[PeerState, Destination[State]]  # a state, and where it has arrived
 
@@ -269,11 +261,12 @@ class StateExchange:
         of the step, then, and offers its state.
         """
         names = result.replica_ids
-        needed = names[result.recover_src_replica_rank or 0], names[result.replica_rank]
-        fetching = self._fetching = _Fetching.of(result)
+        own, source = names[result.replica_rank], names[result.recover_src_replica_rank or 0]
+        sources = {names[rank]: rank for rank in result.source_ranks}
+        fetching = self._fetching = _Fetching(own, sources, time.monotonic())
         try:
             attempt.raise_error()
-            lost = any((result.quorum_id, one) in self._lost for one in needed)
+            lost = any((result.quorum_id, one) in self._lost for one in (source, own))
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
         except BaseException:
@@ -367,10 +360,14 @@ class StateExchange:
         protocol = self._protocol
         try:
             if plan.catch_up:
-                self._begin_to_catch_up(self._meet(attempt, result), result, attempt.sources)
-            elif (fetching := self._fetching) is not None:
-                for gone in fetching.sources.keys() - set(result.replica_ids):
-                    self._transport.lose_source(fetching.sources[gone], f"{gone} is no member any more")
+                fetching, timeout_s = self._meet(attempt, result), self._config.timeout_s
+                with self._group.lock:
+                    protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
+                about = fetching, result, attempt.sources, None, timeout_s
+                self._beside = FetchBeside(partial(self._fetch, *about))
+            elif (under_way := self._fetching) is not None:
+                for gone in under_way.sources.keys() - set(result.replica_ids):
+                    self._transport.lose_source(under_way.sources[gone], f"{gone} is no member any more")
             if (beside := self._beside) is None:
                 raise CheckpointError("the state that was on its way does not come")
             beside.raise_error()
@@ -386,12 +383,6 @@ class StateExchange:
             return
         self._load(state, None, steps)
         self._beside = None
-
-    def _begin_to_catch_up(self, fetching: _Fetching, result: QuorumResult, sources: list[Source]) -> None:
-        with self._group.lock:
-            self._protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
-        timeout_s = self._config.timeout_s
-        self._beside = FetchBeside(lambda: self._fetch(fetching, result, sources, None, timeout_s))
 
     def _drop_beside(self, reason: str) -> None:
         """End a fetch beside the steps, so that the next one is not ended in its place."""
