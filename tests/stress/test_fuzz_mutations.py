@@ -603,10 +603,10 @@ def said_by_lighthouse(data: bytes) -> None:
     """A ManagerServer whose rank 0 has joined hears the lighthouse."""
     server, to_lighthouse = ManagerServer.__new__(ManagerServer), LighthouseLink.__new__(LighthouseLink)
     vars(server).update(
-        _group=ReplicaGroup("me", 1), _perform=answer_rank, _on_quorum=lambda quorum_id, secret: None
+        group=ReplicaGroup("me", 1), _perform=answer_rank, _on_quorum=lambda quorum_id, secret: None
     )
     to_lighthouse._listener = server
-    server._group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
+    server.group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
     for part in parts_of(data):
         response = codec.reader(pb.SessionResponse)(part)
         if response is None:

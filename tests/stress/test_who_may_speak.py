@@ -219,7 +219,7 @@ def test_a_call_that_is_given_up_does_not_withdraw_the_newer_one(lighthouse: str
             response_deserializer=pb.ManagerQuorumResponse.FromString,
         )
         older = quorum.future(pb.ManagerQuorumRequest(group_rank=0, step=1), timeout=LIMIT_S)
-        wait_until(lambda: 0 in alone._group._joins)
+        wait_until(lambda: 0 in alone.group._joins)
         first = alone._ranks[0]
         newer = quorum.future(pb.ManagerQuorumRequest(group_rank=0, step=1), timeout=LIMIT_S)
         wait_until(lambda: alone._ranks[0] is not first)

@@ -62,7 +62,7 @@ class Attempt:
         self.quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
-        self._is_configured = False  # the event's value, which is read before every collective
+        self.is_configured = False  # the event's value, which is read before every collective
         self._decided = threading.Event()
         self.device = torch.accelerator.current_device_index() if devices.is_in_use() else None
 
@@ -84,7 +84,7 @@ class Attempt:
 
     def unstand(self) -> None:
         """Wait for another quorum, which is asked for now."""
-        self.is_standing = self.is_unasked = self._is_configured = False
+        self.is_standing = self.is_unasked = self.is_configured = False
         self.result, self.report = None, None
         self._agreed.clear()
         self._configured.clear()
@@ -98,12 +98,7 @@ class Attempt:
     @property
     def is_open(self) -> bool:
         """Whether a collective may be issued at once."""
-        return self._is_configured and self.error is None and not self.is_exchanging
-
-    @property
-    def is_configured(self) -> bool:
-        """Whether nothing more happens in the background."""
-        return self._is_configured
+        return self.is_configured and self.error is None and not self.is_exchanging
 
     def take_plan(self) -> Plan | None:
         """Return what has to be done before the quorum can be used, to the first caller only."""
@@ -119,7 +114,7 @@ class Attempt:
     def open_configured(self) -> None:
         """Let collectives be issued: nothing more happens in the background."""
         self.is_standing = False
-        self._is_configured = True
+        self.is_configured = True
         self._configured.set()
 
     def decide(self, verdict: Verdict) -> None:
@@ -139,7 +134,7 @@ class Attempt:
         Raises:
             QuorumTimeoutError: there is no quorum within the timeout; `describe` returns the circumstances.
         """
-        if not self._is_configured:
+        if not self.is_configured:
             self._wait_agreed(describe)
             self._configured.wait()
         self.raise_error()

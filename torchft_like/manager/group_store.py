@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
-from torchft_like.errors import ConfigError, ConnectError
+from torchft_like.errors import ConnectError
 from torchft_like.manager.config import WAIT, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
@@ -58,8 +58,6 @@ def connect(
         address, key = find_manager(store.shared, config)
         limits = config.connect_timeout_s, config.host, config.dead_after_s
         return SessionLink(address, config.group_rank, listener, *limits, key), store
-    if config.lighthouse is None:
-        raise ConfigError("rank 0 needs the lighthouse's address: set TORCHFT_LIGHTHOUSE")
     server = ManagerServer(
         replica_id=config.replica_id,
         lighthouse_addr=str(config.lighthouse),

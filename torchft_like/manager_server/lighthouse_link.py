@@ -13,7 +13,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import grpc
@@ -21,7 +21,6 @@ import grpc.aio
 
 from lighthouse import wire
 from lighthouse.address import Address
-from lighthouse.core.history import Report
 from lighthouse.net import DISTRUST, default_keepalive, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
@@ -86,41 +85,20 @@ class LighthouseLink:
         connected.cancel()
         return self._connected.is_set()
 
-    def join(self, member: pb.QuorumMember) -> None:
-        """Ask for a quorum; the listener gets it, and repeats this after a reconnect."""
+    def say(self, request: pb.SessionRequest) -> None:
+        """Say something, if there is a session; the listener repeats what the next one has to know."""
         if self._say is not None:
-            self._say(pb.SessionRequest(join=member))
-
-    def identify(self, identity: pb.Identity) -> None:
-        """Say who this replica group is, before its join; the listener repeats this, too."""
-        if self._say is not None:
-            self._say(pb.SessionRequest(identity=identity))
+            self._say(request)
 
     @property
     def hears_of_links(self) -> bool:
         """Whether the lighthouse can leave out replicas that cannot be reached; torchft's cannot."""
         return self._serve == self._serve_session
 
-    def report_links(self, unreachable: Iterable[str]) -> None:
-        """Report which replica groups this one cannot reach; the listener repeats this, too."""
-        if self._say is not None:
-            links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
-            self._say(pb.SessionRequest(broken_links=links))
-
     @property
     def lease_ends_at(self) -> float | None:
         """When members go on no longer, in the loop's time; None while the lighthouse is not silent."""
         return None if self._lease is None else self._lease.when()
-
-    def holds(self, holds: pb.Holds) -> None:
-        """Say which step was not begun, and is not before the listener hears more."""
-        if self._say is not None:
-            self._say(pb.SessionRequest(holds=holds))
-
-    def report_progress(self, report: Report) -> None:
-        """Say how far this replica group is."""
-        if self._say is not None:
-            self._say(pb.SessionRequest(progress=pb.Progress(**report._asdict())))
 
     async def leave(self, reason: str, step: int) -> None:
         """Send a leave before this step, so that no replica that has not begun it is alarmed, and close."""

@@ -134,7 +134,7 @@ class SessionLink:
         self._conversation: Conversation[pb.RankSessionRequest] = Conversation()
         self._closing = False
         self._registered = asyncio.Event()
-        self._replica_id = ""
+        self.replica_id = ""
         self._last_error = "no answer"
         self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None  # once registered
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
@@ -145,10 +145,6 @@ class SessionLink:
         except BaseException:
             self._sign_of_life.close()
             raise
-
-    @property
-    def replica_id(self) -> str:
-        return self._replica_id
 
     def join(self, join: RankJoin) -> None:
         fields = join._asdict()
@@ -241,7 +237,7 @@ class SessionLink:
             group_rank=self._group_rank,
             process=self._process,
             address=str(Address(self._host, self._sign_of_life.getsockname()[1])),
-            replica_id=self._replica_id,
+            replica_id=self.replica_id,
         )
         try:
             self._write(call, pb.RankSessionRequest(register=register))
@@ -266,7 +262,7 @@ class SessionLink:
     ) -> None:
         """Go on where the last session ended."""
         self._trust()
-        self._call, self._replica_id = call, registered.replica_id
+        self._call, self.replica_id = call, registered.replica_id
         self._registered.set()
         for request in self._conversation.to_repeat:
             self._write(call, request)

@@ -16,7 +16,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Self
 
 from lighthouse import codec
 from lighthouse.address import Address, parse_address
@@ -87,6 +87,8 @@ class ManagerServer:
         on_quorum: called on the loop with the id and the secret of each quorum, before the ranks hear of it.
 
     Attributes:
+        replica_id: as it was given.
+        group: the core, which decides.
         rank_key: a secret of the replica group, without which nobody is one of its ranks; "" for none, in a
             process without tokens.
 
@@ -112,12 +114,12 @@ class ManagerServer:
         spare: bool = False,
         on_quorum: Callable[[int, QuorumSecret], None] = lambda *_: None,
     ) -> None:
-        self._replica_id, self._is_spare = replica_id, spare
+        self.replica_id, self._is_spare = replica_id, spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr, self._on_quorum = store_addr, on_quorum
         self._hostname = hostname
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
-        self._group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
+        self.group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._progress = ProgressLog()
         self._statement = pb.Statement()  # of the lighthouse, on the members of the last quorum
         self._ranks: dict[int, RankListener] = {}
@@ -151,11 +153,23 @@ class ManagerServer:
         """Close without a leave: all others take that for this replica group's death."""
         self._stop_once(None)
 
-    def attach_local_rank(self, group_rank: int, listener: LocalListener) -> LocalLink:
-        """Connect the rank that lives in this process."""
-        link = LocalLink(self)
-        self._loop.run(self._attach(group_rank, listener))
-        return link
+    def attach_local_rank(self, group_rank: int, listener: LocalListener) -> Self:
+        """Connect the rank that lives in this process; return its `RankLink`, which is this server."""
+
+        async def attach() -> None:
+            self.rank_attached(group_rank, listener, uuid.uuid4().bytes)
+            self._run(self._watch(listener))
+
+        self._loop.run(attach())
+        return self
+
+    def join(self, join: RankJoin) -> None:
+        """Ask for a quorum, as the rank that lives in this process."""
+        self._loop.loop.call_soon_threadsafe(self.rank_joined, join)
+
+    def vote(self, group_rank: int, vote: Verdict) -> None:
+        """Vote, as the rank that lives in this process."""
+        self._loop.loop.call_soon_threadsafe(self.rank_voted, group_rank, vote)
 
     # ------------------------------------------------- called on the loop, by ranks
 
@@ -166,9 +180,9 @@ class ManagerServer:
         Return False if another process speaks for the rank. A call takes the place of an older one.
         """
         if process is None:
-            is_free = not self._group.has_session(group_rank)
+            is_free = not self.group.has_session(group_rank)
         else:
-            is_free = self._group.rank_registered(group_rank, process)
+            is_free = self.group.rank_registered(group_rank, process)
         if is_free:
             self._ranks[group_rank] = listener
         return is_free
@@ -177,32 +191,27 @@ class ManagerServer:
         """Return the listener of a rank."""
         return self._ranks.get(group_rank)
 
-    @property
-    def lost_reason(self) -> str | None:
-        """Why this group is over, if it is."""
-        return self._group.lost_reason
-
     def rank_joined(self, join: RankJoin) -> None:
         """Handle a rank's request for a quorum."""
-        self._perform(self._group.rank_joined(join))
+        self._perform(self.group.rank_joined(join))
 
     def rank_withdrew(self, group_rank: int, listener: RankListener) -> None:
         """Handle a rank that no longer waits for a quorum; ignored for a call that a newer one replaced."""
         if self._ranks.get(group_rank) is listener:
-            self._group.rank_withdrew(group_rank)
+            self.group.rank_withdrew(group_rank)
 
     def rank_voted(self, group_rank: int, vote: Verdict) -> None:
         """Handle a rank's vote on a step."""
-        self._perform(self._group.rank_voted(group_rank, vote))
+        self._perform(self.group.rank_voted(group_rank, vote))
 
     def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> None:
         """Handle a rank that has not begun this step, and does not until it is told more."""
-        self._perform(self._group.rank_holds(group_rank, quorum_id, step))
+        self._perform(self.group.rank_holds(group_rank, quorum_id, step))
 
     def rank_left(self, group_rank: int, reason: str, step: int) -> None:
         """Handle a rank that left in good order before this step, and with which the whole group leaves."""
         self._forget(group_rank)
-        self._perform(self._group.rank_left(group_rank, reason))
+        self._perform(self.group.rank_left(group_rank, reason))
         asyncio.ensure_future(self._link.leave(reason, step))  # noqa: RUF006 - it ends with the link
 
     def rank_silent(self, group_rank: int, listener: RankListener, address: Address | None) -> None:
@@ -220,12 +229,12 @@ class ManagerServer:
         """Handle another session of a rank's process."""
         if (doubt := self._doubts.pop(group_rank, None)) is not None:
             doubt.cancel()
-        self._perform(self._group.rank_resumed(group_rank))
+        self._perform(self.group.rank_resumed(group_rank))
 
     async def _doubt(self, group_rank: int, listener: RankListener, address: Address | None) -> None:
         def suspect() -> None:
             try:
-                self._perform(self._group.rank_suspected(group_rank, "its session ended"))
+                self._perform(self.group.rank_suspected(group_rank, "its session ended"))
             except Exception:  # an error of a rank, perhaps of a user's process group
                 logger.exception("what follows from a rank's silence could not be carried out")
 
@@ -237,45 +246,31 @@ class ManagerServer:
         """Handle a rank whose process is gone; ignored for a listener that was replaced."""
         if self._ranks.get(group_rank) is listener:
             self._forget(group_rank)
-            self._perform(self._group.rank_lost(group_rank, reason))
+            self._perform(self.group.rank_lost(group_rank, reason))
 
     def _forget(self, group_rank: int) -> None:
         self._ranks.pop(group_rank, None)
         self._rank_gone.set()
 
-    def checkpoint_metadata(self, group_rank: int) -> str | None:
-        """Return where that rank's state can be fetched."""
-        return self._group.checkpoint_metadata(group_rank)
-
     def kill(self, message: str) -> None:
         """End this process at once, as torchft's Kill does."""
         logger.critical(
-            "replica group %s is killed by request: %s", self._replica_id, printable(message[:TEXT_MAX])
+            "replica group %s is killed by request: %s", self.replica_id, printable(message[:TEXT_MAX])
         )
         self._loop.loop.call_later(0.05, os._exit, KILL_EXIT_CODE)
-
-    @property
-    def world_size(self) -> int:
-        """The number of ranks in the group."""
-        return self._group.world_size
-
-    @property
-    def replica_id(self) -> str:
-        """The group's name, unique for this incarnation."""
-        return self._replica_id
 
     # ------------------------------------------------- called by the lighthouse link
 
     def registration(self) -> pb.Register:
         return pb.Register(
-            replica_id=self._replica_id,
+            replica_id=self.replica_id,
             address=self._address.url,
             store_address=self._store_addr,
-            world_size=self._group.world_size,
-            last_quorum_id=self._group.last_quorum_id,
-            last_quorum_replica_ids=self._group.last_quorum_replica_ids,
-            last_quorum_round=self._group.last_quorum_round,
-            last_quorum_stands=self._group.last_quorum_stands,
+            world_size=self.group.world_size,
+            last_quorum_id=self.group.last_quorum_id,
+            last_quorum_replica_ids=self.group.last_quorum_replica_ids,
+            last_quorum_round=self.group.last_quorum_round,
+            last_quorum_stands=self.group.last_quorum_stands,
             spare=self._is_spare,
             kill_token=self._kill_token,
             last_quorum_statement=self._statement,
@@ -283,23 +278,23 @@ class ManagerServer:
 
     def lighthouse_connected(self) -> None:
         self._progress = ProgressLog()  # that lighthouse has heard nothing
-        self._perform(self._group.lighthouse_connected())
+        self._perform(self.group.lighthouse_connected())
         for rank in self._ranks.values():
             rank.lighthouse_connected()
 
     def lighthouse_disconnected(self, reason: str) -> None:
-        self._perform(self._group.lighthouse_disconnected())
+        self._perform(self.group.lighthouse_disconnected())
         for rank in self._ranks.values():
             rank.lighthouse_disconnected(reason)
 
     def lease_ended(self) -> None:
-        self._perform(self._group.lease_ended())
+        self._perform(self.group.lease_ended())
 
     def refused(self, reason: str) -> None:
-        self._perform(self._group.refused(reason))
+        self._perform(self.group.refused(reason))
 
     def hear(self, response: pb.SessionResponse) -> None:
-        group = self._group
+        group = self.group
         match response.WhichOneof("response"):
             case "quorum":
                 self._quorum_formed(response.quorum)
@@ -321,8 +316,8 @@ class ManagerServer:
         self._on_quorum(quorum.quorum_id, QuorumSecret(quorum.secret))
         number = quorum.quorum_id, quorum.participants, quorum.round
         of_all = quorum.stands, quorum.first_quorum_id, quorum.secret
-        self._perform(self._group.quorum_formed(*number, *of_all))
-        if self._group.last_quorum_id == quorum.quorum_id:
+        self._perform(self.group.quorum_formed(*number, *of_all))
+        if self.group.last_quorum_id == quorum.quorum_id:
             self._statement = quorum.statement
 
     # ------------------------------------------------------------------- effects
@@ -354,21 +349,20 @@ class ManagerServer:
     def _tell_lighthouse(
         self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | GroupAway
     ) -> None:
-        if isinstance(news, GroupAway):
-            (self._link.call_again if news.is_back else self._link.hang_up)()
-            return
-        if isinstance(news, GroupJoin):
-            self._link.join(self._member(news))
-            return
-        if isinstance(news, GroupIdentity):
-            self._link.identify(codec.identity_to_wire(news.identity))
-            return
-        if isinstance(news, GroupHolds):
-            self._link.holds(pb.Holds(**news._asdict()))
-            return
-        names = " ".join(map(short_name, news.unreachable)) or "nobody any more"
-        logger.warning("[%s] cannot reach: %s", short_name(self._replica_id), printable(names))
-        self._link.report_links(news.unreachable)
+        match news:
+            case GroupAway(is_back):
+                (self._link.call_again if is_back else self._link.hang_up)()
+            case GroupJoin():
+                self._link.say(pb.SessionRequest(join=self._member(news)))
+            case GroupIdentity(identity):
+                self._link.say(pb.SessionRequest(identity=codec.identity_to_wire(identity)))
+            case GroupHolds():
+                self._link.say(pb.SessionRequest(holds=pb.Holds(**news._asdict())))
+            case BrokenLinks(unreachable):
+                names = " ".join(map(short_name, unreachable)) or "nobody any more"
+                logger.warning("[%s] cannot reach: %s", short_name(self.replica_id), printable(names))
+                links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
+                self._link.say(pb.SessionRequest(broken_links=links))
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a coroutine in the background, until this server stops."""
@@ -393,13 +387,13 @@ class ManagerServer:
         if not (interval_s := self._link.progress_interval_s):
             return
         wait, (step, source) = listener.waits_for(), listener.step_and_source()
-        seen = Report(self._group.last_quorum_id, step, wait.kind if wait else "", heals_from=source)
-        members = len(self._group.last_quorum_replica_ids)
+        seen = Report(self.group.last_quorum_id, step, wait.kind if wait else "", heals_from=source)
+        members = len(self.group.last_quorum_replica_ids)
         if (news := self._progress.look(seen, members, interval_s, self._loop.loop.time())) is not None:
-            self._link.report_progress(news)
+            self._link.say(pb.SessionRequest(progress=pb.Progress(**news._asdict())))
 
     def _look(self, watch: StallWatch, listener: LocalListener) -> None:
-        group = self._group
+        group = self.group
         quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
         now, wait = self._loop.loop.time(), listener.waits_for()
         waited_s = watch.look(quorum_id, members, wait, now)
@@ -415,16 +409,16 @@ class ManagerServer:
         except Exception:  # the join waits for the answers, so an error must not keep them away
             logger.exception("probing the other replica groups failed")
         try:
-            self._perform(self._group.probed(probe, silent))
+            self._perform(self.group.probed(probe, silent))
         except Exception:  # an error of a rank, perhaps of a user's process group
             logger.exception("what follows from a probe could not be carried out")
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         return pb.QuorumMember(
-            replica_id=self._replica_id,
+            replica_id=self.replica_id,
             address=self._address.url,
             store_address=self._store_addr,
-            world_size=self._group.world_size,
+            world_size=self.group.world_size,
             **join._asdict(),
         )
 
@@ -449,10 +443,6 @@ class ManagerServer:
             "own address, not its page's, that both have TORCHFT_TLS or neither, that no firewall is between"
         )
 
-    async def _attach(self, group_rank: int, listener: LocalListener) -> None:
-        self.rank_attached(group_rank, listener, uuid.uuid4().bytes)
-        self._run(self._watch(listener))
-
     def _stop_once(self, reason: str | None, step: int = 0) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
@@ -463,10 +453,10 @@ class ManagerServer:
             task.cancel()
         if reason is None:
             self._forget(LOCAL_RANK)  # the local rank closes, so it is not told
-            self._perform(self._group.rank_lost(LOCAL_RANK, "it has hung up"))
+            self._perform(self.group.rank_lost(LOCAL_RANK, "it has hung up"))
             await self._link.close()
         else:
-            self._perform(self._group.rank_left(LOCAL_RANK, reason))
+            self._perform(self.group.rank_left(LOCAL_RANK, reason))
             await self._link.leave(reason, step)
             await self._wait_for_other_ranks()
         await self._server.stop(STOP_GRACE_S)
@@ -478,27 +468,3 @@ class ManagerServer:
                 while any(rank != LOCAL_RANK for rank in self._ranks):
                     self._rank_gone.clear()
                     await self._rank_gone.wait()
-
-
-class LocalLink:
-    """The link of the rank that shares the ManagerServer's process; closing it closes the server."""
-
-    def __init__(self, server: ManagerServer) -> None:
-        self._server = server
-        self._call = coordination_loop().loop.call_soon_threadsafe
-
-    @property
-    def replica_id(self) -> str:
-        return self._server.replica_id
-
-    def join(self, join: RankJoin) -> None:
-        self._call(self._server.rank_joined, join)
-
-    def vote(self, group_rank: int, vote: Verdict) -> None:
-        self._call(self._server.rank_voted, group_rank, vote)
-
-    def leave(self, reason: str, step: int = 0) -> None:
-        self._server.leave(reason, step)
-
-    def close(self) -> None:
-        self._server.close()

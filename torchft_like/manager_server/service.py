@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import operator
 import uuid
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -50,33 +51,19 @@ M = TypeVar("M")
 
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
     """Make the handlers of the service torchft.ManagerService."""
-    unary, stream = grpc.unary_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
+    stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
     handlers = _Handlers(server)
+    methods: dict[str, tuple[Any, Any, Any]] = {
+        "Session": (stream, handlers.session, pb.RankSessionRequest),
+        "Quorum": (unary, handlers.quorum, pb.ManagerQuorumRequest),
+        "CheckpointMetadata": (unary, handlers.checkpoint_metadata, pb.CheckpointMetadataRequest),
+        "ShouldCommit": (unary, handlers.should_commit, pb.ShouldCommitRequest),
+        "Kill": (unary, handlers.kill, pb.KillRequest),
+    }
+    write = operator.methodcaller("SerializeToString")
     return grpc.method_handlers_generic_handler(
         "torchft.ManagerService",
-        {
-            "Quorum": unary(
-                handlers.quorum,
-                codec.reader(pb.ManagerQuorumRequest),
-                pb.ManagerQuorumResponse.SerializeToString,
-            ),
-            "CheckpointMetadata": unary(
-                handlers.checkpoint_metadata,
-                codec.reader(pb.CheckpointMetadataRequest),
-                pb.CheckpointMetadataResponse.SerializeToString,
-            ),
-            "ShouldCommit": unary(
-                handlers.should_commit,
-                codec.reader(pb.ShouldCommitRequest),
-                pb.ShouldCommitResponse.SerializeToString,
-            ),
-            "Kill": unary(handlers.kill, codec.reader(pb.KillRequest), pb.KillResponse.SerializeToString),
-            "Session": stream(
-                handlers.session,
-                codec.reader(pb.RankSessionRequest),
-                pb.RankSessionResponse.SerializeToString,
-            ),
-        },
+        {name: make(answer, codec.reader(kind), write) for name, (make, answer, kind) in methods.items()},
     )
 
 
@@ -194,7 +181,7 @@ class _Handlers:
         self, request: pb.CheckpointMetadataRequest | None, context: Context
     ) -> pb.CheckpointMetadataResponse:
         request = await _well_formed(request, context)
-        metadata = self._server.checkpoint_metadata(request.rank)
+        metadata = self._server.group.checkpoint_metadata(request.rank)
         if metadata is None:
             await context.abort(
                 grpc.StatusCode.NOT_FOUND,
@@ -216,7 +203,10 @@ class _Handlers:
         return call
 
     async def _refuse_second(self, group_rank: int, context: Context) -> None:
-        reason = self._server.lost_reason or f"rank {group_rank} of {self._server.replica_id} is here already"
+        reason = (
+            self._server.group.lost_reason
+            or f"rank {group_rank} of {self._server.replica_id} is here already"
+        )
         await context.abort(grpc.StatusCode.ALREADY_EXISTS, reason)
 
     async def _check_key(self, context: Context) -> None:
@@ -228,10 +218,10 @@ class _Handlers:
             await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
 
     async def _check_rank(self, group_rank: int, context: Context) -> None:
-        if not 0 <= group_rank < self._server.world_size:
+        if not 0 <= group_rank < self._server.group.world_size:
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT,
-                f"group rank {group_rank} is not in [0, {self._server.world_size})",
+                f"group rank {group_rank} is not in [0, {self._server.group.world_size})",
             )
 
 

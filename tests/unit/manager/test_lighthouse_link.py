@@ -42,7 +42,7 @@ class Listener:
     def lighthouse_connected(self) -> None:
         self.fail("connected")
         assert self.link is not None
-        self.link.join(pb.QuorumMember(replica_id="a"))
+        self.link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a")))
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self.fail("disconnected")
@@ -68,9 +68,9 @@ async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
         async with asyncio.timeout(LIMIT_S):
             first = await listener.quorums.get()
             if failing == "disconnected":  # a join that names somebody else ends the session
-                link.join(pb.QuorumMember(replica_id="b"))
+                link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="b")))
             elif failing != "quorum":
-                link.join(pb.QuorumMember(replica_id="a"))
+                link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a")))
             return first, await listener.quorums.get()
     finally:
         await link.close()

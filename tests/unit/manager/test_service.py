@@ -384,7 +384,7 @@ def test_a_rank_does_not_take_a_later_server_at_the_address_for_its_own(
 ) -> None:
     ear, other = Ear(), Ear()
     link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
-    link._replica_id = "the one before"
+    link.replica_id = "the one before"
     server.attach_local_rank(0, other)
     coordination_loop().loop.call_soon_threadsafe(server.listener_of(1)._end)  # type: ignore[union-attr]
     assert "the one before is gone: g has its address" in ear.heard("group_lost")
