@@ -62,9 +62,9 @@ class RestartGroup:
             GroupLostError: another rank did not come.
         """
         limit = timedelta(seconds=limit_s)
-        if place.store is None or place.world_size == 1:
-            return cls(place.rank, place.store, None, limit)
-        at, rank = place.store, place.rank
+        rank, world_size, at = place.group_rank, place.group_world_size, place.store
+        if at is None or world_size == 1:
+            return cls(rank, at, None, limit)
         own_host = _own_host(at)
         group = cls(rank, at, None, limit)
         with contextlib.ExitStack() as stack:
@@ -83,7 +83,7 @@ class RestartGroup:
                 if rank == 0:
                     store.set("group", str(uuid.uuid4()))
                 store.set(f"process/{rank}", f"{address} {socket.gethostname()}")
-                keys = ["group", *(f"process/{other}" for other in range(place.world_size))]
+                keys = ["group", *(f"process/{other}" for other in range(world_size))]
                 try:
                     store.wait(keys)
                 except (ProcessGroupError, TimeoutError) as error:
@@ -91,7 +91,7 @@ class RestartGroup:
                 group_id, *said = (value.decode(errors="backslashreplace") for value in store.multi_get(keys))
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
-            asks = desk.asks_for(group_id, place)
+            asks = desk.asks_for(group_id, world_size)
             group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
             group.is_alone = False
             group._until_closed = stack.pop_all()
@@ -106,8 +106,7 @@ class RestartGroup:
         """
         limit = timedelta(seconds=limit_s)
         own_store, address = serve_store(_own_host(place.store), limit)
-        of_group = GroupPlace(place.rank, place.world_size, place.store, False, place.group_id)
-        asks = desk.asks_for(place.group_id, of_group)
+        asks = desk.asks_for(place.group_id, place.world_size)
         own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
         protocol = MeetingProtocol(own, [own])
         meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)

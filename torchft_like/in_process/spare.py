@@ -27,7 +27,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK, RankProcess
 from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLostError
 from torchft_like.in_process.meeting import AskForSpare, Place
-from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN, GroupPlace
+from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
@@ -65,8 +65,8 @@ class SpareDesk:
         """How long it may take to know whether a spare comes, in seconds."""
         return self._wait_s if self._wait_s is not None else AWAY_S
 
-    def asks_for(self, group_id: str, place: GroupPlace) -> AskForSpare:
-        """Return the function with which the ranks of a group ask for spares."""
+    def asks_for(self, group_id: str, world_size: int) -> AskForSpare:
+        """Return the function with which the ranks of a group of this size ask for spares."""
 
         def ask(lost: RankProcess, meets_in: RankProcess, attempt: int) -> Future[str]:
             names = {*OF_TORCHRUN, *self.handed_over}
@@ -74,7 +74,7 @@ class SpareDesk:
             vacancy = pb.Vacancy(
                 group_id=group_id,
                 group_rank=lost.rank,
-                world_size=place.world_size,
+                world_size=world_size,
                 host=lost.host,
                 store_address=meets_in.address,
                 attempt=attempt,

@@ -68,7 +68,23 @@ class ManagerArguments:
 
 
 @dataclass(frozen=True)
-class ManagerConfig:
+class GroupPlace:
+    """The place of a process in its replica group.
+
+    Attributes:
+        store: the replica group's TCPStore; None if rank 0 has to make one.
+        incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
+    """
+
+    group_rank: int
+    group_world_size: int
+    store: Address | None
+    store_is_agents: bool
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class ManagerConfig(GroupPlace):
     """Resolved and validated settings of one Manager.
 
     Attributes:
@@ -80,13 +96,11 @@ class ManagerConfig:
         dead_after_s: how long a rank of this replica group may be silent before the group is lost, in
           seconds.
         lighthouse: the lighthouse's address; None on ranks other than 0, which never call it.
-        store: the replica group's TCPStore; None if rank 0 has to make one.
         host: the address that this process binds to and advertises.
         lighthouse_absence: CONTINUE or WAIT.
         job_id: the name of the job, "" if none was given.
         spare: whether the replica group waits for a free place before it takes part.
         replica_id: the user's name for the group, made unique for this incarnation.
-        incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
         sources: each setting with its value and its source, for the log.
     """
 
@@ -95,11 +109,7 @@ class ManagerConfig:
     quorum_timeout_s: float
     connect_timeout_s: float
     dead_after_s: float
-    group_rank: int
-    group_world_size: int
     lighthouse: Address | None
-    store: Address | None
-    store_is_agents: bool
     host: str
     port: int
     replica_id: str
@@ -107,19 +117,7 @@ class ManagerConfig:
     lighthouse_absence: str
     job_id: str
     spare: bool
-    incarnation: str
     sources: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class GroupPlace:
-    """The place of a process in its replica group, as the last attributes of ManagerConfig describe it."""
-
-    rank: int
-    world_size: int
-    store: Address | None
-    store_is_agents: bool
-    incarnation: str
 
 
 def place_in_group(environ: Mapping[str, str]) -> GroupPlace:
@@ -142,10 +140,11 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
     _check_open_files()
     given = _Settings(environ)
     place = _place(arguments, given)
-    lighthouse = _lighthouse(arguments, given) if place.rank == 0 else None
+    lighthouse = _lighthouse(arguments, given) if place.group_rank == 0 else None
     timeout_s = given.seconds(arguments.timeout, "timeout", TIMEOUT_SEC_ENV)
     is_given = arguments.timeout is not None or TIMEOUT_SEC_ENV in given.environ
     return ManagerConfig(
+        **vars(place),
         timeout_s=timeout_s,
         given_timeout_s=timeout_s if is_given else None,
         quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", QUORUM_TIMEOUT_SEC_ENV),
@@ -153,11 +152,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),
         dead_after_s=dead_after_s(environ, arguments.dead_after),
-        group_rank=place.rank,
-        group_world_size=place.world_size,
         lighthouse=lighthouse,
-        store=place.store,
-        store_is_agents=place.store_is_agents,
         host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, place.store),
         port=_port(given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), "port"),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
@@ -167,7 +162,6 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         lighthouse_absence=_absence(arguments, given),
         job_id=_job_id(arguments, given),
         spare=_spare(arguments, given),
-        incarnation=place.incarnation,
         sources=tuple(given.sources),
     )
 
