@@ -38,12 +38,11 @@ from lighthouse.events import printable
 from lighthouse.listening import listen_tcp
 from lighthouse.tls import accepted, scheme
 from lighthouse.trust import authorization, process_trust, warn_if_open
-from torchft_like.checkpointing.http_server import shut
 from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.store_server import StoreServer
-from torchft_like.runtime.connecting import connect_tcp
+from torchft_like.runtime.connecting import connect_tcp, shut
 from torchft_like.runtime.hosts import own_host
 
 PATH = "/new_session"

@@ -43,7 +43,6 @@ from lighthouse.address import Address
 from lighthouse.events import printable
 from lighthouse.tls import TLS_ENV
 from lighthouse.trust import authorization
-from torchft_like.checkpointing.http_server import shut
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     CORRUPT,
@@ -57,7 +56,7 @@ from torchft_like.checkpointing.transport import Destination
 from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
-from torchft_like.runtime.connecting import connect_tcp
+from torchft_like.runtime.connecting import connect_tcp, shut
 
 _logger = logging.getLogger(__name__)
 

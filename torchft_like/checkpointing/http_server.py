@@ -55,6 +55,7 @@ from lighthouse.trust import process_trust, warn_if_open
 from torchft_like.checkpointing.state_stream import CHUNK_BYTES, PIECE_BYTES, Snapshot, sums_nbytes
 from torchft_like.errors import CheckpointError
 from torchft_like.futures import context_timeout
+from torchft_like.runtime.connecting import shut
 
 _logger = logging.getLogger(__name__)
 
@@ -553,12 +554,3 @@ def _refuse(peer: socket.socket) -> None:
             peer.send(b"HTTP/1.1 503 all connections are taken\r\nContent-Length: 0\r\n\r\n")
         except OSError as error:
             _logger.debug("a refused checkpoint client did not hear of it: %s", error)
-
-
-def shut(connection: socket.socket) -> None:
-    """End every operation on a socket, which another thread may be in."""
-    try:
-        # Not SSLSocket's own, after which the other thread would go on without TLS.
-        socket.socket.shutdown(connection, socket.SHUT_RDWR)
-    except OSError as error:  # it is not connected yet, or has ended by itself
-        _logger.debug("shutdown of a socket: %s", error)

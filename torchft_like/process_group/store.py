@@ -44,6 +44,7 @@ from torchft_like.core.store import READY, VALIDATION_MAGIC, WAIT_CANCELED, Quer
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.runtime.connecting import shut
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -278,8 +279,7 @@ class AbortableStore(Store):
         with self._lock:
             self._aborted = True
             if self._socket is not None:
-                with contextlib.suppress(OSError):  # one with TLS would begin to speak without it
-                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+                shut(self._socket)
 
     def close(self) -> None:
         """Close the connection; only the thread that uses the client may call this."""

@@ -56,6 +56,13 @@ def connect_tcp(
     raise failure or OSError(f"{address} has no address")
 
 
+def shut(connection: socket.socket) -> None:
+    """End every operation on a socket that another thread may be in, which has to close it."""
+    with contextlib.suppress(OSError):  # it is not connected yet, or has ended by itself
+        # Not SSLSocket's own, after which the other thread would go on without TLS.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
+
+
 async def resolve(address: Address, timeout_s: float) -> tuple[Address, ...]:
     """Return all addresses of the name; none if the name server gives none within `timeout_s` seconds."""
     with contextlib.suppress(ValueError):

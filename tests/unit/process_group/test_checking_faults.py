@@ -44,6 +44,7 @@ from torchft_like.process_group.checking.link import (
     decode_problem,
 )
 from torchft_like.process_group.store import AbortableStore
+from torchft_like.runtime import connecting
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of
 from .conftest import LIMIT_S, Party, allreduced
@@ -274,13 +275,13 @@ def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyP
     call = Request(CALL, 5, 1, 30.0, encode(Statement("barrier"))).encode()
     pairs = [socket.socketpair() for _ in range(3)]
     hub = Hub([theirs for _, theirs in pairs])
-    shut_down = link._shut_down
+    shut_down = connecting.shut
 
     def shut_down_slowly(one: socket.socket) -> None:
         shut_down(one)
         time.sleep(FELT_S)  # the hub sees the end of this connection while the next one is still open
 
-    monkeypatch.setattr(link, "_shut_down", shut_down_slowly)
+    monkeypatch.setattr(link, "shut", shut_down_slowly)
     hub._sockets._sockets.reverse()  # rank 0's own connection comes last
     for ours, _ in pairs[1:]:
         ours.sendall(call)

@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from lighthouse.address import Address, parse_address
 from lighthouse.core.json_text import read_json
@@ -40,8 +40,11 @@ from torchft_like.core.agreement.statements import decode
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.store import AbortableStore, GroupMembers, meeting_store
-from torchft_like.runtime.connecting import connect_tcp
+from torchft_like.runtime.connecting import connect_tcp, shut
 from torchft_like.runtime.hosts import local_host_towards
+
+if TYPE_CHECKING:
+    from torchft_like.process_group.checking.backend import CheckedBackend
 
 CALL, OVERDUE, PASSED, WHY = 1, 2, 3, 4  # kinds of requests
 RULING, LAST_RULING, QUESTION = 1, 2, 3  # kinds of answers
@@ -80,7 +83,7 @@ class Sockets:
         with self._lock:
             self._sockets.append(one)
             if self.is_cut:
-                _shut_down(one)
+                shut(one)
 
     def drop(self, one: socket.socket) -> None:
         """Close one socket, and forget it."""
@@ -93,7 +96,7 @@ class Sockets:
         with self._lock:
             self.is_cut = True
             for one in self._sockets:
-                _shut_down(one)
+                shut(one)
 
     def close(self) -> None:
         """Close the sockets; for the thread that reads them."""
@@ -108,22 +111,6 @@ class End(Enum):
     CUT = "the connections were given up"
     CLOSED = "rank 0 closed the connection"
     SILENT = "rank 0 does not answer"
-
-
-class Recipient(Protocol):
-    """The receiver of a rank's answers."""
-
-    def deliver(self, ticket: int, problem: Problem | None, agreement: int, is_final: bool) -> None:
-        """Handle a ruling."""
-
-    def say_when_passed(self, number: int) -> None:
-        """Handle a question."""
-
-    def is_overdue(self) -> bool:
-        """Return whether a ruling should have come long ago."""
-
-    def end(self, why: End) -> None:
-        """Handle the end of the connection: no ruling can come any more."""
 
 
 class Link:
@@ -142,7 +129,7 @@ class Link:
         self._was_cut = False
         self._thread: threading.Thread | None = None
 
-    def start(self, recipient: Recipient) -> None:
+    def start(self, recipient: CheckedBackend) -> None:
         """Start a thread that calls `recipient`."""
         self._thread = threading.Thread(
             target=self._read, args=(recipient,), name="torchft-checking", daemon=True
@@ -183,7 +170,7 @@ class Link:
         """Return whether the calling thread is the one that delivers rulings."""
         return threading.current_thread() is self._thread
 
-    def _read(self, recipient: Recipient) -> None:
+    def _read(self, recipient: CheckedBackend) -> None:
         why = End.CLOSED
         try:
             self._deliver_all(recipient)
@@ -197,7 +184,7 @@ class Link:
             self._sockets.close()
             recipient.end(why)
 
-    def _deliver_all(self, recipient: Recipient) -> None:
+    def _deliver_all(self, recipient: CheckedBackend) -> None:
         while True:
             self._await(recipient)
             kind, ticket, number, length = ANSWER.unpack(_receive(self._socket, ANSWER.size))
@@ -209,7 +196,7 @@ class Link:
             else:
                 recipient.deliver(ticket, problem, number, kind == LAST_RULING)
 
-    def _await(self, recipient: Recipient) -> None:
+    def _await(self, recipient: CheckedBackend) -> None:
         """Wait until a message comes. Only its silence tells that rank 0 is stopped."""
         poll = select.poll()
         poll.register(self._socket, select.POLLIN)
@@ -469,11 +456,6 @@ def _receive(connection: socket.socket, count: int) -> bytes:
             raise ConnectionError("the connection was closed")
         data += part
     return data
-
-
-def _shut_down(connection: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 # -- the messages as bytes
