@@ -176,13 +176,9 @@ def _leave_library_to_parent() -> None:
     library.__class__ = _InheritedLibrary
     for module_name, holders in _HOLDERS.items():
         for class_name, name in holders:
-            if (holder := getattr(sys.modules.get(module_name), class_name, None)) is not None:
-                _guard(holder, name)
-
-
-def _guard(holder: type, name: str) -> None:
-    if not isinstance(present := vars(holder).get(name), _Holder):
-        setattr(holder, name, _Holder(name, present))
+            holder = getattr(sys.modules.get(module_name), class_name, None)
+            if holder is not None and not isinstance(present := vars(holder).get(name), _Holder):
+                setattr(holder, name, _Holder(name, present))
 
 
 def _usable(held: Any) -> Any:
@@ -195,7 +191,8 @@ def _usable(held: Any) -> Any:
     if not any(vars(library).get(kind) is type(held) for library in _inherited):
         return held
     if kind in _CREDENTIALS:
-        return getattr(_own_library(), kind)(*map(_usable_part, _parts(held)))
+        parts = (tuple(map(_usable, p)) if isinstance(p, tuple) else _usable(p) for p in _parts(held))
+        return getattr(_own_library(), kind)(*parts)
     raise _ParentsObjectError(
         f"gRPC's {kind} was made before process {os.getpid()} was forked, and is its parent's: make one in "
         "the process that uses it, for example in the data loader's worker_init_fn"
@@ -206,10 +203,6 @@ def _parts(credentials: object) -> Iterator[Any]:
     for name in _CREDENTIALS[type(credentials).__name__]:
         with contextlib.suppress(AttributeError):  # other versions of gRPC have other attributes
             yield getattr(credentials, name)
-
-
-def _usable_part(part: Any) -> Any:
-    return tuple(map(_usable, part)) if isinstance(part, tuple) else _usable(part)
 
 
 def _own_library() -> ModuleType:

@@ -55,11 +55,10 @@ class SyncManager(Protocol):
 
 
 class _InnerSteps(ABC):
-    """Counts the steps of an optimizer while a `with` block lasts, and is called after each."""
+    """An object that is called after each step of an optimizer while a `with` block lasts."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._local_optimizer = optimizer
-        self._local_step = 0
         self._hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
@@ -73,13 +72,9 @@ class _InnerSteps(ABC):
             hook.remove()
         self._hooks.clear()
 
-    def _on_step(self, *_: object) -> None:
-        self._local_step += 1
-        self._after_step()
-
     @abstractmethod
-    def _after_step(self) -> None:
-        """Sync, if it is time."""
+    def _on_step(self, *_: object) -> None:
+        """Count the step, and sync, if it is time."""
 
 
 class LocalSGD(_InnerSteps):
@@ -106,6 +101,7 @@ class LocalSGD(_InnerSteps):
             raise ValueError(f"sync_every is {sync_every}, must be greater than or equal to 1")
         super().__init__(optimizer)
         self._manager, self._model, self._sync_every = manager, model, sync_every
+        self._local_step = 0
 
     def sync(self) -> None:
         """Average the parameters over the participants, now."""
@@ -126,7 +122,8 @@ class LocalSGD(_InnerSteps):
                     local_part(parameter).copy_(average)
         self._local_step = 0
 
-    def _after_step(self) -> None:
+    def _on_step(self, *_: object) -> None:
+        self._local_step += 1
         if self._local_step >= self._sync_every:
             self.sync()
 
@@ -218,7 +215,7 @@ class DiLoCo(_InnerSteps):
         """
         return [fragment.state_dict() for fragment in self._fragments]
 
-    def _after_step(self) -> None:
+    def _on_step(self, *_: object) -> None:
         schedule = self._schedule
         schedule.step()
         if schedule.is_due:

@@ -913,22 +913,16 @@ def _taken(convert: Callable[[bytes], object]) -> Callable[[Reader, int, int], _
 def _pairs(reader: Reader, items: list[object]) -> dict[object, object]:
     """Make a dict of keys and values, which alternate."""
     keys = items[::2]
-    for key in keys:
-        if type(key) is not str:
-            _check_keys([key for key in keys if type(key) is not str], reader.schema.keys)
-            break
+    others = [key for key in keys if type(key) is not str]
+    for key in others:
+        if not is_key(key, reader.schema.keys):
+            raise ValueError(f"a key is a {name_of(key)}")
+    if len(others) > EQUAL_HASHES_MAX < len(others) - len(set(map(hash, others))):
+        raise ValueError("its keys were chosen to have equal hashes")
     found = dict(zip(keys, items[1::2], strict=True))
     if len(found) != len(keys):
         raise ValueError("a key occurs twice")
     return found
-
-
-def _check_keys(keys: list[object], types: frozenset[type]) -> None:
-    for key in keys:
-        if not is_key(key, types):
-            raise ValueError(f"a key is a {name_of(key)}")
-    if len(keys) > EQUAL_HASHES_MAX < len(keys) - len(set(map(hash, keys))):
-        raise ValueError("its keys were chosen to have equal hashes")
 
 
 def _read_counter(reader: Reader, at: int, depth: int) -> tuple[object, int]:

@@ -699,7 +699,13 @@ class QuorumCore:
         self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
         self._has_formed = True
         self._healthy.were_in_a_quorum(last | self._last, now)
-        self._begin_round(chosen, now)
+        # Those that were not chosen stay joined; the clock of the new round starts for them now.
+        self._joined = {i: join for i, join in self._joined.items() if i not in chosen}
+        self._paused = {i: join for i, join in self._paused.items() if i not in chosen}
+        for join in self._joined.values():
+            join.since = now
+        self._shrinking = sum(join.member.shrink_only for join in self._joined.values())
+        self._missing = len(self._last)
         stands = all(now < join.let_in_at for join in self._joined.values()) and _can_stand(chosen.values())
         self._stands(stands, now)
         ids = sorted(chosen)
@@ -730,15 +736,6 @@ class QuorumCore:
         if self._missing or len(chosen) != len(self._last):
             return False
         return len(chosen) == len(self._joined) or chosen.keys() == self._last
-
-    def _begin_round(self, chosen: dict[str, _Join], now: float) -> None:
-        """Keep the replicas that were not chosen joined; the clock of the new round starts for them now."""
-        self._joined = {i: join for i, join in self._joined.items() if i not in chosen}
-        self._paused = {i: join for i, join in self._paused.items() if i not in chosen}
-        for join in self._joined.values():
-            join.since = now
-        self._shrinking = sum(join.member.shrink_only for join in self._joined.values())
-        self._missing = len(self._last)
 
     # -- bookkeeping
 

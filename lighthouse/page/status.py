@@ -20,7 +20,7 @@ from lighthouse import __version__
 from lighthouse.core.explanation import Facts, describe, why_no_quorum
 
 if TYPE_CHECKING:
-    from lighthouse.core.history import Heal, Moment, Recovery
+    from lighthouse.core.history import Heal, Recovery
     from lighthouse.server import Lighthouse
     from lighthouse.wire import torchft_pb2 as pb
 
@@ -86,7 +86,8 @@ async def take(lighthouse: Lighthouse) -> Snapshot:
     history = lighthouse.history
     await add_list("recoveries", list(reversed(history.recoveries)), _recovery)
     await add_list("heals", list(reversed(history.heals)), _heal)
-    await add_list("timeline", list(reversed(history.moments)), _moment)
+    timeline = list(reversed(history.moments))
+    await add_list("timeline", timeline, lambda at: {**at._asdict(), "time": round(at.time, 3)})
     job = view.job()
     await add(_encode({"schema": SCHEMA, "lighthouse": view.lighthouse_itself(), "job": job})[1:])
     body = b"".join(parts)
@@ -218,10 +219,6 @@ class _View:
             "job_id": self.lighthouse.config.job_id,
             "is_starved": self.lighthouse.is_starved,
         }
-
-
-def _moment(moment: Moment) -> dict[str, Any]:
-    return {**moment._asdict(), "time": round(moment.time, 3)}
 
 
 def _recovery(recovery: Recovery) -> dict[str, Any]:

@@ -144,7 +144,7 @@ class Replica:
         """Handle the lighthouse's announcement of a quorum."""
         if session is self.session and not session.lost_down:
             members = [
-                cast(JoinMessage, m.message)._replace(step=m.step, commit_quorum_id=m.commit_quorum_id)
+                cast(Any, m.message)._replace(step=m.step, commit_quorum_id=m.commit_quorum_id)
                 for m in quorum.participants
             ]
             facts = quorum.round, quorum.stands, quorum.first_quorum_id

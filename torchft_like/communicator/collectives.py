@@ -287,11 +287,6 @@ def _gathered(
             options.rootRank = dst
             outputs = [[as_bytes(part) for part in parts]] if count else []
             channel.start("gather", outputs, [as_bytes(mine)], options).wait()
-    return _joined_along(parts, at).to(input_.device)
-
-
-def _joined_along(parts: Tensor, dim: int) -> Tensor:
-    """Turn `[rank, *shape]` into one tensor, with the ranks' parts side by side along `dim` of `shape`."""
-    shape = parts.shape[1:]
-    together = with_rows(shape, dim, parts.shape[0] * shape[dim])
-    return parts.movedim(0, dim).reshape(together).contiguous()  # parts of one row each are a view with gaps
+    together = with_rows(mine.shape, at, count * mine.shape[at])
+    # Parts of one row each are a view with gaps.
+    return parts.movedim(0, at).reshape(together).contiguous().to(input_.device)

@@ -33,30 +33,21 @@ SOURCES_MAX = 4  # of one healing member: each may copy its state, and a few fil
 class QuorumMemberLike(Protocol):
     """A member of a quorum; the wire message has this interface."""
 
-    @property
-    def replica_id(self) -> str: ...
-    @property
-    def address(self) -> str: ...
-    @property
-    def store_address(self) -> str: ...
-    @property
-    def step(self) -> int: ...
-    @property
-    def commit_failures(self) -> int: ...
-    @property
-    def commit_quorum_id(self) -> int: ...
-    @property
-    def fingerprint(self) -> bytes: ...
+    replica_id: str
+    address: str
+    store_address: str
+    step: int
+    commit_failures: int
+    commit_quorum_id: int
+    fingerprint: bytes
+
     @property
     def reconfigure_handles(self) -> Sequence[str]: ...
-    @property
-    def may_catch_up(self) -> bool: ...
-    @property
-    def reached_step(self) -> int: ...
-    @property
-    def reached_quorum_id(self) -> int: ...
-    @property
-    def has_fetched(self) -> bool: ...
+
+    may_catch_up: bool
+    reached_step: int
+    reached_quorum_id: int
+    has_fetched: bool
 
 
 _replica_id = attrgetter("replica_id")

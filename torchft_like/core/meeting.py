@@ -369,7 +369,10 @@ class MeetingProtocol:
 
     def _agree_in(self, host: RankProcess, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:
         yield from self._leave_word(attempt - 1)
-        yield from self._claim(attempt, told)
+        record = self._record(told)
+        said = yield from _put(_ended(attempt, self.own.rank), record)
+        if said != record:
+            yield from self._take(attempt, said)
         for rank, why in sorted(self._gone.items()):
             yield Put(_ended(attempt, rank), Record(Ending.GONE.value, why).text())
         records = yield from _read([_ended(attempt, rank) for rank in sorted(self._processes)])
@@ -399,12 +402,6 @@ class MeetingProtocol:
             raise GroupLostError(
                 f"rank {self.own.rank} of this group is another process by now: {said.reason}"
             )
-
-    def _claim(self, attempt: int, told: Told) -> Steps[None]:
-        record = self._record(told)
-        said = yield from _put(_ended(attempt, self.own.rank), record)
-        if said != record:
-            yield from self._take(attempt, said)
 
     def _fill(
         self, host: RankProcess, attempt: int, vacant: Mapping[int, Record]

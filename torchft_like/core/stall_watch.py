@@ -64,7 +64,9 @@ class StallWatch:
         if quorum_id != self._quorum_id:
             self._quorum_id, self._wait, self._usual_s = quorum_id, None, {}
         if wait != self._wait:
-            self._learn(now)
+            if self._wait is not None:  # it is over: learn from it
+                eased_s = EASING * self._usual_s.get(self._wait.kind, 0.0)
+                self._usual_s[self._wait.kind] = max(2 * (now - self._since), eased_s)
             self._wait, self._since = wait, now
             usual_s = self._usual_s.get(wait.kind, 0.0) if wait else 0.0
             self._remarkable_at = now + min(max(usual_s, least_s), most_s)
@@ -77,12 +79,6 @@ class StallWatch:
     def waited_s(self, now: float) -> float:
         """Return how many seconds the wait of the last look has lasted."""
         return 0.0 if self._wait is None else now - self._since
-
-    def _learn(self, now: float) -> None:
-        """Learn from the wait that is over."""
-        if self._wait is not None:
-            eased_s = EASING * self._usual_s.get(self._wait.kind, 0.0)
-            self._usual_s[self._wait.kind] = max(2 * (now - self._since), eased_s)
 
 
 # However short the interval, all members of a quorum together send one report in so many seconds at most.

@@ -165,6 +165,9 @@ class StepProtocol:
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
+        # With a synchronous quorum the others count this replica, which has to heal first. With a part of a
+        # peer's state, which is none, no script should compute for longer than it has to.
+        has_state = self.commit_quorum_id != NO_STATE
         reached = NOWHERE if self.catch_up is None else self.catch_up.reached
         return RankJoin(
             group_rank=0,
@@ -177,18 +180,11 @@ class StepProtocol:
             own_failure=self._own_failure,
             own_failures=self._own_failures,
             first_quorum_id=self.first_quorum_id,
-            may_catch_up=self._may_catch_up,
+            may_catch_up=self.steps_kept_max > 0 and self._rules.use_async_quorum and has_state,
             reached_step=reached.step,
             reached_quorum_id=reached.commit_quorum_id,
             has_fetched=self.catch_up is not None and self.catch_up.has_fetched,
         )
-
-    @property
-    def _may_catch_up(self) -> bool:
-        # With a synchronous quorum the others count this replica, which has to heal first.
-        # With a part of a peer's state, which is none, no script should compute for longer than it has to.
-        has_state = self.commit_quorum_id != NO_STATE
-        return self.steps_kept_max > 0 and self._rules.use_async_quorum and has_state
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""

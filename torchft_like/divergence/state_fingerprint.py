@@ -139,7 +139,10 @@ class PendingFingerprint:
     def __init__(self, sums: Sequence[Tensor], layout: bytes, heals: bool) -> None:
         self._layout = layout
         self._heals = heals
-        self._copies = [_copy_to_host(of_device) for of_device in _by_device(sums)]
+        devices: dict[torch.device, list[Tensor]] = {}
+        for value in sums:
+            devices.setdefault(value.device, []).append(value)
+        self._copies = [_copy_to_host(torch.stack(values)) for values in devices.values()]
 
     @property
     def is_ready(self) -> bool:
@@ -214,13 +217,6 @@ def _elements(tensor: Tensor, piece: Piece) -> Tensor:
     size = tensor.element_size()
     flat = tensor.resolve_conj().resolve_neg().reshape(-1)
     return flat[piece.start // size : piece.stop // size].contiguous()  # one dimension keeps its stride
-
-
-def _by_device(sums: Iterable[Tensor]) -> list[Tensor]:
-    devices: dict[torch.device, list[Tensor]] = {}
-    for value in sums:
-        devices.setdefault(value.device, []).append(value)
-    return [torch.stack(values) for values in devices.values()]
 
 
 def _copy_to_host(sums: Tensor) -> tuple[Tensor, torch.Event | None]:

@@ -476,7 +476,12 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
     ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
     own = next((ranks for ranks in partition if rank in ranks), ())
     with ExitStack() as until_met:
-        text = _serve(group, until_met) if len(own) > 1 and own[0] == rank else ""
+        text = ""
+        if len(own) > 1 and own[0] == rank:
+            try:
+                text = str(until_met.enter_context(serving_store(own_host(_store_of(group)))))
+            except (BindError, RuntimeError) as error:
+                text = f"{_NOT_SERVED}{error}"
         statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
         payload = text.encode()[:PAYLOAD_BYTES_MAX]
         records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
@@ -490,13 +495,6 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
             made.abort("its members could not meet")  # not shutdown, which waits for operations under way
             raise
         return Part(made, group, ending)
-
-
-def _serve(group: dist.ProcessGroup, until_met: ExitStack) -> str:
-    try:
-        return str(until_met.enter_context(serving_store(own_host(_store_of(group)))))
-    except (BindError, RuntimeError) as error:
-        return f"{_NOT_SERVED}{error}"
 
 
 def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:

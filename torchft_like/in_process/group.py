@@ -124,7 +124,13 @@ class RestartGroup:
         if self._meets_at is None:
             yield
             return
-        served, address = self._store_of_try(attempt, self._meets_at)
+        served: object = None
+        if self._rank > 0 and self._meeting is not None:
+            address = parse_address(self._meeting.find(attempt), "the address of the store of a try")
+        else:
+            served, address = serve_store(_own_host(self._meets_at), self._limit)
+            if self._meeting is not None:
+                self._meeting.publish(attempt, str(address))
         of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
         try:
             with environment(of_try):
@@ -157,15 +163,6 @@ class RestartGroup:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._until_closed.close()
-
-    def _store_of_try(self, attempt: int, meets_at: Address) -> tuple[object, Address]:
-        """Return the server of the try's store, on rank 0, and the address."""
-        if self._rank > 0 and self._meeting is not None:
-            return None, parse_address(self._meeting.find(attempt), "the address of the store of a try")
-        served, address = serve_store(_own_host(meets_at), self._limit)
-        if self._meeting is not None:
-            self._meeting.publish(attempt, str(address))
-        return served, address
 
 
 def _own_host(towards: Address) -> str:

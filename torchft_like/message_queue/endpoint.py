@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 from torchft_like.errors import NotSupportedError, QueueClosedError, QueueTimeoutError
 from torchft_like.message_queue.ring import SLOT_BYTES_MIN, Geometry
@@ -55,46 +55,37 @@ class QueueHandle:
     @classmethod
     def from_plain(cls, value: object) -> QueueHandle:
         """Return the handle from which `to_plain` made the value."""
-        if not isinstance(value, dict) or value.get("version") != VERSION:
-            raise ValueError(
-                f"this is no handle of a message queue, or one of another version, but a "
-                f"{type(value).__name__}: pass what the writer's export_handle() returns"
-            )
-        has_address = value.get("address") is not None
-        known = {key: _field(value, key, *limits) for key, limits in _FIELDS.items()}
-        remote = {key: _field(value, key, *limits) for key, limits in _REMOTE_FIELDS.items() if has_address}
-        ranks = known["local_ranks"]
-        if known["slots"] < 1 or known["slot_bytes"] < SLOT_BYTES_MIN:
-            raise ValueError(f"a queue's handle has {known['slots']} slots of {known['slot_bytes']} bytes")
-        if not all(map(is_rank, ranks)) or len({*ranks}) < len(ranks):
-            raise ValueError("'local_ranks' of a queue's handle are not distinct ranks")
-        return cls(**{**known, **remote, "local_ranks": tuple(ranks)})
-
-
-# The fields of a handle, their types, and the largest number, or the greatest length of a list.
-_FIELDS: dict[str, tuple[type, int | None]] = {
-    "name": (str, None),
-    "token": (bytes, None),
-    "slots": (int, SLOTS_MAX),
-    "slot_bytes": (int, SLOT_BYTES_MAX),
-    "local_ranks": (list, READERS_MAX),
-    "n_remote": (int, READERS_MAX),
-}
-_REMOTE_FIELDS: dict[str, tuple[type, int | None]] = {"address": (str, None), "server_key": (bytes, None)}
+        match value:
+            case {
+                "version": int(version),
+                "name": str(name),
+                "token": bytes(token),
+                "slots": int(slots),
+                "slot_bytes": int(slot_bytes),
+                "local_ranks": list(ranks),
+                "n_remote": int(n_remote),
+                "address": str() | None as address,
+                "server_key": bytes() | None as server_key,
+            } if (
+                version == VERSION
+                and bool not in map(type, (slots, slot_bytes, n_remote))
+                and 1 <= slots <= SLOTS_MAX
+                and SLOT_BYTES_MIN <= slot_bytes <= SLOT_BYTES_MAX
+                and len(ranks) <= READERS_MAX
+                and all(map(is_rank, ranks))
+                and len({*ranks}) == len(ranks)
+                and 0 <= n_remote <= READERS_MAX
+                and (address is None) == (server_key is None)
+            ):
+                return cls(name, token, slots, slot_bytes, tuple(ranks), n_remote, address, server_key)
+        raise ValueError(
+            f"this {type(value).__name__} is no handle of a message queue, or one of another version: pass "
+            "what the writer's export_handle() returns"
+        )
 
 
 def is_rank(value: object) -> TypeGuard[int]:
     return type(value) is int and 0 <= value <= RANK_MAX
-
-
-def _field(value: dict[str, Any], key: str, kind: type, most: int | None) -> Any:
-    found = value.get(key)
-    if not isinstance(found, kind) or isinstance(found, bool):
-        raise ValueError(f"{key!r} of a queue's handle is a {type(found).__name__}, not a {kind.__name__}")
-    number: Any = len(found) if isinstance(found, list) else found
-    if most is not None and not 0 <= number <= most:
-        raise ValueError(f"{key!r} of a queue's handle is {number}, not within [0, {most}]")
-    return found
 
 
 RECHECK_S = 0.1  # the cost of a wake-up, should one ever be lost

@@ -497,11 +497,7 @@ class LocalReader(Endpoint):
             return self._ring
         what = "the writer did not let this reader in: it has to call wait_until_ready"
         own = self._connection.fileno()
-
-        def is_answered() -> bool:
-            return any(descriptor == own for descriptor, _ in self._events.poll(0))
-
-        self._wait(is_answered, limit, lambda: (what, ()), spins=False)
+        self._wait(lambda: own in dict(self._events.poll(0)), limit, lambda: (what, ()), spins=False)
         try:
             with descriptors_for(f"reader {self._rank}, which has left the message queue,"):
                 self._ring = self._take_memory()

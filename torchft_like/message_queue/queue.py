@@ -540,10 +540,7 @@ _ends: weakref.WeakSet[Endpoint] = weakref.WeakSet()
 
 
 def _forget_all() -> None:
-    """Release, in a fork, everything that was inherited: it is the parent's.
-
-    A copy of a connection would hide the parent's death.
-    """
+    """Release, in a fork, what was inherited: a copy of a connection would hide the parent's death."""
     for end in list(_ends):
         with contextlib.suppress(OSError):  # even if one fails, the others are forgotten
             end.forget()

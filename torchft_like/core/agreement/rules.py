@@ -90,17 +90,10 @@ _ASPECTS: dict[str, Callable[[Statement], object]] = {
 
 def _differing_term(calls: Sequence[Statement]) -> str | None:
     """Return the name of the first term that differs between ranks; `arguments` if the names differ."""
-    terms = [call.terms for call in calls]
-    if all(other == terms[0] for other in terms):
-        return None
-    if len({tuple(name for name, _ in of_rank) for of_rank in terms}) > 1:
+    if len({tuple(name for name, _ in call.terms) for call in calls}) > 1:
         return "arguments"
-    differing = (
-        name
-        for place, (name, value) in enumerate(terms[0])
-        if any(other[place][1] != value for other in terms)
-    )
-    return next(differing)
+    of_all_ranks = zip(*(call.terms for call in calls), strict=True)
+    return next((terms[0][0] for terms in of_all_ranks if len({*terms}) > 1), None)
 
 
 def _shared(call: Statement) -> tuple[str, ...]:

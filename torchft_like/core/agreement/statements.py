@@ -175,14 +175,9 @@ def _from_runs(runs: list[Any]) -> tuple[str, ...]:
 
 
 def _as_terms(terms: list[Any]) -> Terms:
-    found: list[tuple[str, str]] = []
-    for term in terms:
-        match term:
-            case [str(name), str(value)]:
-                found.append((name, value))
-            case _:
-                raise RecordError("this is no term")
-    return tuple(found)
+    if not all(isinstance(term, list) and [*map(type, term)] == [str, str] for term in terms):
+        raise RecordError("this is no term")
+    return tuple((name, value) for name, value in terms)
 
 
 # ----------------------------------------------------------------------------- records
