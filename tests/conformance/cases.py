@@ -107,28 +107,18 @@ def recv_from_anybody(s: Scene) -> Any:
 
 
 def batch_isend_irecv(s: Scene) -> Any:
-    received = s.blank()
+    """Exchange tensors around the ring twice: with peers by their global ranks, and by those in the group."""
+    received = [s.blank(), s.blank()]
     if s.world == 1:
         return received
-    operations = [
-        P2POp(dist.isend, s.tensor(), s.following, s.group),
-        P2POp(dist.irecv, received, s.preceding, s.group),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return received
-
-
-def batch_isend_irecv_by_group_peer(s: Scene) -> Any:
-    received = s.blank()
-    if s.world == 1:
-        return received
-    operations = [
-        P2POp(dist.irecv, received, group=s.group, group_peer=s.preceding),
-        P2POp(dist.isend, s.tensor(), group=s.group, group_peer=s.following),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    for target, by in zip(received, ("peer", "group_peer"), strict=True):
+        ends = {by: s.following}, {by: s.preceding}
+        operations = [
+            P2POp(dist.isend, s.tensor(), group=s.group, **ends[0]),
+            P2POp(dist.irecv, target, group=s.group, **ends[1]),
+        ]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     return received
 
 
@@ -238,8 +228,7 @@ CASES: dict[str, Case] = {
     "send and recv": send_recv,
     "send and recv with tags": send_recv_with_tags,
     "recv from anybody": recv_from_anybody,
-    "batch_isend_irecv": batch_isend_irecv,
-    "P2POp by group_peer": batch_isend_irecv_by_group_peer,
+    "batch_isend_irecv of P2POp": batch_isend_irecv,
     **{f"_coalescing_manager of {name}": coalesced(name) for name in COALESCED},
     "_coalescing_manager of different operations": coalesced_on_a_device,
     "_coalescing_manager of sends and receives": point_to_point_coalesced_on_a_device,

@@ -119,12 +119,8 @@ class Fleet:
 
     def _start(self) -> None:
         self._workers = [Rank(Member) for _ in range(self.size)]
-        host, port = "127.0.0.1", self._start_store()
-        self.ask_all(Member.meet, [(host, port, index, self.size) for index in range(self.size)])
-
-    def _start_store(self) -> int:
-        self._store = serve_store()
-        return self._store.port
+        self._store = serve_store()  # those of a fleet that has ended have left their keys in the old one
+        self.ask_all(Member.meet, [(self._store.port, rank, self.size) for rank in range(self.size)])
 
     def _lighthouse(self, subject: str) -> str:
         if not self._lighthouses:

@@ -52,11 +52,11 @@ class Member:
         self.aside = ThreadPoolExecutor(1)
         self.begun: Future[Outcome] = Future()
 
-    def meet(self, host: str, port: int, index: int, world_max: int) -> None:
+    def meet(self, port: int, index: int, world_max: int) -> None:
         """Make torch's own groups: the default one, and a group of the first members for each smaller
         size.
         """
-        store = TCPStore(host, port, is_master=False, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         dist.init_process_group("gloo", store=PrefixStore("plain", store), rank=index, world_size=world_max)
         for world in range(1, world_max):
             self.references[world] = dist.new_group(list(range(world)), backend="gloo")

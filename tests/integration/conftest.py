@@ -10,7 +10,10 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.stores import serve_store
+from tests.unit.process_group.conftest import party
 from torchft_like import LighthouseServer
+
+__all__ = ["party"]
 
 OURS = re.compile(r"TORCHFT_.*|TORCHELASTIC_.*|MASTER_(ADDR|PORT)|(LOCAL_)?(RANK|WORLD_SIZE)")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.conftest import WAIT_LIMIT_S
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
@@ -24,20 +23,6 @@ def backend_processes(group: Group) -> list[psutil.Process]:
     """Of one rank: the subprocess in use, and the spare."""
     family = psutil.Process(group.ranks[0].pid).children(recursive=True)
     return [process for process in family if process.name() == BACKEND_PROCESS]
-
-
-def test_a_stopped_backend_process_is_replaced_long_before_the_timeout(tmp_path: Path) -> None:
-    """The timeout is longer than the limit of the waits here."""
-    options = WorkerOptions(backend="baby-gloo", timeout_s=10 * WAIT_LIMIT_S)
-    with Cluster(tmp_path) as cluster:
-        a, b = cluster.start_all("ab", options=options)
-        victims, since = backend_processes(b), time.time()
-        assert victims
-        for process in victims:
-            process.send_signal(signal.SIGSTOP)
-        cluster.wait_for_event(b, "error", since)
-        cluster.wait_for_quorum_of(a, b)
-        assert not any(process.is_running() for process in victims)
 
 
 def test_replicas_go_on_after_their_backend_processes_or_one_of_them_were_hit(tmp_path: Path) -> None:

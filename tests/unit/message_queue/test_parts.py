@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.descriptors import left_open_since, open_descriptors
-from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError, QueueWriterLostError
+from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError
 from torchft_like.message_queue import memory
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import file_of
@@ -24,11 +23,8 @@ from torchft_like.message_queue.local import (
     HELLO_S_MAX,
     JoinListener,
     call,
-    hear_welcome,
-    welcome,
 )
-from torchft_like.message_queue.memory import available_bytes, map_received, reserve, seal
-from torchft_like.plain_data import assemble, disassemble
+from torchft_like.message_queue.memory import map_received, reserve, seal
 
 TOKEN = bytes(range(32))
 
@@ -38,12 +34,6 @@ TOKEN = bytes(range(32))
 def _handle(**changes: object) -> dict[str, object]:
     plain = QueueHandle("name", TOKEN, 4, 256, (0, 2), 1).to_plain()
     return {**plain, **changes}
-
-
-def test_a_handle_travels_as_plain_data() -> None:
-    plain = _handle()
-    assert assemble(*disassemble(plain)) == plain
-    assert QueueHandle.from_plain(plain).to_plain() == plain
 
 
 def test_a_handle_does_not_show_its_secrets() -> None:
@@ -111,14 +101,6 @@ def test_memory_of_another_size_or_that_may_shrink_is_refused(sealed: int) -> No
     os.close(open_ended)
 
 
-def test_memory_that_is_not_there_is_refused_before_it_is_taken() -> None:
-    before, descriptors = available_bytes(), open_descriptors()
-    with pytest.raises(QueueMemoryError, match=r"a test needs \d+ bytes.* \d+ are missing") as caught:
-        reserve(before + 2**30, "a test")
-    assert caught.value.needed - caught.value.available > 0
-    assert not left_open_since(descriptors)
-
-
 def test_a_limit_of_a_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     inner = tmp_path / "job" / "step"
     inner.mkdir(parents=True)
@@ -147,36 +129,6 @@ def _known(listener: JoinListener, token: bytes = TOKEN) -> QueueHandle:
 def _admit(listener: JoinListener) -> list[tuple[int, socket.socket]]:
     assert select.select([listener], [], [], 10)[0]
     return list(listener.admit())
-
-
-def test_who_knows_the_token_is_let_in_and_gets_the_memory(listener: JoinListener) -> None:
-    caller = call(_known(listener), 3)
-    ((_, connection),) = _admit(listener)
-    files = [os.memfd_create(name) for name in ("ring", "page", "wake-up")]
-    welcome(connection, files)
-    received = hear_welcome(caller)
-    assert [os.fstat(got).st_ino for got in received] == [os.fstat(sent).st_ino for sent in files]
-    assert not any(os.get_inheritable(got) for got in received)
-    assert listener.expected == {0}
-    for descriptor in (*files, *received):
-        os.close(descriptor)
-    caller.close()
-    connection.close()
-
-
-@pytest.mark.parametrize(
-    ("rank", "token", "reason"),
-    [(0, bytes(32), "token"), (7, TOKEN, "no local reader"), (3, TOKEN, "joined already")],
-)
-def test_others_are_told_why_not(listener: JoinListener, rank: int, token: bytes, reason: str) -> None:
-    first = call(_known(listener), 3)
-    ((_, connection),) = _admit(listener)
-    caller = call(_known(listener, token), rank)
-    assert _admit(listener) == []
-    with pytest.raises(QueueError, match=reason):
-        hear_welcome(caller)
-    for end in (first, connection, caller):
-        end.close()
 
 
 @pytest.mark.parametrize("said", [b"x", b"y" * 10_000], ids=["too short", "too long"])
@@ -239,16 +191,6 @@ def test_a_crowd_at_the_door_is_a_timeout(listener: JoinListener, monkeypatch: p
     assert [rank for rank, _ in arrived] == [0, 3]
     for end in (*crowd, honest, *(connection for _, connection in arrived)):
         end.close()
-
-
-def test_a_door_nobody_opens_any_more_is_a_lost_writer(listener: JoinListener) -> None:
-    waiting = call(_known(listener), 0)
-    listener.close()
-    with pytest.raises(QueueWriterLostError, match="before it let this reader in"):
-        hear_welcome(waiting)
-    waiting.close()
-    with pytest.raises(QueueWriterLostError, match="finds no writer"):
-        call(_known(listener), 0)
 
 
 def test_a_file_with_a_message_is_written_once() -> None:

@@ -15,6 +15,7 @@ import torch
 from lighthouse.address import LOOPBACK
 from tests.descriptors import left_open_since, open_descriptors
 from tests.equality import same
+from tests.forking import is_so_in_a_fork
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.waiting import wait_for
 from torchft_like.errors import (
@@ -34,6 +35,7 @@ from torchft_like.message_queue.memory import available_bytes
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING
 from torchft_like.runtime import long_waits
 
+NEAR_AND_FAR = pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
 VALUES = [
     None,
     {"step": 3, "nested": [1, (2.5, "x"), b"y"]},
@@ -82,22 +84,6 @@ def test_what_was_sent_and_what_was_received_share_no_memory(queues: Queues) -> 
     assert second["a"].tolist() == [0.0] * 4  # type: ignore[index]
 
 
-def test_a_full_queue_times_out_and_loses_nothing(queues: Queues) -> None:
-    writer, (_, slow) = queues.make(2)
-    fast = _
-    for number in range(4):
-        writer.enqueue(number, LIMIT_S)
-        assert fast.dequeue(LIMIT_S) == number
-    for _again in range(2):
-        with pytest.raises(QueueTimeoutError, match=r"readers \[1\]") as caught:
-            writer.enqueue(4, 0.01)
-        assert caught.value.ranks == (1,)
-    assert slow.dequeue(LIMIT_S) == 0
-    writer.enqueue(4, LIMIT_S)
-    assert [slow.dequeue(LIMIT_S) for _ in range(4)] == [1, 2, 3, 4]
-    assert fast.dequeue(LIMIT_S) == 4
-
-
 def test_few_files_are_unread_at_any_time(queues: Queues) -> None:
     writer, (reader,) = queues.make(chunk_bytes=256, chunks=64)
     for number in range(FILES_UNREAD_MAX):
@@ -130,35 +116,26 @@ def test_a_value_that_does_not_travel_leaves_the_queue_as_it_was(queues: Queues)
     assert reader.dequeue(LIMIT_S) == "next"
 
 
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
-def test_readers_read_what_came_before_the_writer_closed(queues: Queues, remote: Sequence[int]) -> None:
-    writer, (reader,) = queues.make(remote=remote)
-    for number in range(3):
-        writer.enqueue(number, LIMIT_S)
-    closing = queues.run(writer.shutdown)
-    assert [reader.dequeue(LIMIT_S) for _ in range(3)] == [0, 1, 2]
-    for _ in range(2):
-        with pytest.raises(QueueClosedError):
-            reader.dequeue(LIMIT_S)
-    closing.result(LIMIT_S)
-    with pytest.raises(QueueClosedError):
-        writer.enqueue(3)
-
-
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+@NEAR_AND_FAR
 def test_shutdown_wakes_a_reader_that_waits(queues: Queues, remote: Sequence[int]) -> None:
     writer, (reader,) = queues.make(remote=remote)
-    waiting = queues.run(reader.dequeue)
+
+    def read() -> bool:
+        with pytest.raises(QueueClosedError, match="reader 0 has left"):
+            reader.dequeue()
+        return reader.is_closed
+
+    waiting = queues.run(read)
+    wait_for(reader._end._lock.locked)
     reader.shutdown()
-    with pytest.raises(QueueClosedError, match="reader 0 has left"):
-        waiting.result(LIMIT_S)
+    assert waiting.result(LIMIT_S), "it is closed as soon as a call says so"
     wait_for(lambda: writer.readers == [])
     assert writer.lost_readers == []  # it left in peace
     with pytest.raises(QueueReadersLostError):
         writer.enqueue("to nobody")
 
 
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+@NEAR_AND_FAR
 def test_shutdown_wakes_a_writer_that_waits(queues: Queues, remote: Sequence[int]) -> None:
     writer, _ = queues.make(remote=remote)
     for number in range(4):
@@ -172,7 +149,7 @@ def test_shutdown_wakes_a_writer_that_waits(queues: Queues, remote: Sequence[int
     closing.result(LIMIT_S)
 
 
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+@NEAR_AND_FAR
 def test_a_writer_that_closes_wakes_a_reader_that_waits(queues: Queues, remote: Sequence[int]) -> None:
     writer, (reader,) = queues.make(remote=remote)
     waiting = queues.run(reader.dequeue)
@@ -299,7 +276,6 @@ def test_each_end_does_its_own_part_only(queues: Queues) -> None:
             call()
     assert writer.is_writer
     assert not reader.is_writer
-    assert repr(writer) == "<MessageQueue writer | 1 local + 0 remote readers | 4 x 4096 bytes>"
 
 
 @pytest.mark.parametrize("n_local", [0, 1], ids=["remote", "local"])
@@ -340,15 +316,22 @@ def test_nothing_is_left_of_queues_that_were_shut_down(queues: Queues) -> None:
     assert threading.active_count() == before[1]
 
 
+def test_a_program_that_is_started_gets_no_descriptor_of_a_queue(queues: Queues) -> None:
+    before = open_descriptors()
+    queues.make(2, remote=[1])
+    opened = open_descriptors() - before
+    assert opened
+    assert not any(os.get_inheritable(int(number)) for number, *_ in opened)
+
+
 def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
-    writer, (reader,) = queues.make()
-    writer.enqueue("last", LIMIT_S)
     dropped = MessageQueue(1, 1)
-    other = queues.join(dropped, 0)
+    handle, reader = dropped.export_handle(), queues.join(dropped, 0)
     del dropped
     with pytest.raises(QueueWriterLostError):
-        other.wait_until_ready(LIMIT_S)
-    assert reader.dequeue(LIMIT_S) == "last"
+        reader.wait_until_ready(LIMIT_S)
+    with pytest.raises(QueueWriterLostError, match="finds no writer"):
+        MessageQueue.create_from_handle(handle, 0)
 
 
 @pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt], ids=lambda error: error.__name__)
@@ -437,7 +420,7 @@ def test_a_file_is_not_taken_for_an_interrupted_one(queues: Queues, monkeypatch:
 # Where what is read arrives.
 
 
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+@NEAR_AND_FAR
 def test_tensors_arrive_on_the_cpu_whatever_the_default_is(queues: Queues, remote: tuple[int, ...]) -> None:
     writer, (reader,) = queues.make(remote=remote)
     sent = [torch.arange(3), torch.empty(0, 3), b"c" * 5000]
@@ -471,9 +454,6 @@ def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 # Readers that have no time to wait, and look again and again.
-
-
-NEAR_AND_FAR = pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
 
 
 def is_answered(call: Callable[..., object], answers: list[object]) -> Callable[[], bool]:
@@ -584,20 +564,10 @@ def test_a_fork_closes_nothing_that_took_the_numbers_of_a_closed_end(queues: Que
     assert freed > 0
     others = [os.open("/dev/null", os.O_RDONLY) for _ in range(freed + 2)]
     try:
-        assert _in_a_fork(lambda: all(map(_is_open, others)) and other._end._is_closed)
+        assert is_so_in_a_fork(lambda: all(map(_is_open, others)) and other._end._is_closed)
     finally:
         for descriptor in others:
             os.close(descriptor)
-
-
-def _in_a_fork(is_so: Callable[[], bool]) -> bool:
-    if not (child := os.fork()):
-        code = 1
-        try:
-            code = 0 if is_so() else 2
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def _is_open(descriptor: int) -> bool:
@@ -608,7 +578,7 @@ def _is_open(descriptor: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
+@NEAR_AND_FAR
 def test_a_long_wait_is_logged_again_and_again_with_its_reason(
     queues: Queues, remote: Sequence[int], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -624,21 +594,6 @@ def test_a_long_wait_is_logged_again_and_again_with_its_reason(
     with caplog.at_level(logging.INFO):
         assert isinstance(_error_of_filling(writer), QueueTimeoutError)
     assert any("no room: readers [0] have not read" in text for text in caplog.messages)
-
-
-@pytest.mark.parametrize("remote", [(), (0,)], ids=["local", "remote"])
-def test_an_end_is_closed_as_soon_as_a_call_says_so(queues: Queues, remote: Sequence[int]) -> None:
-    _, (reader,) = queues.make(remote=remote)
-
-    def read() -> bool:
-        with pytest.raises(QueueClosedError):
-            reader.dequeue()
-        return reader.is_closed
-
-    waiting = queues.run(read)
-    wait_for(reader._end._lock.locked)
-    reader.shutdown()
-    assert waiting.result(LIMIT_S)
 
 
 def _error_of_filling(writer: MessageQueue) -> Exception | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import struct
 import sys
@@ -12,6 +11,7 @@ from types import FrameType
 
 import pytest
 
+from tests.forking import is_so_in_a_fork
 from tests.unit.message_queue.queues import LIMIT_S
 from torchft_like.errors import QueueCorruptError
 from torchft_like.message_queue import ring
@@ -137,11 +137,12 @@ def test_a_fence_that_was_interrupted_holds_nobody_up(pass_fence: object) -> Non
 
 def test_a_fork_has_a_fence_of_its_own() -> None:
     """Another thread may have been in one."""
+
+    def passes() -> bool:
+        passing = threading.Thread(target=ring._two_rounds, daemon=True)
+        passing.start()
+        passing.join(LIMIT_S)
+        return not passing.is_alive()
+
     with ring._lock:
-        child = os.fork()
-        if not child:
-            passing = threading.Thread(target=ring._two_rounds, daemon=True)
-            passing.start()
-            passing.join(LIMIT_S)
-            os._exit(int(passing.is_alive()))
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert is_so_in_a_fork(passes)

@@ -95,9 +95,9 @@ def test_what_the_end_has_decided_stays_decided(device: Device) -> None:
     first, second = device.start(done, "allreduce"), device.start(running, "broadcast")
     device.watch.cut_off()
     done.error = RuntimeError("the communicator is being aborted: do not ask")
+    device.watch.cut_off()
     running.done = True
     device.watch.look()
-    device.watch.cut_off()
     assert first.is_over()
     assert [first.was_cut_off, second.was_cut_off] == [False, True]
     assert device.watch.cut_off_operations() == ("broadcast",)

@@ -90,6 +90,11 @@ def test_a_wait_of_many_slices_returns_what_the_work_does() -> None:
     timer.join()
 
 
+def test_a_wait_keeps_its_own_timeout() -> None:
+    with pytest.raises(RuntimeError, match="timed out"):
+        Operations().wait(Promise(), time.monotonic() + 0.3)
+
+
 def test_what_is_not_awaited_yet_is_given_up_only_when_the_backend_is_still() -> None:
     """Whoever holds the work may come later, and must not be told that it is over too early."""
     operations, work, looks = Operations(), Promise(), iter([False, False, True])

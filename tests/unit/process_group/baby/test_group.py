@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.forking import is_so_in_a_fork
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
 from tests.waiting import soon
 from torchft_like.errors import (
@@ -134,24 +135,18 @@ def test_a_killed_backend_fails_what_is_under_way_and_configure_is_clean(party: 
     waited = groups[0].allreduce([torch.ones(3)])
     followed = groups[0].allreduce([torch.ones(3)]).get_future()
     waiter = party.aside(waited.wait)
+    peer = party.aside(groups[1].recv([torch.ones(3)], 0, 9).wait)
     process_of(groups[0]).send_signal(signal.SIGKILL)
     with pytest.raises(SubprocessLostError, match=r"SIGKILL.*configure"):
         waiter.result(LIMIT_S)
+    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
+        peer.result(LIMIT_S)
     with pytest.raises(RuntimeError, match="SIGKILL"):
         followed.wait()
     assert isinstance(groups[0].errored(), SubprocessLostError)
     party.configure(groups)
     assert groups[0].errored() is None
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
-
-
-@pytest.mark.progress
-def test_the_peers_of_a_killed_backend_hear_of_it(party: Party) -> None:
-    groups = party.meet(2, baby)
-    waiter = party.aside(groups[1].allreduce([torch.ones(3)]).wait)
-    process_of(groups[0]).send_signal(signal.SIGKILL)
-    with pytest.raises(RuntimeError, match=r"Connection (closed|reset) by peer"):
-        waiter.result(LIMIT_S)
 
 
 @pytest.mark.progress
@@ -301,22 +296,15 @@ def test_inputs_that_repeat_an_element_and_inference_tensors_work(party: Party) 
     assert party.together(party.meet(2, baby), gather)[0] == [[0, 0, 0], [1, 1, 1]]
 
 
-def test_a_refused_call_gives_its_memory_back(party: Party) -> None:
-    (group,) = party.meet(1, baby)
+def test_a_refused_call_gives_its_memory_back_and_the_next_one_works(party: Party) -> None:
+    (group,), sparse = party.meet(1, baby), torch.zeros(3).to_sparse()
     for _ in range(20):
         with pytest.raises(NotSupportedError, match="sparse"):
-            group.allreduce_coalesced([torch.zeros(100_000), torch.zeros(3).to_sparse()])
+            group.allreduce_coalesced([torch.zeros(100_000), shared(torch.zeros(10)), sparse])
     assert group.num_active_work() == 0  # type: ignore[attr-defined]
+    gc.collect()
     group.allreduce([torch.zeros(100_000)]).wait()
     assert len([line for line in shared_mappings(process_of(group)) if "memfd" in line]) == 1
-
-
-def test_a_tensor_of_a_refused_call_may_go_and_the_next_call_works(party: Party) -> None:
-    (group,) = party.meet(1, baby)
-    with pytest.raises(NotSupportedError):
-        group.allreduce_coalesced([shared(torch.zeros(10)), torch.zeros(3).to_sparse()])
-    gc.collect()
-    group.allreduce([torch.zeros(3)]).wait()
 
 
 def test_many_answers_that_nobody_has_read_block_nobody(party: Party) -> None:
@@ -345,11 +333,12 @@ def test_a_slow_member_is_waited_for_as_elsewhere(party: Party, monkeypatch: pyt
 
 def test_a_trainers_fork_cannot_kill_its_backend(party: Party) -> None:
     groups = party.meet(2, baby)
-    forked = os.fork()
-    if forked == 0:
+
+    def abort() -> bool:
         groups[0].abort("in the fork")
-        os._exit(0)
-    os.waitpid(forked, 0)
+        return True
+
+    assert is_so_in_a_fork(abort)
     assert summed(party, groups)[0].tolist() == [3, 3, 3]
 
 

@@ -111,22 +111,6 @@ def verdict(heartbeat: Heartbeat, until: Callable[[str | None, float], bool]) ->
     raise AssertionError("no verdict")
 
 
-def test_a_process_that_answers_is_lost_when_stopped(ends: tuple[socket.socket, socket.socket]) -> None:
-    ours, theirs = ends
-    watch = os.pidfd_open(os.getpid())
-    child = fork(lambda: serve(ours, theirs, watch))
-    heartbeat = Heartbeat(child, ours)
-    try:
-        assert verdict(heartbeat, lambda _, passed_s: passed_s > 2 * STOPPED_S) is None
-        os.kill(child, signal.SIGSTOP)
-        why = verdict(heartbeat, lambda *_: False)
-        assert why is not None
-        assert "because it was stopped" in why
-    finally:
-        end(child)
-        os.close(watch)
-
-
 def test_the_processor_time_that_a_process_uses_is_a_sign_of_life(
     ends: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,15 +49,6 @@ def limit() -> float:
     return time.monotonic() + LIMIT_S
 
 
-def test_many_threads_wait_for_requests_of_their_own(talk: Correspondence) -> None:
-    requests = [talk.requests.add(FOREVER) for _ in range(64)]
-    with ThreadPoolExecutor(16) as pool:
-        waits = [pool.submit(talk.requests.wait, request, limit()) for request in requests]
-        for request in requests[1::2] + requests[::2]:
-            talk.answer(request)
-        assert all(wait.result(LIMIT_S) for wait in waits)
-
-
 def test_the_end_waits_for_the_one_who_reads_and_not_for_ever(talk: Correspondence) -> None:
     request = talk.requests.add(FOREVER)
     reader = threading.Thread(target=talk.requests.wait, args=(request, limit()))
@@ -143,16 +134,6 @@ def test_a_follower_that_comes_as_its_request_is_settled_is_told(talk: Correspon
         assert wait.result(LIMIT_S)
         end.result(LIMIT_S)
     assert told[1].wait(LIMIT_S)
-
-
-def test_looking_takes_what_is_there_and_does_not_wait(talk: Correspondence) -> None:
-    requests = [talk.requests.add(FOREVER) for _ in range(3)]
-    talk.requests.look()
-    assert talk.requests.count() == 3
-    talk.answer(requests[0])
-    talk.answer(requests[2])
-    talk.requests.look()
-    assert [request.is_settled for request in requests] == [True, False, True]
 
 
 def test_the_end_of_the_subprocess_settles_everything_once(talk: Correspondence) -> None:
