@@ -142,7 +142,7 @@ def measure_links(result: Result, fleet: Fleet, samples: int) -> None:
             )
             offered = fleet.ask(sources[:count], do="offer", step=step)
             fetched = fetching()
-            fleet.ask(sources[:count], do="withdraw", before=0)
+            fleet.ask(sources[:count], do="withdraw")
             if fetched["checksum"] != prepared[0]["checksum"]:
                 raise CorruptStateError(f"what {count} sources sent arrived with another checksum")
             seconds.append(float(fetched["ended"]) - min(float(one["began"]) for one in offered))
@@ -195,7 +195,7 @@ class _Pair:
         fetching = self._fleet.begin(self._sink, do="fetch", metadata=[prepared["metadata"]], step=self._step)
         offered = self._ask(self._source, do="offer", step=self._step)
         fetched = fetching()
-        withdrawn = self._ask(self._source, do="withdraw", before=offered["before"])
+        withdrawn = self._ask(self._source, do="withdraw")
         if fetched["checksum"] != prepared["checksum"]:
             raise CorruptStateError(f"{self.system.name}: {megabytes} MB arrived with another checksum")
         seconds = float(fetched["ended"]) - float(offered["began"])

@@ -74,19 +74,19 @@ class End:
     def __init__(self, package: str, transport: Any, mesh: DeviceMesh | None) -> None:
         self._package, self._transport, self._mesh = package, transport, mesh
         self._state: dict[str, Any] = {}
+        self._before = 0  # bytes of memory, before a transfer
 
     def prepare(self, megabytes: int, step: int, dtensors: bool) -> dict[str, object]:
         self._state = make_state(megabytes, step, self._mesh if dtensors else None)
-        return {"metadata": self._transport.metadata(), "checksum": checksum(self._state)}
+        found, self._before = checksum(self._state), forget_peak()  # here, as it looks at each page
+        return {"metadata": self._transport.metadata(), "checksum": found}
 
     def offer(self, step: int) -> dict[str, object]:
-        before = forget_peak()
         began = time.monotonic()
         self._transport.send_checkpoint(dst_ranks=[1], step=step, state_dict=self._state, timeout=TIMEOUT)
-        return {"began": began, "seconds": time.monotonic() - began, "before": before}
+        return {"began": began, "seconds": time.monotonic() - began}
 
     def fetch(self, metadata: list[str], step: int) -> dict[str, object]:
-        before = forget_peak()
         if self._package == "torchft":
             (one,) = metadata
             state = self._transport.recv_checkpoint(src_rank=0, metadata=one, step=step, timeout=TIMEOUT)
@@ -97,7 +97,7 @@ class End:
                 own.copy_(received)
         ended, highest = time.monotonic(), peak()
         found, self._state = checksum(self._state), {}
-        return {"ended": ended, "bytes": highest - before, "checksum": found}
+        return {"ended": ended, "bytes": highest - self._before, "checksum": found}
 
     def _fetch_in_place(self, metadata: list[str], step: int) -> Any:
         interface = importlib.import_module("torchft_like.checkpointing.transport")
@@ -139,14 +139,14 @@ class End:
                 done += count
         return {"seconds": time.monotonic() - began}
 
-    def withdraw(self, before: int) -> dict[str, object]:
+    def withdraw(self) -> dict[str, object]:
         highest = peak()
         self._transport.disallow_checkpoint()
         self._state = {}
         if self._package == "torchft":  # it keeps a state until the next one: seven pairs share the machine
             self._transport.send_checkpoint(dst_ranks=[], step=-1, state_dict={}, timeout=TIMEOUT)
             self._transport.disallow_checkpoint()
-        return {"bytes": highest - before}
+        return {"bytes": highest - self._before}
 
 
 def touched(megabytes: int) -> memoryview:
