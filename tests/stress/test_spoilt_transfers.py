@@ -1,78 +1,66 @@
-"""Transfers of a state of which bits, bytes or the rest are lost or changed on the way; a thousand with
-`make stress`.
+"""A job in which one replica heals over a link that loses or changes bits, bytes or the rest of a state; a
+thousand times with `make stress`.
 """
 
 from __future__ import annotations
 
 import os
-import random
+import time
 from collections import Counter
-from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import pytest
-import torch
 
-from lighthouse.address import LOOPBACK, parse_address
-from tests.equality import same
-from torchft_like.checkpointing import HTTPTransport
-from torchft_like.errors import CheckpointError
-from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
+from tests.integration.cluster import CHECKED, Cluster
+from tests.stress.spoilt_job import RECEIVER, SOURCE
+from torchft_like.testing.cluster import Group
+from torchft_like.testing.journal import Record
 
-pytestmark = pytest.mark.heal_is_clean
+pytestmark = [pytest.mark.integration, *CHECKED]
 
-TRANSFERS = int(os.environ.get("STRESS_TRANSFERS", "150"))
-LIMIT = timedelta(seconds=60)
-PAUSE = timedelta(milliseconds=100)  # after which a receiver of too few bytes takes its source for dead
+TRANSFERS = int(os.environ.get("STRESS_TRANSFERS", "40"))
+WARM = 10  # transfers after which a process has what it keeps
 MEMORY_BYTES_MAX = 64 << 20
-STATE = {
-    "w": torch.randn(1 << 18),
-    "layers": [torch.ones(1000) for _ in range(40)],
-    "step": 5,
-    "text": "x" * 900,
-}
+LIMIT_S = 500.0
 
 
-def test_each_is_refused_with_a_typed_error_in_bounded_memory_and_the_source_goes_on() -> None:
-    chance = random.Random(20)
-    spoilers: dict[str, Filter] = {
-        "cut": cut,
-        "a bit": flip_bit,
-        "bytes": lambda data: chance.randbytes(min(8, len(data))) + data[8:],
-        "fewer": lambda data: data[chance.randint(1, 5) :],
-        "more": lambda data: chance.randbytes(chance.randint(1, 5)) + data,
-    }
-    source: HTTPTransport[object] = HTTPTransport(LIMIT, hostname=LOOPBACK)
-    receiver: HTTPTransport[object] = HTTPTransport(LIMIT, 1, hostname=LOOPBACK, stall_timeout=PAUSE)
-    source.send_checkpoint([1], 5, STATE, LIMIT)
-    address = parse_address(source.metadata())
-    place, struck = 0, 0
-    spoil: Filter = cut
+@pytest.mark.timeout(600)
+def test_each_is_refused_with_a_typed_error_in_bounded_memory_and_the_job_goes_on(tmp_path: Path) -> None:
+    trigger = tmp_path / "spoil"
+    trigger.touch()
+    with Cluster(tmp_path, is_patient=True) as cluster:
+        source = start(cluster, SOURCE, trigger)
+        cluster.wait_for_quorum_of(source)
+        receiver = start(cluster, RECEIVER, trigger)
+        cluster.wait_until(lambda: len(refused(receiver)) >= WARM, "heals fail")
+        since, step = time.time(), source.step
+        before = [memory_of(group) for group in (source, receiver)]
+        most = list(before)
 
-    def strike(data: bytes) -> bytes:
-        nonlocal struck
-        struck += 1
-        return spoil(data)
+        def have_failed() -> bool:
+            most[:] = map(max, most, map(memory_of, (source, receiver)))
+            return len(refused(receiver)) >= TRANSFERS + WARM and source.step >= step + TRANSFERS
 
-    relay = Relay((address.host, address.port), lambda: at(place, strike))
-    relayed = f"http://{LOOPBACK}:{relay.port}"
-    before = psutil.Process().memory_info().rss
-    ends: Counter[str] = Counter()
-    for number in range(TRANSFERS):
-        spoil = chance.choice(list(spoilers.values()))
-        place = chance.randrange(1 << 20) if number % 3 else chance.randrange(4000)
-        struck = 0
-        try:
-            received = receiver.recv_checkpoint(0, relayed, 5, LIMIT)
-        except CheckpointError as error:
-            ends[type(error).__name__] += 1
-        else:
-            assert same(received, STATE)
-            ends["whole" if struck else "untouched"] += 1
-    assert psutil.Process().memory_info().rss - before < MEMORY_BYTES_MAX
-    assert ends["untouched"] < TRANSFERS / 50, ends
-    assert ends["whole"] < TRANSFERS / 10, ends  # the reason phrase of an answer may say anything
-    assert same(receiver.recv_checkpoint(0, source.metadata(), 5, LIMIT), STATE)
-    print(dict(ends))
-    receiver.shutdown()
-    source.shutdown()
+        cluster.wait_until(have_failed, f"{TRANSFERS} more heals fail, and steps pass", limit_s=LIMIT_S)
+        assert all(record["is_typed"] for record in refused(receiver))
+        assert len(receiver.ranks[0].records("healed")) < TRANSFERS / 10, "the rest changes what nobody reads"
+        assert max(now - then for now, then in zip(most, before, strict=True)) < MEMORY_BYTES_MAX
+        assert not source.failures(since), "the source lost no step"
+        print(Counter(str(record["how"]) for record in refused(receiver)))
+
+        trigger.unlink()
+        cluster.wait_for_quorum_of(source, receiver)
+
+
+def start(cluster: Cluster, name: str, trigger: Path) -> Group:
+    command = ["tests.stress.spoilt_job", name, str(cluster.index_of(name)), str(trigger)]
+    return cluster.launch(name, command)
+
+
+def refused(group: Group) -> list[Record]:
+    return group.ranks[0].records("refused")
+
+
+def memory_of(group: Group) -> int:
+    return int(psutil.Process(group.ranks[0].pid).memory_info().rss)
