@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import grpc
 
@@ -22,6 +22,7 @@ from lighthouse.trust import authorization
 from lighthouse.wire import torchft_pb2 as pb
 
 LIMIT_S = 30.0
+STREAMS = (wire.SESSION, wire.RANK_SESSION, wire.OFFER_SPARE)
 
 
 class SessionClient:
@@ -192,8 +193,27 @@ def registered(address: str, *replica_ids: str) -> Iterator[list[SessionClient]]
         yield clients
 
 
-def _serialized(request: pb.SessionRequest | bytes) -> bytes:
-    return request if isinstance(request, bytes) else request.SerializeToString()
+def refusal(
+    channel: grpc.Channel, method: str, said: Sequence[Any], header: str | None = None
+) -> grpc.StatusCode | None:
+    """Call a method as a program of a stranger does, with messages or bytes; return the status, None if it is
+    served.
+    """
+    metadata = () if header is None else (("authorization", header),)
+    data = map(_serialized, said)
+    try:
+        if method in STREAMS:
+            list(channel.stream_stream(method, None, None)(data, timeout=LIMIT_S, metadata=metadata))
+        else:
+            channel.unary_unary(method, None, None)(next(data), timeout=LIMIT_S, metadata=metadata)
+    except grpc.RpcError as error:
+        code: grpc.StatusCode = error.code()
+        return code
+    return None
+
+
+def _serialized(request: Any) -> bytes:
+    return request if isinstance(request, bytes) else bytes(request.SerializeToString())
 
 
 def ids_of(quorum: pb.Quorum) -> list[str]:

@@ -30,7 +30,7 @@ from lighthouse.trust import TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
 from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.cluster import CHECKED, Cluster
-from tests.integration.lighthouse_clients import LIMIT_S
+from tests.integration.lighthouse_clients import LIMIT_S, refusal
 from tests.integration.test_manager_api import make_manager
 from tests.stress.hostile import connected
 from torchft_like import LighthouseServer
@@ -238,24 +238,6 @@ def undisturbed(cluster: Cluster, *groups: Group) -> Iterator[None]:
     cluster.wait_for_quorum_of(*groups)
     assert [group.failures(since) for group in groups] == [[] for _ in groups]
     assert len(cluster.lighthouse_events.records("quorum")) == quorums
-
-
-def refusal(
-    channel: grpc.Channel, method: str, said: list[Any], header: str | None
-) -> grpc.StatusCode | None:
-    metadata = () if header is None else (("authorization", header),)
-    first, *_ = said
-    try:
-        if method in (wire.SESSION, wire.RANK_SESSION, wire.OFFER_SPARE):
-            call = channel.stream_stream(method, type(first).SerializeToString, None)
-            list(call(iter(said), timeout=LIMIT_S, metadata=metadata))
-        else:
-            one = channel.unary_unary(method, type(first).SerializeToString, None)
-            one(first, timeout=LIMIT_S, metadata=metadata)
-    except grpc.RpcError as error:
-        code: grpc.StatusCode = error.code()
-        return code
-    return None
 
 
 def fetched(source: Address, step: int, header: str | None, shows: Path | None) -> bool:

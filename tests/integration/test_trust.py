@@ -24,6 +24,7 @@ from lighthouse.page.cli import NoPageError, Pages
 from lighthouse.page.server import PageServer
 from lighthouse.trust import ROLES, TOKEN_ENV, TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
+from tests.integration import lighthouse_clients
 from tests.integration.lighthouse_clients import LIMIT_S, registered
 from tests.unit.manager.test_service import Ear
 from tests.waiting import wait_for
@@ -89,18 +90,11 @@ def job(file: Path) -> Iterator[Job]:
 
 
 def refusal(server: Address, method: str, header: str | None) -> grpc.StatusCode:
-    """Call a method as a program of a stranger does; return the status."""
-    metadata = () if header is None else (("authorization", header),)
+    """Call a method with nothing that makes sense; return the status."""
     with make_channel(server) as channel:
-        try:
-            if method in SESSIONS:
-                list(channel.stream_stream(method, None, None)(iter([]), timeout=LIMIT_S, metadata=metadata))
-            else:
-                channel.unary_unary(method, None, None)(b"\xff", timeout=LIMIT_S, metadata=metadata)
-        except grpc.RpcError as error:
-            code: grpc.StatusCode = error.code()
-            return code
-    raise AssertionError("it was served")
+        code = lighthouse_clients.refusal(channel, method, [] if method in SESSIONS else [b"\xff"], header)
+    assert code is not None, "it was served"
+    return code
 
 
 def test_every_method_of_the_protocol_asks_for_a_role() -> None:

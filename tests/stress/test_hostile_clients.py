@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import ExitStack, closing
-from typing import Any
 
 import grpc
 import pytest
@@ -12,7 +11,7 @@ from lighthouse import wire
 from lighthouse.core.config import MESSAGE_BYTES_MAX, LighthouseConfig
 from lighthouse.net import make_channel
 from lighthouse.wire import torchft_pb2 as pb
-from tests.integration.lighthouse_clients import LIMIT_S
+from tests.integration.lighthouse_clients import refusal
 from tests.stress import hostile
 from tests.stress.scene import MB, SERVERS, Scene
 
@@ -88,19 +87,10 @@ def test_huge_and_senseless_messages_are_refused_with_a_status(scene: Scene, ser
         before = scene.held(server)
         for method, message in HUGE:
             if service in method:
-                assert refusal(scene, server, method, message) in REFUSALS, (method, str(message)[:100])
+                with make_channel(scene.address(server)) as channel:
+                    assert refusal(channel, method, [message]) in REFUSALS, (method, str(message)[:100])
         healthy.goes_on()
         assert scene.held(server).resident_mb <= before.resident_mb + MB_MORE
-
-
-def refusal(scene: Scene, server: str, method: str, message: Any) -> grpc.StatusCode:
-    data = message if isinstance(message, bytes) else message.SerializeToString()
-    with make_channel(scene.address(server)) as channel:
-        # As a stream, a unary call is served all the same: what differs is only the number of messages.
-        answers = channel.stream_stream(method, None, None)(iter([data]), timeout=LIMIT_S)
-        with pytest.raises(grpc.RpcError) as refused:
-            list(answers)
-    return refused.value.code()
 
 
 def test_a_quorum_of_all_replicas_fits_into_a_message() -> None:
