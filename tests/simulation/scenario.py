@@ -48,8 +48,7 @@ EVENT_KINDS = (
     "trainer_cut",
 )
 RANK_KINDS = ("rank_session_break", "rank_replaced")  # to what is between the ranks of a replica group
-SILENCE_KINDS = ("trainer_pause", "trainer_cut")  # where processes run their functions again, as are:
-RESTART_KINDS = ("try_error", "trainer_crash", "spare_crash", *SILENCE_KINDS)
+SILENCE_KINDS = ("trainer_pause", "trainer_cut")  # where processes run their functions again
 
 # What training scripts do at a place of their own, once a fault has told them to.
 ORDER_KINDS = (

@@ -22,6 +22,7 @@ from lighthouse.net import ServerLimits, make_aio_server, make_channel
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, UnaryClient, registered
 from tests.stress.beside import RankClient
+from tests.waiting import wait_for
 from torchft_like import LighthouseServer
 from torchft_like.core.conversation import KEPT_MAX
 from torchft_like.core.replica_group import GroupLostNotice
@@ -219,25 +220,14 @@ def test_a_call_that_is_given_up_does_not_withdraw_the_newer_one(lighthouse: str
             response_deserializer=pb.ManagerQuorumResponse.FromString,
         )
         older = quorum.future(pb.ManagerQuorumRequest(group_rank=0, step=1), timeout=LIMIT_S)
-        wait_until(lambda: 0 in alone.group._joins)
+        wait_for(lambda: 0 in alone.group._joins)
         first = alone._ranks[0]
         newer = quorum.future(pb.ManagerQuorumRequest(group_rank=0, step=1), timeout=LIMIT_S)
-        wait_until(lambda: alone._ranks[0] is not first)
+        wait_for(lambda: alone._ranks[0] is not first)
         assert older.cancel()  # type: ignore[no-untyped-call]
         second = quorum.future(pb.ManagerQuorumRequest(group_rank=1, step=1), timeout=LIMIT_S)
         assert newer.result().replica_ids == second.result().replica_ids == ["alone"]
     alone.close()
-
-
-def wait_until(is_so: Any) -> None:
-    """Asked on the loop that owns the state."""
-
-    async def watch() -> None:
-        async with asyncio.timeout(LIMIT_S):
-            while not is_so():
-                await asyncio.sleep(0.005)
-
-    coordination_loop().run(watch())
 
 
 def test_bytes_that_are_no_message_end_the_session_of_a_rank_and_are_felt_by_the_other(group: Group) -> None:
@@ -298,7 +288,7 @@ def test_a_lighthouse_that_talks_nonsense_is_asked_again() -> None:
     good = pb.SessionResponse(registered=pb.JobConfig(min_replicas=1)).SerializeToString()
     nonsense = Nonsense(good)
     group = ManagerServer("patient", nonsense.address.url, "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1)
-    wait_until(lambda: nonsense.sessions >= 2)
+    wait_for(lambda: nonsense.sessions >= 2)
     assert "no message of the protocol" in group._link.last_error
     group.close()
     nonsense.stop()
