@@ -11,11 +11,11 @@ import time
 from pathlib import Path
 from typing import NoReturn, TextIO
 
-from torchft_like.testing.chaos.engine import Engine, Missing, Run, features, usable
+from torchft_like.testing.chaos.engine import Engine, Run, features, usable
 from torchft_like.testing.chaos.job import JobError
 from torchft_like.testing.chaos.network import NetworkUnavailableError
 from torchft_like.testing.chaos.orders import JobSettings, Training
-from torchft_like.testing.chaos.report import Report, hangs, make_report, plot
+from torchft_like.testing.chaos.report import hangs, make_report, plot
 from torchft_like.testing.chaos.schedule import Planned, draw
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
@@ -37,8 +37,8 @@ def run(options: argparse.Namespace) -> int:
         signal.signal(signal.SIGTERM, previous)
 
 
-def _carry_out(options: argparse.Namespace) -> int:
-    settings = JobSettings(
+def _settings(options: argparse.Namespace) -> JobSettings:
+    return JobSettings(
         replicas=options.replicas,
         ranks=options.ranks,
         training=Training(
@@ -52,6 +52,11 @@ def _carry_out(options: argparse.Namespace) -> int:
         command=options.command,
         naming=options.names,
     )
+
+
+def _carry_out(options: argparse.Namespace) -> int:
+    """Run the job without faults, if asked for, and with them; save and print the report."""
+    settings = _settings(options)
     missing = features(settings, network=not options.no_network)
     kinds, skipped = usable(options.kinds, missing)
     if not kinds:
@@ -59,27 +64,6 @@ def _carry_out(options: argparse.Namespace) -> int:
         raise ValueError(f"--kinds: none of them can be injected here\n{reasons}")
     plan = draw(options.seed, kinds, options.length, options.interval, settings.replicas)
     out, passed = Path(options.out or tempfile.mkdtemp(prefix="torchft-like-")), False
-    try:
-        report = _rounds(options, settings, missing, plan, skipped, out)
-        _say(report.to_text().rstrip("\n"))
-        passed = report.passed
-    finally:
-        if not options.out and passed:
-            shutil.rmtree(out)
-        elif not options.out:
-            _say(f"logs are kept in {out}", sys.stderr)
-    return 0 if passed else FAILED
-
-
-def _rounds(
-    options: argparse.Namespace,
-    settings: JobSettings,
-    missing: Missing,
-    plan: list[Planned],
-    skipped: dict[str, str],
-    out: Path,
-) -> Report:
-    """Run the job without faults, if asked for, and with them; save the report."""
     if any((out / name).exists() for name in ("baseline", "chaos")):
         raise ValueError(f"--out {out} holds another run; choose a folder that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
@@ -90,18 +74,26 @@ def _rounds(
         line.end()
         return done
 
-    baseline = run_job("baseline", [], options.baseline) if options.baseline else None
-    run = run_job("chaos", plan, options.length)
-    setup = {name: getattr(options, name) for name in SHOWN}
-    setup |= {"workers": "started cold" if options.cold else "forked", "pause": options.step_time}
-    setup["began"] = round(run.began, 3)
-    report = make_report(run, setup, baseline=baseline, skipped=skipped)
-    report.save(out)
     try:
-        plot(report, out / "report.png")
-    except ImportError as error:
-        _say(f"no picture: {error}; pip install 'torchft-like[chaos]'", sys.stderr)
-    return report
+        baseline = run_job("baseline", [], options.baseline) if options.baseline else None
+        run = run_job("chaos", plan, options.length)
+        setup = {name: getattr(options, name) for name in SHOWN}
+        setup |= {"workers": "started cold" if options.cold else "forked", "pause": options.step_time}
+        setup["began"] = round(run.began, 3)
+        report = make_report(run, setup, baseline=baseline, skipped=skipped)
+        report.save(out)
+        _say(report.to_text().rstrip("\n"))
+        passed = report.passed
+        try:
+            plot(report, out / "report.png")
+        except ImportError as error:
+            _say(f"no picture: {error}; pip install 'torchft-like[chaos]'", sys.stderr)
+    finally:
+        if not options.out and passed:
+            shutil.rmtree(out)
+        elif not options.out:
+            _say(f"logs are kept in {out}", sys.stderr)
+    return 0 if passed else FAILED
 
 
 class Line:

@@ -1,14 +1,7 @@
 """The report of a run: numbers and a verdict, as text and as JSON.
 
-batches      steps committed by rank 0 of a replica group in which its gradients counted, summed over the
-             replica groups, from the first common step on for the length of the run kept         batches per
-             second divided by those of a run without faults, of the same settings steps lost   attempts at a
-             step that their replica group (rank 0) did not commit; the attempt of a process that is killed is
-             not counted, as it wrote nothing recovery     from the injection to the last survivor's first
-             committed step that it began after the fault was felt; what the fault itself lasts is part of it
-             whole        from the injection to the first step that all replica groups committed together and
-             began after the fault was lifted divergence   a violation of `agreement`, `heal_is_clean` or
-             `no_trace`: other bits at the same step
+docs/testing.md defines the numbers ("The numbers of a report"). A divergence is a violation of `agreement`,
+`heal_is_clean` or `no_trace`: other bits at the same step.
 """
 
 from __future__ import annotations
@@ -42,7 +35,7 @@ class Throughput:
     Attributes:
         seconds: the seconds over which it was counted.
         steps: the number of steps that the job made.
-        batches, steps_lost: as the module defines them.
+        batches, steps_lost: as docs/testing.md defines them.
         curve: batches per second in each `BIN_S` seconds.
         quiet_rate: batches per second while no fault was being recovered from.
     """
@@ -292,8 +285,7 @@ def _draw_recoveries(axes: Axes, kinds: list[str], report: Report) -> None:
         )
     axes.set_yticks(range(len(kinds)), kinds)
     axes.set_xscale("symlog", linthresh=1.0)
-    axes.set_xlim(left=0)
-    axes.set_xlabel("seconds from the injection")
+    axes.set(xlim=(0, None), xlabel="seconds from the injection")
     axes.grid(axis="x", alpha=0.3)
     axes.legend(fontsize=8)
 
@@ -309,7 +301,5 @@ def _draw_throughput(axes: Axes, report: Report) -> None:
     began = float(report.setup.get("began", 0.0))
     for fault in report.faults:
         axes.axvline(fault["time"] - began, color="tab:red", alpha=0.15, linewidth=0.8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("seconds")
-    axes.set_ylabel("batches per second")
+    axes.set(ylim=(0, None), xlabel="seconds", ylabel="batches per second")
     axes.legend(fontsize=8)
