@@ -39,16 +39,12 @@ Operate = Callable[[Any], Any]
 
 
 def blocked_operations() -> list[tuple[str, Operate]]:
-    """What rank 0 of two can do that needs rank 1, which does nothing."""
+    """What rank 0 can do that needs rank 1, which does nothing; tests/conformance has each collective."""
     return [
-        ("allreduce", lambda g: g.allreduce([torch.ones(4)]).wait()),
         ("large allreduce", lambda g: g.allreduce([torch.ones(4_000_000)]).wait()),
-        ("broadcast from the other", lambda g: g.broadcast_one(torch.ones(4), 1).wait()),
-        ("allgather", lambda g: g.allgather([[torch.ones(1)] * 2], [torch.ones(1)]).wait()),
         ("recv", lambda g: g.recv([torch.ones(4)], 1, 0).wait()),
         ("recv_anysource", lambda g: g.recv_anysource([torch.ones(4)], 0).wait()),
         ("large send", lambda g: g.send([torch.ones(20_000_000)], 1, 0).wait()),
-        ("barrier", lambda g: g.barrier().wait()),
         ("monitored_barrier", monitored_barrier),
         ("future", lambda g: g.allreduce([torch.ones(4)]).get_future().wait()),
     ]
@@ -259,17 +255,6 @@ class Stage:
 
 def configuring(party: Party, group: ProcessGroup, prefix: str, rank: int, world: int) -> Future[None]:
     return party.aside(lambda: group.configure(prefix, rank, world))
-
-
-def test_an_early_abort_ends_the_configure(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, AbortableStore, "connect")
-    group = party.own(ProcessGroupGloo(300))
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        waiting = configuring(party, group, f"127.0.0.1:{silent.getsockname()[1]}/x", 0, 2)
-        wait_until(stage.reached)
-        group.abort()
-        with pytest.raises(ProcessGroupAbortedError):
-            waiting.result(LIMIT_S)
 
 
 def test_a_new_configure_ends_the_one_under_way(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,15 +84,6 @@ def test_members_shrink_change_places_and_grow(party: Party, kind: str, way: Cal
         ] * len(members)
 
 
-def test_a_group_that_was_aborted_meets_again(party: Party) -> None:
-    groups = [party.own(ProcessGroupGloo(OWN)) for _ in range(2)]
-    meet(party, groups, 1)
-    for group in groups:
-        group.abort()
-    meet(party, groups, 2)
-    assert sums(party, groups, [1.0, 2.0]) == [3.0, 3.0]
-
-
 def test_what_a_wrapper_does_in_configure_it_does_here(party: Party) -> None:
     groups: list[Any] = [
         party.own(ErrorSwallowingProcessGroupWrapper(ProcessGroupGloo(OWN))) for _ in range(2)
