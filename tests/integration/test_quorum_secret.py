@@ -22,9 +22,9 @@ FAR = 1_000_000
 
 
 @pytest.fixture
-def lighthouse() -> Iterator[str]:
+def lighthouse() -> Iterator[LighthouseServer]:
     server = LighthouseServer(min_replicas=2)
-    yield server.address()
+    yield server
     server.shutdown()
 
 
@@ -34,9 +34,13 @@ def joined(*clients: SessionClient, **fields: object) -> list[pb.Quorum]:
     return [client.quorum() for client in clients]
 
 
-def test_members_share_a_secret_for_as_long_as_the_quorum_keeps_its_id(lighthouse: str) -> None:
-    with registered(lighthouse, "a", "b") as (a, b):
+def test_members_share_a_secret_for_as_long_as_the_quorum_keeps_its_id(
+    lighthouse: LighthouseServer,
+) -> None:
+    """Nor does the lighthouse keep it in what its page and its events are made of."""
+    with registered(lighthouse.address(), "a", "b") as (a, b):
         first, same = joined(a, b, takes_secret=True)
+        assert first.secret not in lighthouse._lighthouse.quorum.SerializeToString()
         again, _ = joined(a, b, takes_secret=True)
         later, _ = joined(a, b, takes_secret=True, commit_failures=1)
     assert first.secret == same.secret == again.secret
@@ -45,14 +49,18 @@ def test_members_share_a_secret_for_as_long_as_the_quorum_keeps_its_id(lighthous
     assert later.secret != first.secret
 
 
-def test_a_member_that_does_not_take_it_leaves_all_without_a_secret(lighthouse: str) -> None:
-    with registered(lighthouse, "a") as (a,), UnaryClient(lighthouse) as client:
+def test_a_member_that_does_not_take_it_leaves_all_without_a_secret(lighthouse: LighthouseServer) -> None:
+    address = lighthouse.address()
+    with registered(address, "a") as (a,), UnaryClient(address) as client:
         call = client.join("torchft")
         a.join(takes_secret=True)
         assert (a.quorum().secret, call.result().quorum.secret) == (b"", b"")
 
 
-@pytest.mark.parametrize(("statement", "believed"), [("none", FAR), ("another", FAR), ("its own", 50)])
+@pytest.mark.parametrize(
+    ("statement", "believed"),
+    [("none", FAR), ("another", FAR), ("its own", 50), ("from before the token was replaced", FAR)],
+)
 def test_a_restarted_lighthouse_believes_its_own_statement(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, statement: str, believed: int
 ) -> None:
@@ -64,8 +72,11 @@ def test_a_restarted_lighthouse_believes_its_own_statement(
     with registered(server.address(), "a", "b") as (a, b):
         last, _ = joined(a, b, step=50)
     server.shutdown()
+    if "replaced" in statement:
+        file.write_text(make_texts()[Role.OPERATE])
     server = LighthouseServer(min_replicas=2)
-    shown = {"another": pb.Statement(step=50, digest=bytes(32)), "its own": last.statement}.get(statement)
+    other = pb.Statement(step=50, digest=bytes(32))
+    shown = {"another": other, "none": None}.get(statement, last.statement)
     seen, false = (last.quorum_id, 1, ids_of(last)), (last.quorum_id + 1, 2, ["x"])
     with (
         SessionClient(server.address(), "x", false, statement=last.statement) as x,

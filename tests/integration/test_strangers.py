@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,19 +27,22 @@ from lighthouse.core.trust import Role, make_texts, parse_trust
 from lighthouse.listening import listen_tcp
 from lighthouse.net import _EXPECTED_NAME, DISTRUST, make_channel
 from lighthouse.tls import TLS_ENV
-from lighthouse.trust import TOKEN_FILE_ENV
+from lighthouse.trust import INSECURE_ENV, TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
 from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.cluster import CHECKED, Cluster
-from tests.integration.lighthouse_clients import LIMIT_S, refusal
+from tests.integration.lighthouse_clients import LIMIT_S, refusal, registered
 from tests.integration.test_manager_api import make_manager
 from tests.stress.hostile import connected
-from torchft_like import LighthouseServer
+from torchft_like.coordination import LighthouseClient, LighthouseServer
 from torchft_like.core.store import VALIDATION_MAGIC, Query
+from torchft_like.errors import TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import MANAGER_PORT_ENV
 from torchft_like.process_group.store_server import UNKNOWN_MAX, StoreServer
+from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.cluster import Group
+from torchft_like.testing.processes import Processes
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
@@ -157,7 +161,33 @@ def test_a_replica_group_with_a_token_and_a_certificate_heals_from_others(
         cluster.wait_for_event(a, "loss")
         again = cluster.start("b", size=2)
         cluster.wait_for_quorum_of(a, again)
-        assert [rank.events("heal") for rank in again.ranks]
+        assert all(rank.events("heal") for rank in again.ranks)
+        # ManagerServer, store, source, Gloo in torch's group and in ours; source, sign of life, Gloo in both.
+        heard = [psutil.Process(rank.pid).net_connections("tcp") for rank in again.ranks]
+        listening = [[one.laddr.ip for one in of if one.status == psutil.CONN_LISTEN] for of in heard]
+        assert [len(of) for of in listening] == [5, 4]
+        assert {ip.removeprefix("::ffff:") for of in listening for ip in of} == {LOOPBACK}
+
+
+def test_two_commands_make_a_lighthouse_that_serves_the_job_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processes: Processes
+) -> None:
+    """Those with which docs/security.md begins."""
+    assert main(["keys", str(tmp_path)]) == 0
+    command = ["-m", "torchft_like.chaos", "lighthouse", "--bind", "[::]:0", "--page", "[::]:0"]
+    secrets = {TLS_ENV: str(tmp_path / "tls"), INSECURE_ENV: "0"}
+    daemon = processes.start(
+        sys.executable, *command, env={**secrets, TOKEN_FILE_ENV: str(tmp_path / "operate")}
+    )
+    port = int(daemon.wait_for_output(r"listening on \S+:(\d+)")[1])
+    for variable, value in {**secrets, TOKEN_FILE_ENV: str(tmp_path / "participate")}.items():
+        monkeypatch.setenv(variable, value)
+    with registered(f"127.0.0.1:{port}", "a") as (a,):
+        a.join()
+        assert a.quorum()
+    monkeypatch.delenv(TOKEN_FILE_ENV)
+    with pytest.raises(TrustError):
+        LighthouseClient(f"127.0.0.1:{port}", timedelta(seconds=LIMIT_S)).heartbeat("a stranger")
 
 
 @pytest.mark.parametrize("shows", ["nothing", "no certificate", "another job's"])

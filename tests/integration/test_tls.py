@@ -27,7 +27,7 @@ from lighthouse.page.server import CONNECTIONS_MAX, PageServer
 from lighthouse.tls import AUTHORITIES, TLS_ENV, process_identity
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV
 from tests.certificates import certify, stranger_context, stranger_credentials
-from tests.integration.lighthouse_clients import LIMIT_S
+from tests.integration.lighthouse_clients import LIMIT_S, registered
 from tests.integration.test_parameter_server import Adder, assert_serves
 from torchft_like import parameter_server
 from torchft_like.checkpointing import HTTPTransport
@@ -37,6 +37,7 @@ from torchft_like.errors import CheckpointError, ConnectError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.parameter_server import PATH
+from torchft_like.process_group.store_server import StoreServer
 from torchft_like.testing.relay import Relay
 
 pytestmark = pytest.mark.integration
@@ -152,16 +153,20 @@ def heard(connection: socket.socket, request: bytes, shows: str | None, folders:
 
 
 def test_nobody_speaks_an_older_tls(job: Job, folders: dict[str, Path]) -> None:
-    for server in (parse_address(job.source.metadata()), job.page.address):
-        context = stranger_context(folders["job"])
-        for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
-            context.maximum_version = version
-            is_old = version is not ssl.TLSVersion.TLSv1_3
-            with (
-                socket.create_connection((server.host, server.port), LIMIT_S) as connection,
-                pytest.raises(ssl.SSLError) if is_old else contextlib.nullcontext(),
-            ):
-                context.wrap_socket(connection).close()
+    with contextlib.ExitStack() as stack:
+        store = stack.enter_context(contextlib.closing(StoreServer(Address("127.0.0.1", 0))))
+        stack.callback((adder := Adder()).shutdown)
+        served = (job.source.metadata(), adder.address().removesuffix(PATH))
+        for server in [*map(parse_address, served), job.page.address, store.address.server]:
+            context = stranger_context(folders["job"])
+            for version in (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_2):
+                context.maximum_version = version
+                is_old = version is not ssl.TLSVersion.TLSv1_3
+                with (
+                    socket.create_connection((server.host, server.port), LIMIT_S) as connection,
+                    pytest.raises(ssl.SSLError) if is_old else contextlib.nullcontext(),
+                ):
+                    context.wrap_socket(connection).close()
 
 
 def test_who_has_a_token_needs_no_certificate_for_the_page(
@@ -296,9 +301,12 @@ def test_a_certificate_is_replaced_while_its_server_runs(folders: dict[str, Path
         raise AssertionError("an empty heartbeat was taken")
 
     try:
-        assert [beats("job"), beats("other")] == [True, False]
-        shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
-        assert [beats("job"), beats("other")] == [False, True]
+        with registered(server.address(), "stays") as (stays,):
+            assert [beats("job"), beats("other")] == [True, False]
+            shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
+            assert [beats("job"), beats("other")] == [False, True]
+            stays.join()
+            assert stays.quorum()
     finally:
         server.shutdown()
 

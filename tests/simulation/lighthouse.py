@@ -28,6 +28,7 @@ from lighthouse.core.decisions import (
 from lighthouse.core.identity import Identity
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
+from tests.simulation.replica import LIARS_STEP
 from tests.simulation.restarting import Desk
 from tests.simulation.scenario import STRANGER
 from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session
@@ -298,6 +299,7 @@ class SimLighthouse(Process):
 
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
+        self._look_for_liars(quorum)
         self.quorum = quorum
         ids = tuple([member.replica_id for member in quorum.participants])
         if world.story is not None:
@@ -316,6 +318,21 @@ class SimLighthouse(Process):
     def _send(self, session: Session, act: Callable[..., Sequence[Effect]], *told: Any) -> None:
         """Send what the replica group's core is to act on."""
         self._world.send_down(session, session.replica.hear, session, act, *told)
+
+    def _look_for_liars(self, quorum: Quorum) -> None:
+        """Check that no liar is believed while members of the last quorum show how far the job is. Where none
+        does, all are believed; as a liar gives nobody the state, its operators end it.
+        """
+        world, last = self._world, self.quorum.participants if self.quorum is not None else ()
+        liars = [
+            i for i, step, *_ in quorum.participants if step == LIARS_STEP and not i.startswith(STRANGER)
+        ]
+        for liar in liars:
+            step = max((member.step for member in last), default=0)
+            ids = {m.replica_id for m in last} & {m.replica_id for m in quorum.participants}
+            if any(world.homes[f"http://{i}"].shows(step) for i in ids):
+                world.checker.violate("no_regress", f"{liar} is believed, and others show more than it")
+            world.after(TINY_S, world.nobody, world.homes[f"http://{liar}"].die, "it has no state")
 
     def _end(self, session: Session) -> None:
         """End a session from this side."""

@@ -365,12 +365,25 @@ class Replica:
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 
     def _lies(self) -> bool:
-        """Return whether it says that it is far ahead: it has yet to heal, and others have committed."""
+        """Return whether it says that it is far ahead: it has yet to heal, and members of the last quorum are
+        there that have as much as that had.
+
+        Where nobody shows how far the job is, all are believed; a source without a state, alone, is waited
+        for then.
+        """
         is_liar = self.world.scenario.has_liars and self.incarnation > 0 and self.slot == 0
-        if not is_liar or any(rank.protocol.step > 0 for rank in self.ranks):
+        last = self.world.lighthouse.quorum
+        if not is_liar or last is None or any(rank.protocol.step > 0 for rank in self.ranks):
             return False
-        others = [home for home in self.world.homes.values() if home is not self and home._connected]
-        return sum(home.is_alive and home.ranks[0].protocol.has_committed for home in others) > 1
+        step = max(member.step for member in last.participants)
+        homes = [self.world.homes[f"http://{member.replica_id}"] for member in last.participants]
+        others = [home for home in homes if home is not self and home.is_alive and home._connected]
+        return sum(home.shows(step) for home in others) > 1
+
+    def shows(self, step: int) -> bool:
+        """Return whether it has the state of this step, or of a later one, and does not disown it."""
+        (found, quorum_id), *others = {rank.version for rank in self.ranks}
+        return found >= step and quorum_id > 0 and not others
 
     def _tell(self, number: int, action: Action, *args: Any) -> None:
         rank = self.ranks[number]

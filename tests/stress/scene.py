@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
@@ -38,8 +38,11 @@ class Held:
 class Scene:
     """The servers' addresses and processes."""
 
-    def __init__(self, where: dict[str, str], processes: dict[str, psutil.Process]) -> None:
+    def __init__(
+        self, where: dict[str, str], processes: dict[str, psutil.Process], said: Callable[[], str]
+    ) -> None:
         self._where = where
+        self.said = said  # returns all that the servers have written
         self._processes = processes
         self._ranks = RankPair(where["manager"])
 
@@ -86,6 +89,7 @@ def running() -> Iterator[Scene]:
         scene = Scene(
             {"lighthouse": lighthouse.url, **found},
             {"lighthouse": psutil.Process(lighthouse.process.pid), "manager": group, "checkpoint": group},
+            lambda: lighthouse.process.output + started.output,
         )
         with closing(scene):
             yield scene

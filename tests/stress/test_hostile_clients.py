@@ -29,6 +29,7 @@ def test_malformed_clients_end_their_own_connections_only(scene: Scene, server: 
         before = scene.held(server)
         hostile.send_all_malformed(scene.address(server))
         healthy.goes_on()
+        assert "Traceback" not in scene.said()
         after = scene.settled(server, before.files + FILES_MORE)
         assert after.files <= before.files + FILES_MORE, (before, after)
         assert after.resident_mb <= before.resident_mb + MB_MORE, (before, after)
@@ -90,6 +91,7 @@ def test_huge_and_senseless_messages_are_refused_with_a_status(scene: Scene, ser
                 with make_channel(scene.address(server)) as channel:
                     assert refusal(channel, method, [message]) in REFUSALS, (method, str(message)[:100])
         healthy.goes_on()
+        assert "Traceback" not in scene.said()
         assert scene.held(server).resident_mb <= before.resident_mb + MB_MORE
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 
 import pytest
@@ -48,7 +49,11 @@ def test_an_address_that_is_none_of_a_server_is_refused(address: str) -> None:
         ("node-3.elsewhere.svc:29500", "192.168.0.0/16, *.trainers.svc", False),
     ],
 )
-def test_a_host_is_the_callers_or_in_the_list(address: str, hosts: str, is_admitted: bool) -> None:
+def test_a_host_is_the_callers_or_in_the_list_without_a_look_up(
+    address: str, hosts: str, is_admitted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ask in ("getaddrinfo", "gethostbyname", "gethostbyaddr", "getnameinfo"):
+        monkeypatch.delattr(socket, ask)
     assert (about_replica_at(address, hosts) is None) == is_admitted
 
 

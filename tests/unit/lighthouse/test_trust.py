@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import hmac
 import logging
 import os
 import shutil
@@ -64,6 +65,19 @@ def test_two_tokens_of_a_role_are_good_and_the_first_is_shown() -> None:
     trust = parse_trust(f"participate {OTHER}\nparticipate {ONE}  # to be removed", "a text")
     assert trust.shown == OTHER
     assert (trust.role_of(ONE), trust.role_of(OTHER)) == (Role.PARTICIPATE, Role.PARTICIPATE)
+
+
+def test_a_token_is_compared_with_all_in_constant_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    trust = parse_trust(f"observe {ONE}\noperate {OTHER}", "a text")
+    compared: list[bytes] = []
+
+    def compare(shown: bytes, known: bytes) -> bool:
+        compared.append(known)
+        return False
+
+    monkeypatch.setattr(hmac, "compare_digest", compare)
+    assert [trust.role_of(token) for token in (ONE, "x")] == [Role.STRANGER] * 2
+    assert compared[:2] == compared[3:5] == [digest_of(ONE), digest_of(OTHER)]
 
 
 def test_a_digest_checks_a_token_and_shows_none() -> None:
@@ -196,11 +210,19 @@ def test_keys_needs_openssl_for_a_certificate_only(
     assert main(["keys", str(tmp_path / "tokens"), "--tokens-only"]) == 0
 
 
-def test_a_certificate_is_for_the_hosts_that_browsers_use(tmp_path: Path) -> None:
+def test_a_certificate_is_for_the_hosts_that_browsers_use_and_for_a_year(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert main(["keys", str(tmp_path), "--host=lighthouse.example", "--host=192.0.2.1"]) == 0
+    made = time.time()
     text = ["openssl", "x509", "-in", str(tmp_path / "tls" / CERTIFICATE), "-noout", "-text"]
     printed = subprocess.run(text, check=True, capture_output=True, text=True).stdout
     assert "DNS:torchft-like, DNS:lighthouse.example, IP Address:192.0.2.1" in printed
+    assert "TLS Web Server Authentication, TLS Web Client Authentication" in printed
+    monkeypatch.setenv(TLS_ENV, str(tmp_path / "tls"))
+    identity = process_identity()
+    assert identity is not None
+    assert [bool(about_expiry(identity, made + days * 86400)) for days in (350.9, 351.1)] == [False, True]
 
 
 def test_a_process_without_a_certificate_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,8 +300,8 @@ def test_what_a_job_would_refuse_of_its_own_certificate_is_known(
 
     now = time.time()
     begun = certify(tmp_path / "begun")  # for a day
-    assert about_expiry(of(begun), now) == ""
-    assert "expires at 2" in about_expiry(of(begun), now + 23 * 3600)
+    assert about_expiry(of(begun), now + 19.9 * 3600) == ""
+    assert "expires at 2" in about_expiry(of(begun), now + 20.1 * 3600)
     job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
     assert why(job) == ""
     assert "torchft-like" in why(certify(tmp_path / "named", name="another"))
