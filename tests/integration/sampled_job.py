@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from torchft_like import GlobalBatches, GlobalBatchLoader, Manager, ProcessGroupGloo
+from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.training import Loop, Model, prepare_process
 
@@ -67,8 +68,9 @@ def main() -> None:
         replica_id=name,
     )
     loop = Loop(model, manager, journal, index, pause_s=0.01)
-    while True:
-        loop.attempt_step()
+    with manager, stop_on_signals(manager) as stop:
+        while not stop.requested:
+            loop.attempt_step()
 
 
 if __name__ == "__main__":

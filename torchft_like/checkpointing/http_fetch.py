@@ -57,6 +57,7 @@ from torchft_like.errors import CheckpointError, CheckpointFormatError, Checkpoi
 from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
 from torchft_like.runtime.connecting import connect_tcp, shut
+from torchft_like.runtime.hosts import own_host
 
 _logger = logging.getLogger(__name__)
 
@@ -557,7 +558,8 @@ def connect(
         what = f"no answer within {timeout_s:g} s" if is_late else str(error)
         raise (CheckpointTimeoutError if is_late else CheckpointError)(
             f"no connection to {address.url}, which its replica offers ({what}): if that lives, set "
-            "TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that this host reaches"
+            "TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that this host, which is "
+            f"{own_host(address)} towards there, reaches"
         ) from error
 
 

@@ -104,7 +104,8 @@ class Manager:
             ended is dead at once.
         spare: whether this replica group takes part in no step before a place is free (TORCHFT_SPARE, 1 or
             0): it waits, ready, in its first step while as many others are there as the lighthouse's
-            `--replicas` says. The same on all ranks; read on rank 0.
+            `--replicas` says. It heals in the step in which it takes the place: one that has the state
+            before is a member, with `WorldSizeMode.FIXED_WITH_SPARES`. The same on all ranks; read on rank 0.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
