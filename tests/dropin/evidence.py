@@ -16,6 +16,7 @@ class Record:
         replica: the replica id, `name:uuid`; the uuid is new with every start.
         rank: within the replica group.
         digest: of the rank's parameters.
+        before: of its parameters before the step.
     """
 
     time: float
@@ -24,6 +25,7 @@ class Record:
     replica: str
     step: int
     digest: str
+    before: str = ""
 
     @property
     def name(self) -> str:

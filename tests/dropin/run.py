@@ -2,7 +2,9 @@
 
 A script passes when two replica groups train together, a process of one is killed, the group comes back
 with the state of the other, and after every step that both committed their parameters are equal.
-What starts the killed group again is the script's own launcher: torchrun, or Ray.
+What starts the killed group again is the script's own launcher: torchrun, or Ray. Where the script writes
+checkpoints, all processes are killed then, those of the lighthouse, too; started again, both groups begin
+with the state of the newest complete one, bit by bit, which is one that both had.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -52,6 +55,7 @@ class Outcome:
         back_after_s: from the kill to the first step that the killed group committed again.
         healed_bytes, healed_s: of the state that it took over.
         equal_steps: after how many steps the parameters of both groups were compared, and equal.
+        repeated_steps: of those that were committed when all was killed, the ones since the checkpoint.
         not_run, failed: why; empty otherwise.
     """
 
@@ -63,6 +67,7 @@ class Outcome:
     healed_bytes: int | None = None
     healed_s: float | None = None
     equal_steps: int | None = None
+    repeated_steps: int | None = None
     not_run: str = ""
     failed: str = ""
     seconds: float = 0.0
@@ -88,7 +93,10 @@ def run_script(script: Script, seconds_left: float) -> Outcome:
         try:
             with job:
                 limit_s = min(script.limit_s, seconds_left - (time.monotonic() - began))
-                _kill_and_compare(job, time.monotonic() + limit_s, outcome)
+                deadline = time.monotonic() + limit_s
+                _kill_and_compare(job, deadline, outcome)
+                if script.saves:
+                    _kill_all_and_go_on(job, deadline, outcome)
         except DropinError as error:
             outcome.failed = str(error)
             print(job.last_words(), file=sys.stderr, flush=True)
@@ -129,6 +137,40 @@ def _kill_and_compare(job: Job, deadline: float, outcome: Outcome) -> None:
     outcome.equal_steps = len({step for steps in both for step in steps})
 
 
+def _kill_all_and_go_on(job: Job, deadline: float, outcome: Outcome) -> None:
+    """Kill all processes, and check with which state the job goes on once they are started again."""
+    saved = job.newest_checkpoint()
+    job.wait_for(lambda: job.newest_checkpoint() > saved or None, "a checkpoint is complete", deadline)
+    step = job.records()[-1].step
+    job.wait_for(lambda: job.records()[-1].step > step or None, "another step is committed", deadline)
+    job.end()
+    earlier, newest, restarted = job.records(), job.newest_checkpoint(), time.time()
+    job.start()
+
+    def later() -> list[Record] | None:
+        records = [record for record in job.records() if record.time > restarted]
+        found = [incarnation(records, name) or "" for name in names(records)]
+        steps = common_steps(records, found, job.script.ranks) if len(found) == REPLICAS else []
+        return records if len(steps) >= job.script.steps else None
+
+    records = job.wait_for(later, "all train again, from their newest checkpoint", deadline)
+    if differing := differences(records):
+        raise DropinError(f"parameters differ after all was killed: {'; '.join(differing[:5])}")
+    for output in (launcher.output for launcher in job.launchers[-REPLICAS:]):
+        if f"Training starts at step {newest + 1}" not in output:
+            raise DropinError(f"a group does not go on from checkpoint {newest}, the newest")
+        loaders = [int(step) for step in re.findall(r"Loading the FT checkpoint at step (\d+)", output)]
+        if not loaders or min(loaders) < newest:
+            raise DropinError(f"a loader goes on from {loaders}, and its group from step {newest}")
+    first = min(record.step for record in records)
+    begun = {(record.rank, record.before) for record in records if record.step == first}
+    had = [{r.step for r in earlier if (r.rank, r.digest) == one} for one in begun]
+    steps = set.intersection(*had)
+    if len(begun) != job.script.ranks or not steps:
+        raise DropinError(f"they go on from a state that they did not have: {sorted(begun)}")
+    outcome.repeated_steps = max(record.step for record in earlier) - max(steps)
+
+
 @dataclass
 class Job:
     """The processes of one script, in a folder of their own; none is left when the block ends."""
@@ -141,14 +183,19 @@ class Job:
 
     def __enter__(self) -> Job:
         try:
-            self._start()
+            self.start()
         except BaseException:
-            self._end()
+            self.end()
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self.end()
+
+    def newest_checkpoint(self) -> int:
+        """Return the number in the name of the newest complete checkpoint; 0 if there is none."""
+        complete = self.folder.glob("shared/**/checkpoint/step-*/.metadata")
+        return max((int(path.parent.name.split("-")[1]) for path in complete), default=0)
 
     def records(self) -> list[Record]:
         """Return what the observer has written in all processes so far, in the order of time."""
@@ -195,15 +242,20 @@ class Job:
     def _progress(self) -> dict[str, int]:
         return {record.replica: record.step for record in self.records()}
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start all processes of the script, and a lighthouse if it starts none."""
+        self.launchers = []
         address = "" if self.script.has_lighthouse else self._start_lighthouse()
         needs_data = any("{data}" in word for word in self.script.command)
-        data = make_data(self.folder / "data", self.python) if needs_data else self.folder
+        data = self.folder / "data" if needs_data else self.folder
+        if needs_data and not data.exists():
+            make_data(data, self.python)
         count = 1 if self.script.starts_all else REPLICAS
         for replica in range(count):
             place = self.folder / f"replica{replica}"
-            place.mkdir()
+            place.mkdir(exist_ok=True)
             names_of = {"replica": replica, "data": data, "folder": place, "sources": self.sources}
+            names_of["shared"] = self.folder / "shared"
             variables = {key: value.format(**names_of) for key, value in self.script.variables.items()}
             variables |= {"HF_HOME": str(place), "TORCHFT_LIGHTHOUSE": address} if address else {}
             command = [word.format(**names_of) for word in self.script.command]
@@ -227,7 +279,7 @@ class Job:
         }
         self.launchers.append(RunningProcess(command, None, {**common, **variables}, folder=place))
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """End all processes of the script; Ray's daemons and torchrun's workers have sessions of their own,
         but all have the variable.
         """

@@ -28,8 +28,8 @@ class Script:
         without_dependencies: packages that would bring more than the script uses.
         torch: the version, where the script needs another one than constraints.txt pins.
         command: after the interpreter, of one replica group; `{replica}`, `{data}` (the made tokenizer
-            and texts), `{folder}` (its working directory) and `{sources}` (unpacked source
-            distributions) are filled in.
+            and texts), `{folder}` (its working directory), `{shared}` (one of all groups) and `{sources}`
+            (unpacked source distributions) are filled in.
         ranks: of each replica group.
         steps: to go on for after the kill and the heal.
         variables: of its environment.
@@ -38,6 +38,7 @@ class Script:
         min_replicas: of the lighthouse: with two, the survivor waits for the group that was killed.
         limit_s: from the start to the verdict, without installing.
         not_run: why it is not run; empty for a script that is.
+        saves: it writes checkpoints: all of the job is killed, too, and has to go on from the newest.
         starts_all: one command starts all replica groups.
         has_lighthouse: it starts a lighthouse itself.
         environment: the name of its environment; the row's if it is empty.
@@ -57,6 +58,7 @@ class Script:
     min_replicas: int = 1
     limit_s: float = 180.0
     not_run: str = ""
+    saves: bool = False
     starts_all: bool = False
     has_lighthouse: bool = False
     environment: str = ""
@@ -115,14 +117,17 @@ SCRIPTS = (
                 *("--fault-tolerance.replica-id", "{replica}", "--fault-tolerance.group-size", "2"),
                 *("--parallelism.data-parallel-shard-degree", "2"),
                 *("--parallelism.spmd-backend", "partial_dtensor"),
-                *("--checkpoint.enable", "--checkpoint.interval", "1000000"),
+                *("--checkpoint.enable", "--checkpoint.interval", "1000000" if semi_syncs else "4"),
+                *("--checkpoint.async-mode", "async"),
                 *("--profiler.no-enable-profiling", "--validator.no-enable"),
                 *("--lr-scheduler.warmup-steps", "0", "--lr-scheduler.min-lr-factor", "1.0"),
-                *("--dump-folder", "{folder}/out"),
+                *("--dump-folder", "{folder}/out" if semi_syncs else "{shared}/out"),
             ),
             ranks=2,
             variables=_TITAN,
             supplies="accelerator",
+            saves=not semi_syncs,
+            limit_s=180.0 if semi_syncs else 420.0,
             optimizer="SGD" if semi_syncs else "",  # the outer one
             min_replicas=2 if semi_syncs else 1,
         )

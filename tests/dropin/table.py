@@ -18,7 +18,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "dropin.json"
 PAGE = ROOT / "docs" / "dropin.md"
 TEXT = Path(__file__).with_name("page.md")
 
-HEAD = ("script", "of", "killed at step", "back after", "healed", "equal after", "")
+HEAD = ("script", "of", "killed at step", "back after", "healed", "equal after", "all killed: repeated", "")
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -66,6 +66,7 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
         (outcome.back_after_s, "{:.0f} s"),
         (outcome.healed_bytes, "{:,} B"),
         (outcome.equal_steps, "{} steps"),
+        (outcome.repeated_steps, "{} steps"),
     )
     shown = ("" if number is None else form.format(number) for number, form in numbers)
     return (f"`{outcome.name}`", outcome.source, *shown, verdict)

@@ -4,8 +4,8 @@ Python imports a `sitecustomize` by itself in every process that has this folder
 also in those that torchrun and Ray start. This one acts when the script imports what concerns it.
 
 It observes: after every step of an optimizer that follows a commit it writes a line of JSON with the
-step and a digest of the parameters. The hook is torch's own; the step is the Manager's. Where
-DROPIN_OPTIMIZER names a class, optimizers of others do not count.
+step and digests of the parameters after and before it. The hooks are torch's own; the step is the
+Manager's. Where DROPIN_OPTIMIZER names a class, optimizers of others do not count.
 
 It supplies what a machine without a GPU and without the Internet lacks, where DROPIN_SUPPLIES names
 it. docs/dropin.md tells which scripts need what.
@@ -62,7 +62,9 @@ class AfterImport(importlib.abc.MetaPathFinder):
 
 def observe(optimizers: ModuleType) -> None:
     """Have every optimizer of torch report its steps."""
-    optimizers.register_optimizer_step_post_hook(Observer())
+    observer = Observer()
+    optimizers.register_optimizer_step_pre_hook(observer.begins)
+    optimizers.register_optimizer_step_post_hook(observer)
 
 
 class Observer:
@@ -70,13 +72,23 @@ class Observer:
 
     def __init__(self) -> None:
         self._manager: Any = None
+        self._before = ""
+
+    def begins(self, optimizer: Any, _args: object, _kwargs: object) -> None:
+        """Look at the parameters before a step."""
+        if self._concerns(optimizer):
+            self._before = _digest(optimizer)
+
+    def _concerns(self, optimizer: Any) -> bool:
+        if type(optimizer).__name__ != os.environ.get(OPTIMIZER, type(optimizer).__name__):
+            return False
+        self._manager = self._manager or _find_manager()
+        # Scripts step before they train, to have their optimizer make its state.
+        return self._manager is not None and self._manager.current_step() > 0
 
     def __call__(self, optimizer: Any, _args: object, _kwargs: object) -> None:
-        if type(optimizer).__name__ != os.environ.get(OPTIMIZER, type(optimizer).__name__):
+        if not self._concerns(optimizer):
             return
-        self._manager = self._manager or _find_manager()
-        if self._manager is None or self._manager.current_step() == 0:
-            return  # scripts step before they train, to have their optimizer make its state
         record = {
             "time": time.time(),
             "pid": os.getpid(),
@@ -84,6 +96,7 @@ class Observer:
             "replica": str(self._manager.replica_id()),
             "step": self._manager.current_step(),
             "digest": _digest(optimizer),
+            "before": self._before,
         }
         with Path(os.environ[RECORDS], f"{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(record) + "\n")
