@@ -11,8 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 from demo_faults import NEVER, Fault, plan
-from demo_records import Commit, Metric, Story, first_metric_of_each_step, problems
-from demo_view import sparkline
+from demo_records import Commit, problems
 
 
 def commits(quorum_id: int, first_step: int, *times: float) -> list[Commit]:
@@ -79,46 +78,3 @@ class TestProblems:
     )
     def test_a_replica_that_differs_is_found(self, other: dict[str, Any] | None, said: str) -> None:
         assert problems({0: {"step": 9, "digest": "ab"}, 1: other}, steps=9) == [said]
-
-
-class TestRecords:
-    def test_a_step_tried_twice_counts_once_and_healing_does_not_count(self) -> None:
-        tried = [Metric(1.0, 0, 5, 2.0, 3, True), Metric(2.0, 0, 5, 2.0, 2, True)]
-        healing = Metric(0.5, 1, 5, 9.0, 2, False)
-        assert first_metric_of_each_step([*tried, healing]) == tried[:1]
-
-
-def record(kind: str, reporter: str, at: float, quorum_id: int, **fields: Any) -> dict[str, Any]:
-    return {"kind": kind, "replica_id": reporter, "time": at, "quorum_id": quorum_id, **fields}
-
-
-def quorum(reporter: str, at: float, quorum_id: int, members: list[str], *healing: str) -> dict[str, Any]:
-    return record("quorum", reporter, at, quorum_id, members=members, healing=list(healing))
-
-
-class TestStory:
-    def test_quorums_are_told_once_with_who_came_who_left_and_who_heals(self) -> None:
-        story = Story()
-        first = story.tell(
-            [quorum("r0:a", 2.0, 90, ["r1:a", "r0:a"]), quorum("r1:a", 1.0, 90, ["r1:a", "r0:a"])]
-        )
-        assert first == [(1.0, "quorum 1: r0, r1")]
-        assert story.tell([quorum("r0:a", 3.0, 91, ["r0:a"])]) == [(3.0, "quorum 2: r0 (r1 left)")]
-        back = story.tell([quorum("r0:a", 4.0, 92, ["r0:a", "r1:b"], "r1:b")])
-        assert back == [(4.0, "quorum 3: r0, r1 (r1 joined; r1 heals)")]
-
-    def test_a_loss_that_every_survivor_reports_is_told_once_under_the_number_of_its_quorum(self) -> None:
-        loss = {"member": "r1:a", "reason": "gone"}
-        events = [
-            record("loss", "r2:a", 3.0, 90, **loss),
-            quorum("r0:a", 1.0, 90, ["r0:a", "r1:a", "r2:a"]),
-            record("loss", "r0:a", 2.0, 90, **loss),
-        ]
-        assert Story().tell(events)[1:] == [(2.0, "quorum 1 lost r1: gone")]
-
-
-def test_sparkline_shows_the_course_of_any_number_of_values() -> None:
-    assert sparkline([]) == ""
-    assert sparkline([2.0]) == "▁"
-    assert sparkline([3.0, 2.0, 1.0]) == "█▅▁"
-    assert len(sparkline([float(i) for i in range(1000)], width=32)) == 32

@@ -5,7 +5,6 @@ The ranks of the replica group are torch's fake world: one process, whichever ra
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fake_world import fake_world
 from tests.unit.process_group.conftest import Party
 from tests.unit.process_group.failing import FakeManager
 from torchft_like.device_mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
@@ -43,16 +43,6 @@ class Quorum(FakeManager):
         return self.process_group.allreduce(tensors)  # type: ignore[no-any-return]
 
 
-@contextlib.contextmanager
-def world(size: int, rank: int = 0) -> Iterator[None]:
-    """The default group of a replica group of `size` ranks, as rank `rank` sees it."""
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 @pytest.fixture
 def quorum() -> Quorum:
     return Quorum()
@@ -61,7 +51,7 @@ def quorum() -> Quorum:
 @pytest.fixture
 def mesh(quorum: Quorum) -> Iterator[ManagedDeviceMesh]:
     """Elastic x 2 x 2, on rank 1 of 4."""
-    with world(4, rank=1):
+    with fake_world(4, rank=1):
         yield ft_init_device_mesh(
             device_type="cpu",
             mesh_shape=(3, 2, 2),
@@ -106,7 +96,7 @@ class ThirdOfThree(ProcessGroupDummy):
 def test_a_replica_that_does_not_participate_has_a_place_within_the_mesh() -> None:
     quorum = Quorum(ThirdOfThree(0, 1))
     quorum.be(None, 2)
-    with world(2, rank=1):
+    with fake_world(2, rank=1):
         mesh = ft_init_device_mesh(
             device_type="cpu",
             mesh_shape=(3, 2),
@@ -200,7 +190,7 @@ def test_an_unflattened_dimension_leaves_the_elastic_one(mesh: ManagedDeviceMesh
 
 @pytest.mark.parametrize("dim", [0, 1, 2])
 def test_a_mesh_is_extended_at_any_place(dim: int) -> None:
-    with world(4, rank=2):
+    with fake_world(4, rank=2):
         fixed = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         mesh = extend_device_mesh(fixed, ProcessGroupDummy(0, 1), name="ft", dim=dim)
         names = ["fsdp", "tp"]
@@ -212,7 +202,7 @@ def test_a_mesh_is_extended_at_any_place(dim: int) -> None:
 
 
 def test_a_slice_is_extended_and_joined_with_its_sibling() -> None:
-    with world(4):
+    with fake_world(4):
         root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
         hsdp = extend_device_mesh(root["fsdp"], ProcessGroupDummy(0, 1))
         assert hsdp.mesh_dim_names == ("dp", "fsdp")
@@ -223,21 +213,21 @@ def test_a_registered_group_keeps_its_name() -> None:
     group = ProcessGroupDummy(0, 1)
     group.register("of_its_own")
     name = group.group_name
-    with world(2):
+    with fake_world(2):
         extend_device_mesh(init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",)), group)
         assert group.group_name == name
 
 
 @pytest.mark.parametrize(("name", "dim"), [("fsdp", 0), ("dp", 2), ("dp", -1)])
 def test_a_dimension_that_cannot_be_added_is_a_value_error(name: str, dim: int) -> None:
-    with world(2):
+    with fake_world(2):
         fixed = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
         with pytest.raises(ValueError, match="do not fit"):
             extend_device_mesh(fixed, ProcessGroupDummy(0, 1), name, dim)
 
 
 def test_a_mesh_without_names_cannot_be_extended() -> None:
-    with world(2), pytest.raises(ValueError, match="no mesh_dim_names"):
+    with fake_world(2), pytest.raises(ValueError, match="no mesh_dim_names"):
         extend_device_mesh(init_device_mesh("cpu", (2,)), ProcessGroupDummy(0, 1))
 
 
@@ -245,7 +235,7 @@ def test_a_mesh_without_names_cannot_be_extended() -> None:
 
 
 def test_a_mesh_of_nothing_but_the_elastic_dimension(quorum: Quorum) -> None:
-    with world(2, rank=1):
+    with fake_world(2, rank=1):
         mesh = ft_init_device_mesh(
             device_type="cpu", mesh_shape=(2,), mesh_dim_names=("dp",), replicate_dim=0, manager=quorum
         )
@@ -296,7 +286,7 @@ def test_ranks_of_a_flattened_mesh_are_numbered_as_torch_numbers_them(dim: int) 
     for fixed_rank, elastic_rank in product(range(4), range(3)):
         quorum = Quorum()
         quorum.be(elastic_rank, 3)
-        with world(4, rank=fixed_rank):
+        with fake_world(4, rank=fixed_rank):
             mesh = ft_init_device_mesh(
                 device_type="cpu",
                 mesh_shape=shape,
@@ -365,7 +355,7 @@ def record_reductions(group: dist.ProcessGroup, calls: list[str]) -> None:
 
 
 def test_an_elastic_mesh_is_not_the_plain_one_of_the_same_ranks(quorum: Quorum) -> None:
-    with world(2):
+    with fake_world(2):
         plain = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "fsdp"))
         mesh = extend_device_mesh(plain["fsdp"], ManagedProcessGroup(quorum))
         other = extend_device_mesh(plain["fsdp"], ManagedProcessGroup(quorum))
@@ -403,7 +393,7 @@ def test_dtensor_reduces_over_the_members_whoever_of_them_participates(
         values: list[float] = partial.full_tensor().tolist()
         return values
 
-    with world(1):
+    with fake_world(1):
         fixed = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         assert party.together(party.meet(2), total) == [[participants]] * 2
 

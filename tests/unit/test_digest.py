@@ -14,19 +14,6 @@ from torchft_like.digest import state_digest
 from torchft_like.plain_data import disassemble
 
 
-def trained_state() -> dict[str, object]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
-    optim = torch.optim.AdamW(model.parameters())
-    model(torch.ones(2, 3)).sum().backward()
-    optim.step()
-    return {"model": model.state_dict(), "optim": optim.state_dict()}
-
-
-def test_equal_states_have_equal_digests() -> None:
-    assert state_digest(trained_state()) == state_digest(trained_state())
-
-
 def test_digest_is_the_sha256_of_the_sorted_structure_and_of_the_bytes_of_its_leaves() -> None:
     state = {"ww": torch.tensor([1, 2], dtype=torch.int16), "b": (0.5, None)}
     structure = disassemble({"b": state["b"], "ww": state["ww"]}).structure
@@ -43,13 +30,6 @@ def test_strides_and_grad_do_not_count() -> None:
     transposed = values.t().contiguous().t()
     assert transposed.stride() != values.stride()
     assert state_digest({"w": nn.Parameter(transposed)}) == state_digest({"w": values})
-
-
-def test_one_flipped_bit_of_one_optimizer_moment_changes_the_digest() -> None:
-    before, after = trained_state(), trained_state()
-    moment = after["optim"]["state"][0]["exp_avg"]  # type: ignore[index]
-    moment.view(torch.int32)[0, 0] ^= 1
-    assert state_digest(before) != state_digest(after)
 
 
 @pytest.mark.parametrize(
@@ -74,16 +54,6 @@ def test_one_flipped_bit_of_one_optimizer_moment_changes_the_digest() -> None:
 )
 def test_different_values_have_different_digests(left: object, right: object) -> None:
     assert state_digest({"x": left}) != state_digest({"x": right})
-
-
-@pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float64, torch.bool, torch.complex64, torch.uint8]
-)
-def test_every_dense_dtype_is_read_to_the_last_element(dtype: torch.dtype) -> None:
-    zeros = torch.zeros(3, dtype=dtype)
-    changed = zeros.clone()
-    changed[2] = 1
-    assert state_digest({"x": zeros}) != state_digest({"x": changed})
 
 
 def test_scalar_tensors_and_conjugate_views_are_read() -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.fake_world import fake_world
 from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
@@ -24,9 +24,8 @@ WORLD_SIZE = 2
 
 @pytest.fixture(autouse=True)
 def _fake_world() -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=WORLD_SIZE)
-    yield
-    dist.destroy_process_group()
+    with fake_world(WORLD_SIZE, rank=1):
+        yield
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import logging
 import threading
@@ -59,12 +58,6 @@ class TestFutureTimeout:
             with contextlib.suppress(TimeoutError):
                 assert timed.wait() == 1
 
-    def test_callbacks_chained_to_the_timed_future_see_the_tensor(self) -> None:
-        fut: Future[torch.Tensor] = Future()
-        doubled = future_timeout(fut, LATE).then(lambda done: done.value() * 2)
-        fut.set_result(torch.ones(2))
-        assert torch.equal(doubled.wait(), torch.full((2,), 2.0))
-
 
 def test_a_wait_returns_the_result_or_raises_the_error_or_a_timeout() -> None:
     good, bad = Future[int](), Future[int]()
@@ -113,16 +106,6 @@ class TestContextTimeout:
 
 
 class TestTimerThread:
-    def test_timers_fire_in_the_order_of_their_deadlines(self) -> None:
-        timers = TimerThread()
-        fired: list[int] = []
-        done = threading.Event()
-        timers.call_later(0.15, done.set)
-        for delay_ms in (90, 30, 60):
-            timers.call_later(delay_ms / 1000, functools.partial(fired.append, delay_ms))
-        wait_for(done)
-        assert fired == [30, 60, 90]
-
     def test_a_cancelled_timer_lets_go_of_its_callback_at_once(self) -> None:
         class Held:
             def call(self) -> None: ...

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.futures import Future
-from torch.testing._internal.distributed import fake_pg
 
+from tests.fake_world import fake_world
 from torchft_like.core.step import Share
 from torchft_like.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo, LocalSGD
 
@@ -198,8 +198,7 @@ def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
 )
 def test_dtensors_are_synced_shard_by_shard(mesh: tuple[int, ...], placements: list[Placement]) -> None:
     ranks = math.prod(mesh)
-    torch.distributed.init_process_group("fake", rank=1, world_size=ranks, store=fake_pg.FakeStore())
-    try:
+    with fake_world(ranks, rank=1):
         net = nn.Linear(4, 6, bias=False)
         whole = net.weight.detach().clone()
         sharded = distribute_tensor(whole, init_device_mesh("cpu", mesh), placements, src_data_rank=None)
@@ -212,8 +211,6 @@ def test_dtensors_are_synced_shard_by_shard(mesh: tuple[int, ...], placements: l
         torch.testing.assert_close(net.weight.to_local(), before - offset(0) / 2)
         assert peer.reduced == [before.numel()]
         assert before.numel() < whole.numel()
-    finally:
-        torch.distributed.destroy_process_group()
 
 
 def test_local_sgd_is_right_where_one_replica_adds_zeros_to_the_first_average() -> None:

@@ -49,13 +49,6 @@ def test_the_one_that_differs_is_wrong_wherever_it_stands(values: tuple[int, ...
     assert not divergence.tied
 
 
-def test_the_largest_set_is_right_also_without_a_majority() -> None:
-    divergence = found([group(3), group(1), group(2), group(1)])
-    assert divergence.kept == ("b", "d")
-    assert divergence.replica_ids == ("a", "c")
-    assert not divergence.tied
-
-
 @pytest.mark.parametrize(
     ("values", "kept"),
     [((1, 2), "a"), ((2, 1), "a"), ((1, 2, 2, 1), "ad"), ((1, 2, 3), "a"), ((3, 1, 2, 2, 1), "be")],
@@ -64,17 +57,6 @@ def test_in_a_tie_the_lowest_replica_rank_is_decisive(values: tuple[int, ...], k
     divergence = found([group(value) for value in values])
     assert divergence.tied
     assert divergence.kept == tuple(kept)
-
-
-def test_nothing_is_compared_unless_every_member_says_what_it_has() -> None:
-    """torchft's Manager says nothing, and would count the participants otherwise than the rest."""
-    assert compare(members(group(1), group(2), group(1), b"")) is None
-
-
-@pytest.mark.parametrize("damaged", [b"x", group(1)[:-1], group(1) + b"x", bytes(1000)])
-def test_what_is_of_another_form_counts_as_nothing(damaged: bytes) -> None:
-    assert compare(members(group(1), group(2), damaged)) is None
-    assert combine([damaged, RankFingerprint(True, LAYOUT, 1).to_bytes()]) == b""
 
 
 @given(st.lists(st.binary(max_size=60) | st.binary(min_size=41, max_size=41), max_size=5))

@@ -106,6 +106,3 @@ def test_all_members_derive_the_same_plan(seed: int) -> None:
             source = by_rank[result.recover_src_replica_rank]
             assert not source.heal
             assert rank in source.recover_dst_replica_ranks
-
-
-# --------------------------------------------------------------------- on the way

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from tests.fake_world import fake_mesh
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.errors import ConfigError, NotSupportedError
 
@@ -229,9 +229,8 @@ def test_looking_does_not_add_to_the_optimizer_s_state() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=HashStore())
-    yield DeviceMesh("cpu", [0, 1])
-    torch.distributed.destroy_process_group()
+    with fake_mesh(2, rank=1) as mesh:
+        yield mesh
 
 
 def test_of_a_sharded_tensor_the_local_shard_is_read(mesh: DeviceMesh) -> None:

@@ -41,12 +41,6 @@ def test_a_sum_multiplies_by_the_size_whatever_the_dtype(gang: FakeGang, dtype: 
     assert tensor.tolist() == [12, 4]
 
 
-def test_a_sum_of_bools_is_one(gang: FakeGang) -> None:
-    tensor = torch.tensor([True, False])
-    gang.all_reduce(tensor, ReduceOperation.SUM)
-    assert tensor.tolist() == [True, False]
-
-
 def test_a_tensor_with_gaps_is_reduced_in_its_place(gang: FakeGang) -> None:
     whole = torch.ones(3, 2)
     gang.all_reduce(whole[:, 0], ReduceOperation.SUM)

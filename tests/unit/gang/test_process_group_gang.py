@@ -263,23 +263,6 @@ def test_sums_of_what_is_no_number_or_too_large_are_refused(crew: MakeCrew) -> N
 # ----------------------------------------------------------------------------- sub-gangs
 
 
-def test_a_part_has_the_ranks_in_the_order_in_which_they_are_given(crew: MakeCrew) -> None:
-    def act(gang: ProcessGroupGang) -> list[float] | None:
-        part = gang.create_gang([3, 0, 2])
-        if part is None:
-            return None
-        assert part.rank == [3, 0, 2].index(gang.rank)
-        gathered = torch.zeros(3)
-        part.all_gather(gathered, torch.tensor([float(gang.rank)]))
-        tensor = torch.tensor([float(gang.rank)])
-        part.broadcast(tensor, source_rank=0)
-        assert tensor.item() == 3.0
-        part.close()
-        return gathered.tolist()
-
-    assert crew(4).together(act) == [[3.0, 0.0, 2.0], None, [3.0, 0.0, 2.0], [3.0, 0.0, 2.0]]
-
-
 def test_parts_have_parts(crew: MakeCrew) -> None:
     def act(gang: ProcessGroupGang) -> Any:
         half = gang.split([[1, 3], [2, 0]])
@@ -381,15 +364,6 @@ def functions(gang: ProcessGroupGang) -> list[Callable[[], object]]:
 def abort(gangs: Crew, rank: int) -> None:
     group: Any = gangs.gangs[rank].as_process_group()
     group.abort("the test says so")
-
-
-def test_every_function_of_an_aborted_group_raises_a_gang_error_with_its_cause(crew: MakeCrew) -> None:
-    gangs = crew(2)
-    abort(gangs, 0)
-    for act in functions(gangs.gangs[0]):
-        with pytest.raises(GangError, match="the test says so") as raised:
-            act()
-        assert raised.value.__cause__ is not None
 
 
 def test_errors_that_a_group_swallows_are_raised(crew: MakeCrew) -> None:

@@ -46,27 +46,3 @@ def test_a_place_that_nobody_asks_for_any_more_is_told_to_nobody() -> None:
     made.ask(10, vacancy(), waits=True)
     made.withdraw(10)
     assert made.register(0, "spare0", "x") == []
-
-
-def test_a_spare_that_leaves_without_a_place_has_taken_none() -> None:
-    made = desk("x")
-    assert (made.taken(0), made.declined(0), len(made)) == ([], [], 0)
-
-
-def test_a_spare_that_has_declined_a_place_is_told_of_it_again_only_if_the_others_meet_elsewhere() -> None:
-    made = desk("x", "x")
-    assert told(made.ask(10, vacancy(), waits=True)) == [0]
-    assert told(made.declined(0)) == [1]
-    assert made.declined(1) == []
-    assert told(made.ask(10, vacancy(meeting="elsewhere"), waits=True)) == [0]
-
-
-def test_a_place_that_is_vacant_again_waits_for_the_first_spare_to_have_taken_it_and_gets_another_one() -> (
-    None
-):
-    made = desk("x", "x")
-    assert told(made.ask(10, vacancy(), waits=False)) == [0]
-    made.withdraw(10)
-    assert made.ask(11, vacancy(meeting="later"), waits=False) == []
-    assert made.taken(0) == [Filled((), "spare0", vacancy()), Told(1, "spare1", vacancy(meeting="later"))]
-    assert made.taken(1) == [Filled((11,), "spare1", vacancy(meeting="later"))]

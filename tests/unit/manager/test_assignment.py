@@ -17,40 +17,6 @@ def result_of(
     return assign(7, members, replica_id, group_rank, init_sync)
 
 
-@pytest.mark.no_regress
-def test_a_replica_that_is_behind_heals_from_one_that_is_not() -> None:
-    members = [member("a", 4, 3), member("b", 5, 3), member("c", 5, 3)]
-    behind, source = result_of(members, "a"), result_of(members, "b")
-    assert behind.heal
-    assert behind.recover_src_replica_rank == 1
-    assert behind.recover_src_manager_address == "http://b:1"
-    assert behind.max_replica_rank is None
-    assert behind.max_step == 5
-    assert behind.max_world_size == 2
-    assert behind.healing_replica_ids == ("a",)
-    assert source.recover_dst_replica_ranks == (0,)
-    assert source.max_replica_rank == 0
-    assert source.store_address == "b:2"
-
-
-@pytest.mark.heal_is_clean
-def test_at_step_zero_all_ranks_of_a_group_take_the_state_of_the_same_group() -> None:
-    """Copies of a tensor on several ranks of a group would differ for ever."""
-    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
-    results = [result_of(members, "b", rank) for rank in range(3)]
-    assert {r.recover_src_replica_rank for r in results} == {0}
-    assert {r.store_address for r in results} == {"a:2", "b:2", "c:2"}
-
-
-@pytest.mark.heal_is_clean
-def test_ranks_of_a_group_spread_over_stores_and_heal_from_one_group() -> None:
-    """A state that is gathered from the ranks of a group needs all of them."""
-    members = [member("a", 5, 3), member("b", 5, 3), member("c", 1, 1), member("d", 1, 1)]
-    assert [result_of(members, "c", rank).store_address for rank in range(3)] == ["a:2", "b:2", "a:2"]
-    assert [result_of(members, "c", rank).recover_src_replica_rank for rank in range(3)] == [0, 0, 0]
-    assert [result_of(members, "d", rank).recover_src_replica_rank for rank in range(3)] == [1, 1, 1]
-
-
 def test_who_is_up_to_date_helps_the_source_of_who_heals() -> None:
     members = [member("a", 4, 3), *(member(name, 5, 3) for name in "bcdefg"), member("h", 4, 3)]
     results = {name: result_of(members, name, rank) for rank, name in enumerate("abcdefgh")}
@@ -71,13 +37,6 @@ def test_nobody_helps_the_source_of_who_heals_beside_the_steps() -> None:
     assert [name for name, result in results.items() if result.helped_ranks] == [*"bd"]
 
 
-@pytest.mark.heal_is_clean
-def test_at_step_zero_nobody_helps_as_all_states_differ() -> None:
-    members = [member("a", 0, 0), member("b", 0, 0), member("c", 0, 0)]
-    assert not any(result_of(members, name).helped_ranks for name in "abc")
-    assert result_of(members, "b").source_ranks == (0,)
-
-
 @pytest.mark.parametrize(("step", "expected"), [(5, [0, 1, 0]), (0, [0, 1, 2])])
 def test_after_a_step_not_committed_the_source_is_another_one(step: int, expected: list[int]) -> None:
     """The last one may have refused."""
@@ -94,11 +53,6 @@ def test_a_rank_gets_the_handles_of_its_own_rank_in_each_group() -> None:
     members = [member(i, 5, 3, reconfigure_handles=given) for i, given in handles.items()]
     for group_rank, expected in enumerate([("a0", "b0", ""), ("", "b1", ""), ()]):
         assert {result_of(members, i, group_rank).reconfigure_handles for i in handles} == {expected}
-
-
-def test_commit_failures_are_the_worst_of_all() -> None:
-    members = [member("a", 5, 3), member("b", 5, 3, commit_failures=2)]
-    assert result_of(members, "a").commit_failures == 2
 
 
 def test_a_replica_outside_of_the_quorum_is_an_error_that_names_it() -> None:

@@ -11,13 +11,13 @@ import torch
 from torch import nn
 
 from lighthouse.core.decisions import DISOWNED, NO_STATE
-from lighthouse.wire import torchft_pb2 as pb
+from tests.unit.manager.members import member
 from tests.unit.manager.test_quorum_driver import LIMIT_S
-from tests.unit.manager.test_state_exchange import Replica, Transport, no_memory
+from tests.unit.manager.test_state_exchange import Replica, no_memory
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import RankJoin, RankVerdict, ReplicaGroup, Verdict
-from torchft_like.core.step import Plan, StepProtocol, StepRules
+from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ShutdownError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.optim import GradientReplay
@@ -27,105 +27,26 @@ OTHERS = {"b": Version(5, 9), "c": Version(5, 9)}
 
 def quorum(quorum_id: int, own: RankJoin, others: dict[str, Version], asks: str = "a") -> QuorumResult:
     """Return what a quorum of replica a, which has said this, and of others is to one of them."""
-    members = [
-        pb.QuorumMember(replica_id=name, step=version.step, commit_quorum_id=version.commit_quorum_id)
-        for name, version in others.items()
-    ]
-    members.append(
-        pb.QuorumMember(
-            replica_id="a",
-            step=own.step,
-            commit_quorum_id=own.commit_quorum_id,
-            may_catch_up=own.may_catch_up,
-            reached_step=own.reached_step,
-            reached_quorum_id=own.reached_quorum_id,
-            has_fetched=own.has_fetched,
-        )
-    )
+    members = [member(name, *version) for name, version in others.items()]
+    said = {"may_catch_up": own.may_catch_up, "has_fetched": own.has_fetched}
+    reached = {"reached_step": own.reached_step, "reached_quorum_id": own.reached_quorum_id}
+    members.append(member("a", own.step, own.commit_quorum_id, **said, **reached))
     return assign(quorum_id, members, asks, 0, init_sync=True)
 
 
-class Follower:
-    """Replica a, which is behind, as far as its protocol goes."""
-
-    def __init__(self, steps_kept_max: int = 8, **rules: Any) -> None:
-        self.protocol = StepProtocol(StepRules(1, **rules))
-        self.protocol.steps_kept_max = steps_kept_max
-        self.said = self.protocol.begin()
-
-    def enter(self, quorum_id: int, others: dict[str, Version], *, is_bound: bool = True) -> Plan:
-        """Take a quorum of what it has said; begin to fetch where the plan is to."""
-        result = quorum(quorum_id, self.said, others)
-        plan = self.protocol.agreed(result, allow_heal=True)
-        self.protocol.configured(quorum_id)
-        if is_bound:
-            self.protocol.bind()
-        if plan.catch_up:
-            self.protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
-        return plan
-
-    def leave(self, averages: object = None, *, has_fetched: bool = False) -> None:
-        """Decide, and begin the next attempt."""
-        self.protocol.decide(self.protocol.vote(), averages, has_fetched)
-        self.said = self.protocol.begin()
+@pytest.mark.parametrize("rules", [{"steps_kept_max": 0}, {"use_async_quorum": False}], ids=str)
+def test_a_replica_waits_where_it_keeps_no_steps(rules: dict[str, Any]) -> None:
+    protocol = StepProtocol(StepRules(1, use_async_quorum=rules.get("use_async_quorum", True)))
+    protocol.steps_kept_max = rules.get("steps_kept_max", 8)
+    assert protocol.agreed(quorum(10, protocol.begin(), OTHERS), allow_heal=True).heal
+    assert protocol.catch_up is None
 
 
-@pytest.mark.heal_is_clean
-def test_steps_that_pass_are_kept_in_order_and_the_version_stays_until_they_are_taken() -> None:
-    a = Follower()
-    assert a.enter(10, OTHERS).catch_up
-    for step in range(3):
-        assert a.protocol.passes
-        assert not a.protocol.vote()
-        assert not a.protocol.is_participating
-        a.leave(f"averages {step}", has_fetched=step == 2)
-        assert (a.said.step, a.said.commit_quorum_id) == (0, 0)
-        assert (a.said.reached_step, a.said.reached_quorum_id, a.said.commit_failures) == (6 + step, 10, 0)
-        plan = a.enter(10, dict.fromkeys("bc", Version(6 + step, 10)))
-        assert plan == Plan(configure=False, serve=False, heal=False, hold=step < 2)
-    assert a.protocol.loads
-    counters = {"step": 5, "commit_quorum_id": 9, "batches_committed": 50, "first_quorum_id": 1}
-    assert a.protocol.steps_to_take(counters) == ["averages 0", "averages 1", "averages 2"]
-    a.protocol.caught_up(counters)
-    assert a.protocol.counters() == {**counters, "step": 8, "commit_quorum_id": 10, "batches_committed": 56}
-    assert not a.protocol.is_participating
-    assert a.protocol.vote()
-    a.leave()
-    assert (a.said.reached_step, a.said.reached_quorum_id) == (0, 0)
-    assert not quorum(10, a.said, dict.fromkeys("bc", Version(9, 10))).heal
-
-
-@pytest.mark.heal_is_clean
-def test_counters_of_another_state_are_refused() -> None:
-    a = Follower()
-    a.enter(10, OTHERS)
-    with pytest.raises(ValueError, match="since another one"):
-        a.protocol.steps_to_take({"step": 5, "commit_quorum_id": 8})
-
-
-@pytest.mark.progress
-@pytest.mark.parametrize("why", ["too many", "too few", "bare"])
-def test_a_step_that_cannot_be_kept_waits_for_the_state(why: str) -> None:
-    a = Follower(steps_kept_max=1)
-    if why == "too few":
-        a.protocol._rules = StepRules(3)
-    a.enter(10, OTHERS, is_bound=why != "bare")
-    if why == "too many":
-        a.leave("averages")
-        a.enter(10, dict.fromkeys("bc", Version(6, 10)))
-    assert a.protocol.loads
-    assert not a.protocol.passes
-    a.protocol.fail(10, OSError("broken"))
-    assert not a.protocol.loads
-
-
-def test_a_replica_waits_where_it_cannot_catch_up() -> None:
-    for a in (Follower(steps_kept_max=0), Follower(use_async_quorum=False)):
-        assert a.enter(10, OTHERS).heal
-        assert a.protocol.catch_up is None
-    a = Follower()
-    a.protocol.lose_state()
-    assert not a.protocol.begin().may_catch_up
+def test_a_replica_does_not_catch_up_with_a_state_of_its_own_or_of_no_version() -> None:
+    protocol = StepProtocol(StepRules(1))
+    protocol.steps_kept_max = 8
+    protocol.lose_state()
+    assert not protocol.begin().may_catch_up
     for first in (Version(0, 0), Version(5, DISOWNED)):  # all take over the state of one
         own = RankJoin(0, 0, "", commit_quorum_id=NO_STATE, may_catch_up=True)
         result = quorum(10, own, dict.fromkeys("bc", first))
@@ -217,8 +138,8 @@ class Catching(Replica):
     def step(self, quorum_id: int, others: dict[str, Version]) -> bool:
         """Do a step; return whether it is committed."""
         attempt = Attempt(True, LIMIT_S)
-        said = self.driver.begin(attempt)
-        self.driver.quorum(quorum(quorum_id, said, others))
+        self.said = self.driver.begin(attempt)
+        self.driver.quorum(quorum(quorum_id, self.said, others))
         attempt.wait_configured(str)
         self.protocol.bind()
         self.exchange.exchange(attempt)
@@ -245,6 +166,7 @@ def test_a_state_comes_beside_the_steps_and_is_loaded_when_the_group_has_it(
     assert not a.step(10, dict.fromkeys("bc", Version(7, 10)))
     assert a.loaded == []
     assert a.step(10, dict.fromkeys("bc", Version(8, 10)))
+    assert a.said.has_fetched
     assert (a.loaded, a.replay.taken) == ([{}], [1, 2, 3])
     assert a.protocol.step == 9
     assert a.exchange._beside is None
@@ -281,7 +203,3 @@ def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch,
         assert a.exchange._beside is not beside
         assert beside.has_come
     a.driver.stop(ShutdownError("over"), LIMIT_S)
-
-
-def test_a_transport_of_this_kind_keeps_no_offers_unless_it_says_so() -> None:
-    assert not Transport().keeps_offers

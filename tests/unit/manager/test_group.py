@@ -9,7 +9,6 @@ import pytest
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.replica_group import (
-    GroupJoin,
     GroupLostNotice,
     LossNotice,
     RankJoin,
@@ -30,14 +29,6 @@ def members(*replica_ids: str) -> list[pb.QuorumMember]:
     return [member(replica_id, 4, 2) for replica_id in replica_ids]
 
 
-def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
-    group = ReplicaGroup("a", 2)
-    group.rank_joined(join(1))
-    assert group.rank_joined(join(0, reconfigure_handle="h0")) == [
-        GroupJoin(4, False, 0, commit_quorum_id=2, reconfigure_handles=("h0", ""))
-    ]
-
-
 def test_the_round_of_the_last_quorum_is_remembered_also_where_its_id_is_kept() -> None:
     group = ReplicaGroup("a", 1)
     assert group.last_quorum_round == 0
@@ -49,49 +40,12 @@ def test_the_round_of_the_last_quorum_is_remembered_also_where_its_id_is_kept() 
     assert group.last_quorum_round == 5
 
 
-@pytest.mark.progress
-def test_ranks_that_ask_after_a_death_between_two_steps_lose_none() -> None:
-    group = ReplicaGroup("a", 2)
-    for rank in range(2):
-        group.rank_joined(join(rank))
-    group.quorum_formed(9, members("a", "b"), 1, stands=True)
-    group.member_lost(9, "b", "gone")
-    asks = {"commit_failures": 1, "broken_quorum_id": 9}
-    assert group.rank_joined(join(0, **asks)) == []
-
-
 @pytest.mark.agreement
 def test_votes_on_different_steps_commit_nothing() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_voted(0, Verdict(4, True))
     effects = group.rank_voted(1, Verdict(5, True))
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
-
-
-@pytest.mark.no_zombie
-def test_votes_of_an_attempt_that_was_given_up_do_not_count_for_the_next() -> None:
-    group = ReplicaGroup("a", 2)
-    group.rank_voted(0, Verdict(4, True))
-    group.rank_joined(join(0))
-    group.rank_joined(join(1))
-    group.quorum_formed(9, members("a"), 1)
-    assert group.rank_voted(1, Verdict(4, True)) == []
-
-
-@pytest.mark.no_zombie
-def test_only_losses_in_the_current_quorum_are_passed_on() -> None:
-    group = ReplicaGroup("a", 1)
-    group.rank_joined(join(0))
-    group.quorum_formed(9, members("a", "b"), 1)
-    assert group.member_lost(8, "b", "old") == []
-    assert group.member_lost(9, "b", "gone") == [LossNotice(9, "b", "gone")]
-
-
-def test_checkpoint_metadata_is_each_ranks_own() -> None:
-    group = ReplicaGroup("a", 2)
-    assert group.checkpoint_metadata(1) is None
-    group.rank_joined(join(1))
-    assert group.checkpoint_metadata(1) == "meta1"
 
 
 def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:

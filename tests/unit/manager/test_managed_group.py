@@ -79,16 +79,6 @@ def setting() -> Iterator[Setting]:
     setting.pg.proceed.set()
 
 
-def test_a_configure_that_is_not_disturbed_makes_the_group_usable(setting: Setting) -> None:
-    setting.pg.proceed.set()
-    setting.agree(1)
-    assert setting.group.refuse()
-    setting.agree(2)
-    setting.configure(2)
-    assert setting.configured
-    assert not setting.group.refuse()
-
-
 @pytest.mark.progress
 @pytest.mark.parametrize("is_deaf", [False, True], ids=["it listens", "before it listens"])
 def test_a_loss_during_configure_ends_it(is_deaf: bool) -> None:

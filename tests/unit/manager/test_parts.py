@@ -73,15 +73,6 @@ class TestAttempt:
         thread.join(LIMIT_S)
         assert outcomes == ["no quorum within 0.01 s: left out"]
 
-    def test_gates_open_in_order(self) -> None:
-        attempt = Attempt(True, LIMIT_S)
-        attempt.agree(quorum())
-        attempt.open_configured()
-        attempt.wait_configured(str)
-        assert attempt.wait_decided(0.0) is None
-        attempt.decide(Verdict(4, committed=False))
-        assert attempt.wait_decided(LIMIT_S) == Verdict(4, committed=False)
-
     @pytest.mark.progress
     def test_a_failed_attempt_wakes_whoever_waits(self) -> None:
         attempt, seen = Attempt(True, LIMIT_S), list[Exception]()
@@ -206,15 +197,6 @@ class TestReduction:
             assert result.is_completed()
             assert tensor.tolist() == [2.0, 2.0, 2.0]
 
-    def test_a_future_asked_for_before_the_result_is_there_carries_the_average(self) -> None:
-        tensor, work = torch.full((3,), 6.0), FutureWork()
-        result = following(Reduction, work, tensor, 3, unexpected)
-        future = result.get_future()
-        work.future.set_result([tensor])
-        assert future.wait().tolist() == [2.0, 2.0, 2.0]
-        assert result.wait()
-        assert tensor.tolist() == [2.0, 2.0, 2.0]
-
     @pytest.mark.parametrize("ask", ASK)
     def test_an_error_goes_to_the_manager(self, ask: Callable[[Reduction], object]) -> None:
         tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
@@ -248,13 +230,6 @@ class TestReduction:
         assert result.wait()
         assert result.is_success()
         assert result.get_future().value() == result.result() == [tensor]
-
-    def test_a_finished_work_is_done(self) -> None:
-        tensor = torch.ones(1)
-        finished = Reduction([tensor], None, unexpected)
-        assert finished.is_completed()
-        assert finished.wait()
-        assert finished.get_future().value() is tensor
 
     @pytest.mark.parametrize("make", HARD_TO_WRITE, ids=lambda make: make.__name__)
     @pytest.mark.parametrize("ask", [Reduction.wait, Reduction.get_future])
@@ -412,27 +387,6 @@ class TestOptions:
 
 
 class TestStateRegistry:
-    def test_each_part_is_saved_and_loaded_under_its_key(self) -> None:
-        registry, loaded = StateRegistry(), dict[str, object]()
-
-        def loader(key: str) -> Callable[[object], None]:
-            return lambda value: loaded.update({key: value})
-
-        registry.register("model", loader("model"), lambda: 1)
-        registry.register("optim", loader("optim"), lambda: 2)
-        with registry.reading() as state:
-            assert state == {"model": 1, "optim": 2}
-        registry.load(state)
-        assert loaded == {"model": 1, "optim": 2}
-
-    @pytest.mark.heal_is_clean
-    def test_whoever_has_to_heal_must_have_registered_something(self) -> None:
-        registry = StateRegistry()
-        with pytest.raises(ConfigError, match="register_state_dict_fn"):
-            registry.check_registered()
-        registry.register("model", lambda _: None, dict)
-        registry.check_registered()
-
     def test_a_key_is_taken_once(self) -> None:
         registry = StateRegistry()
         registry.register("model", lambda _: None, dict)
@@ -498,45 +452,6 @@ class TestSignals:
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
-
-    def test_with_a_manager_the_replica_group_says_when(self) -> None:
-        class Manager:
-            stop_agreed = False
-            is_asked = False
-
-            def interrupt(self, e: Exception) -> None:
-                raise AssertionError("a SIGTERM is no SIGINT")
-
-            def request_stop(self) -> None:
-                self.is_asked = True
-
-        manager = Manager()
-        with stop_on_signals(manager) as stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-            assert manager.is_asked
-            assert not stop.requested, "another rank may have begun the next step"
-            manager.stop_agreed = True
-            assert stop.requested
-
-    def test_an_interrupt_releases_a_wait_that_python_cannot_interrupt(self) -> None:
-        errors, released = list[Exception](), threading.Event()
-
-        class Manager:
-            stop_agreed = False
-
-            def interrupt(self, e: Exception) -> None:
-                errors.append(e)
-                released.set()
-
-            def request_stop(self) -> None:
-                raise AssertionError("a SIGINT is no SIGTERM")
-
-        with stop_on_signals(Manager()):
-            with pytest.raises(KeyboardInterrupt):
-                os.kill(os.getpid(), signal.SIGINT)
-            assert released.wait(LIMIT_S)
-        assert isinstance(errors[0], ShutdownError)
-        assert signal.set_wakeup_fd(-1) == -1, "what was installed before is put back"
 
 
 # Averages that the backend divides itself, and those that it would divide by something else.

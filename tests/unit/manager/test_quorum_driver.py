@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from lighthouse.wire import torchft_pb2 as pb
+from tests.unit.manager.members import member
 from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.checkpointing.http_transport import HTTPTransport
@@ -59,14 +59,8 @@ def driver(protocol: StepProtocol) -> Iterator[QuorumDriver]:
 
 
 def quorum(quorum_id: int, **steps: int) -> QuorumResult:
-    address = "http://127.0.0.1:1"
-    members = [
-        pb.QuorumMember(
-            replica_id=name, address=address, store_address="127.0.0.1:2", step=step, commit_quorum_id=1
-        )
-        for name, step in steps.items()
-    ]
-    return assign(quorum_id, members, "a", 0, True)
+    here = {"address": "http://127.0.0.1:1", "store_address": "127.0.0.1:2"}
+    return assign(quorum_id, [member(name, step, 1, **here) for name, step in steps.items()], "a", 0, True)
 
 
 @pytest.mark.no_zombie

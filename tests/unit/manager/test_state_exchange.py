@@ -14,7 +14,6 @@ import torch
 from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
-from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
@@ -221,15 +220,6 @@ def test_a_replica_that_gives_a_step_up_tells_who_waits_for_its_state(replica: R
     assert replica.end(served)
     replica.exchange.give_up(served)
     assert len(replica.transport.refused) == 1
-
-
-@pytest.mark.heal_is_clean
-def test_a_replica_that_may_not_be_read_refuses_at_once(replica: Replica) -> None:
-    replica.registry.register("model", ignore, dict)
-    replica.registry.disallow_read()
-    assert replica.end(replica.begin(5, **SERVES))
-    ((_, _, reason),) = replica.transport.refused
-    assert "allow_state_dict_read" in reason
 
 
 def test_whatever_a_transport_raises_in_a_refusal_does_not_lose_the_step(
@@ -441,21 +431,6 @@ def test_a_replica_that_has_committed_takes_the_sender_of_a_foreign_state_for_fo
     assert replica.end(replica.begin(4, a=2, b=2))
     assert not replica.end(replica.begin(5, **HEALS))
     assert loaded == []
-
-
-@pytest.mark.heal_is_clean
-def test_the_snapshot_of_a_state_is_complete_when_the_step_goes_on(replica: Replica) -> None:
-    """With the Manager's own transport: the optimizer may change the tensors at once."""
-    weight = torch.ones(1000)
-    transport = HTTPTransport[Any](timedelta(seconds=LIMIT_S))
-    replica.exchange._transport = transport
-    replica.registry.register("model", ignore, lambda: {"w": weight})
-    attempt = replica.begin(5, **SERVES)
-    replica.exchange.exchange(attempt)
-    weight.zero_()
-    state = transport.recv_checkpoint(0, transport.metadata(), 3, timedelta(seconds=LIMIT_S))
-    assert torch.equal(state["user"]["model"]["w"], torch.ones(1000))
-    transport.shutdown()
 
 
 @pytest.mark.heal_is_clean

@@ -70,15 +70,6 @@ def test_a_failure_before_the_quorum_is_known_is_of_that_quorum() -> None:
     assert own_failure_of(p.begin()) == ("of the script", 1)
 
 
-def test_a_rank_is_not_to_blame_for_an_error_after_its_quorum_broke() -> None:
-    p = protocol()
-    ready(p)
-    p.group_broke(1)
-    p.fail(1, OSError("aborted"), own="aborted")
-    p.decide(committed=False)
-    assert own_failure_of(p.begin()) == ("", 0)
-
-
 def test_a_rank_that_gives_steps_up_without_a_verdict_is_to_blame_for_that() -> None:
     p = protocol()
     ready(p)
@@ -137,13 +128,6 @@ def test_without_allow_heal_nothing_is_served_or_fetched() -> None:
     p.begin()
     plan = p.agreed(quorum(heal=True, recover_dst_replica_ranks=(1,)), allow_heal=False)
     assert plan == Plan(configure=True, serve=False, heal=False)
-
-
-@pytest.mark.one_quorum_per_step
-def test_fewer_participants_than_min_replica_size_do_not_commit() -> None:
-    p = protocol(3)
-    ready(p, max_world_size=2)
-    assert not p.vote()
 
 
 def test_max_retries_counts_failures_in_a_row() -> None:
