@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import shutil
+import time
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -51,13 +52,14 @@ class Job:
             command = [*EXAMPLE, *(f"--{option}={value}" for option, value in options.items())]
             self.living.append(self.cluster.launch(name, command))
 
-    def kill(self, step: int) -> None:
-        """Kill all once they are at a step, as far as its commit, or farther by then."""
-        self.cluster.wait_until(lambda: self.committed()[-1:] >= [step], f"step {step}")
-        for group in self.living:
-            group.kill()
-        self.cluster.lighthouse.kill()
-        assert self.committed()[-1] < self.steps
+    def kill(self, step: int = 0, later_s: float = 0.0, order: Sequence[int] = range(ALL + 1)) -> None:
+        """Kill all, in this order, so long after a step is committed, or after the start."""
+        self.cluster.wait_until(lambda: not step or self.committed()[-1:] >= [step], f"step {step}")
+        time.sleep(later_s)
+        kills = [*(group.kill for group in self.living), self.cluster.lighthouse.kill]
+        for number in order:
+            kills[number]()
+        assert max(self.committed(), default=0) < self.steps
 
     def complete(self) -> Mapping[int, Path]:
         """Return the complete checkpoints by their steps."""
@@ -136,10 +138,12 @@ def test_a_job_goes_on_after_each_of_twenty_deaths(tmp_path: Path) -> None:
         began = 0
         for _ in range(20):
             job.start()
-            job.kill(began + chance.randint(1, 15))
+            steps = chance.randint(0, 15)  # 0: it may have begun no step
+            order = chance.sample(range(ALL + 1), ALL + 1)
+            job.kill(steps and began + steps, chance.uniform(0, 5 if steps == 0 else 0.3), order)
             job.check(began)
             began = newest(job.complete())
-            repeated += job.committed()[-1] - began
+            repeated += max(job.committed(), default=began) - began
         job.steps = began + 2 * EVERY
         job.start()
         digest = job.finish()
