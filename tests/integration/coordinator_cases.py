@@ -95,6 +95,16 @@ def all_reduce_adds(c: GroupCoordinator) -> None:
 
 
 @case
+def a_conjugate_is_added_like_any_tensor(c: GroupCoordinator) -> None:
+    turned = torch.full((c.world_size, 2), 1 + 2j).conj()
+    expected = c.world_size * torch.full((1, 2), 1 - 2j)
+    same(c.reduce_scatter(turned, 0), expected)
+    same(c.reduce_scatterv(turned, 0), expected)
+    c.dispatch(torch.ones(1, 3), torch.ones(1, 3))
+    same(c.combine(turned), expected)
+
+
+@case
 def all_gather_joins_along_any_dim(c: GroupCoordinator) -> None:
     for dtype in MOVED:
         for dim in (0, 1, -1, -3) if dtype == torch.float32 else (1,):
@@ -106,6 +116,9 @@ def all_gather_joins_along_any_dim(c: GroupCoordinator) -> None:
     same(c.all_gather(torch.empty(2, 0)), torch.empty(2, 0))
     turned = [part(rank, (3, 2)).t() for rank in range(c.world_size)]
     same(c._all_gather_out_place(turned[c.rank_in_group], 0), torch.cat(turned, 0))
+    columns = [part(rank, (3, 2, 1)) for rank in range(c.world_size)]  # whose join could be left with gaps
+    for found in (c.all_gather(columns[c.rank_in_group], 2), c.all_gatherv(columns[c.rank_in_group], 2)):
+        same(found, torch.cat(columns, 2))
 
 
 def rows_of(rank: int) -> int:
@@ -215,6 +228,10 @@ def send_and_recv_go_round(c: GroupCoordinator) -> None:
             found = c.recv((2, 3), dtype)
             c.send(mine)
         same(found.view(torch.uint8), theirs.view(torch.uint8))
+    if c.is_first_rank:
+        c.send(torch.arange(3), 1)
+    elif c.rank_in_group == 1:
+        same(c.recv(3, torch.int64, 0), torch.arange(3))  # a number is the size of one dimension
 
 
 # ----------------------------------------------------------------------------- objects

@@ -54,6 +54,15 @@ def a_wrong_argument_of_one_rank_is_an_error_on_all(c: GroupCoordinator) -> None
     refused(c, lambda wrong: c.dispatch(ones(2, 3), ones(2, 4 + wrong)))
     refused(c, lambda wrong: c.dispatch(ones(2, 3), ones(3 if wrong else 2, 4)), ValueError)
     refused(c, lambda wrong: c.dispatch(ones(2, 3), ones(2, 4), wrong))
+    refused(c, lambda wrong: c.dispatch(ones(2, 3), ones(2, 4), ones(2, 3) if wrong else False))
+    for others in (ones(2, 3), 3):  # not in a list
+        refused(
+            c,
+            lambda wrong, others=others: c.dispatch(  # type: ignore[misc]
+                ones(2, 3), ones(2, 4), extra_tensors=others if wrong else [ones(2, 3)]
+            ),
+            TypeError,
+        )
     c.dispatch(ones(2, 3), ones(2, 4))
     refused(c, lambda wrong: c.combine(ones(rows + wrong, 3)), ValueError)
     refused(c, lambda wrong: c.combine(ones(rows, 3), wrong), ValueError)
@@ -102,13 +111,16 @@ def a_receiver_that_expects_something_else_is_told(c: GroupCoordinator) -> None:
         c.send_object("object", 1)
         raised(lambda: c.send_object(object(), 1), PlainDataError)
         raised(lambda: c.send_tensor_dict([1], 1), TypeError)  # type: ignore[arg-type]
+        raised(lambda: c.send_tensor_dict({"x": torch.ones(2)}, 1, all_gather_tensors=["x"]), TypeError)  # type: ignore[arg-type]
+        raised(lambda: c.send_tensor_dict({"x": torch.ones(2)}, 1, all_gather_group=7), TypeError)  # type: ignore[arg-type]
         c.send_object("all is well", 1)
     elif c.rank_in_group == 1:
         assert "dtype" in raised(lambda: c.recv((2,), torch.int32, 0), CollectiveMismatchError)
         assert "shape" in raised(lambda: c.recv((1,), torch.float32, 0), CollectiveMismatchError)
         assert "operation" in raised(lambda: c.recv_tensor_dict(0), CollectiveMismatchError)
         assert "object" in raised(lambda: c.recv_object(0), CollectiveMismatchError)
-        raised(lambda: c.recv_tensor_dict(0), CollectiveMismatchError)
+        for _ in range(3):
+            raised(lambda: c.recv_tensor_dict(0), CollectiveMismatchError)
         assert c.recv_object(0) == "all is well"
 
 

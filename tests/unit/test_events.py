@@ -108,14 +108,6 @@ def test_the_quorum_line_says_who_is_in_who_left_and_who_heals() -> None:
     )
 
 
-def test_the_line_on_who_is_left_out_names_reasons_and_links() -> None:
-    text = Event("left_out", "lighthouse", 0.0, fields=EXAMPLES["left_out"]).to_text()
-    assert "left out: b:89ab; b:89abcde has spoilt 2 quorums; " in text
-    assert text.endswith("links that do not work: a:1234 - b:89ab")
-    text = Event("left_out", "lighthouse", 0.0, fields={**EXAMPLES["left_out"], "members": []}).to_text()
-    assert "nobody is left out, too few would stay" in text
-
-
 def test_a_name_keeps_what_tells_its_restarts_apart() -> None:
     assert short_name("trainer:1b4e28ba-2fa1-11d2-883f-0016d3cca427") == "trainer:1b4e"
     assert short_name("1b4e28ba-2fa1-11d2-883f-0016d3cca427") == "1b4e28ba-2fa"
@@ -182,11 +174,6 @@ def test_a_failing_subscriber_is_logged(logger: logging.Logger, caplog: pytest.L
     log.emit("abort", reason="x")
     assert len(seen) == 1
     assert "an event subscriber failed on abort" in caplog.text
-
-
-def test_an_unknown_kind_is_a_programming_error(logger: logging.Logger) -> None:
-    with pytest.raises(KeyError):
-        EventLog("manager", logger).emit("no such kind")
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,14 +131,6 @@ class TestTimerThread:
         timers.call_later(0.01, told.set)
         assert told.wait(LIMIT_S)
 
-    def test_all_timeouts_share_one_thread(self) -> None:
-        pending = [future_timeout(Future[int](), LATE) for _ in range(50)]
-        assert len(pending) == 50
-        names = [thread.name for thread in threading.enumerate()]
-        started_here = [thread for thread in threading.enumerate() if thread is futures._TIMERS._thread]
-        assert len(started_here) == 1
-        assert "torchft-timer" in names
-
 
 class TestStreamTimeout:
     @pytest.mark.skipif(torch.accelerator.is_available(), reason="an accelerator is present")

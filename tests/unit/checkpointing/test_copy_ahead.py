@@ -5,18 +5,17 @@ from __future__ import annotations
 import ctypes
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.distributed import fake_pg
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.states import dump_state
 from torchft_like.checkpointing import copy_ahead
 from torchft_like.checkpointing.copy_ahead import CopyAhead
@@ -60,13 +59,6 @@ class UsedMemory(KeptMemory):
         return memory
 
 
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("fake", rank=0, world_size=1, store=fake_pg.FakeStore())
-    yield DeviceMesh("cpu", [0])
-    torch.distributed.destroy_process_group()
-
-
 def begin(replay: GradientReplay) -> CopyAhead:
     """Begin to copy, and wait until that is known of every tensor."""
     listed = threading.Event()
@@ -106,12 +98,13 @@ def test_a_snapshot_is_that_of_the_state_whoever_wrote_since_its_copy_was_begun(
 
 
 @pytest.mark.heal_is_clean
-def test_a_write_to_a_dtensor_is_seen_though_its_shard_does_not_count_it(mesh: DeviceMesh) -> None:
-    parameter = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)]))
-    ahead = begin(GradientReplay(torch.optim.SGD([parameter])))
-    with torch.no_grad():
-        parameter.mul_(2.0)
-    assert of({"p": parameter}, ahead) == dump_state({"p": parameter})
+def test_a_write_to_a_dtensor_is_seen_though_its_shard_does_not_count_it() -> None:
+    with fake_mesh(1) as mesh:
+        parameter = nn.Parameter(DTensor.from_local(torch.ones(8, 4), mesh, [Shard(0)]))
+        ahead = begin(GradientReplay(torch.optim.SGD([parameter])))
+        with torch.no_grad():
+            parameter.mul_(2.0)
+        assert of({"p": parameter}, ahead) == dump_state({"p": parameter})
 
 
 @pytest.mark.heal_is_clean

@@ -24,6 +24,7 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.listening import listen_tcp
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
+from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.waiting import wait_for
 from torchft_like.checkpointing import HTTPTransport, http_fetch, http_server, state_stream
 from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
@@ -41,31 +42,8 @@ from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
 
-LIMIT = timedelta(seconds=60)
 SOON = timedelta(milliseconds=300)
 State = dict[str, Any]
-
-
-@pytest.fixture
-def transports() -> Iterator[Callable[..., HTTPTransport[State]]]:
-    made: list[HTTPTransport[State]] = []
-
-    def make(**options: Any) -> HTTPTransport[State]:
-        made.append(HTTPTransport(**{"timeout": LIMIT, "hostname": LOOPBACK, **options}))
-        return made[-1]
-
-    yield make
-    for transport in made:
-        transport.shutdown()
-
-
-Make = Callable[..., HTTPTransport[State]]
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as executor:
-        yield executor
 
 
 def make_state(size: int = 1000) -> State:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lighthouse.address import LOOPBACK, parse_address
+from lighthouse.address import parse_address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify
 from tests.unit.checkpointing.clients import asking
+from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.unit.checkpointing.states import load_state
 from tests.waiting import wait_for
-from torchft_like.checkpointing import HTTPTransport, copy_ahead, http_server, state_stream
+from torchft_like.checkpointing import copy_ahead, http_server, state_stream
 from torchft_like.checkpointing.copy_ahead import Piece
 from torchft_like.checkpointing.http_fetch import connect
 from torchft_like.checkpointing.http_server import wait_s
@@ -27,10 +26,8 @@ from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
 from torchft_like.plain_data import Leaf
 
-LIMIT = timedelta(seconds=60)
 LIMIT_S = LIMIT.total_seconds()
 State = dict[str, torch.Tensor]
-Transport = HTTPTransport[State]
 
 
 @pytest.fixture(autouse=True)
@@ -57,25 +54,6 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources that wait for half a minute, and copy everything then."""
     monkeypatch.setattr(http_server, "wait_s", lambda elapsed_s, *_: max(LIMIT_S / 2 - elapsed_s, 0.0))
     monkeypatch.setattr(http_server, "PROGRESS_S", LIMIT_S)
-
-
-@pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(8) as executor:
-        yield executor
-
-
-@pytest.fixture
-def transports() -> Iterator[Callable[[], Transport]]:
-    made: list[Transport] = []
-
-    def make() -> Transport:
-        made.append(HTTPTransport(LIMIT, hostname=LOOPBACK))
-        return made[-1]
-
-    yield make
-    for transport in made:
-        transport.shutdown()
 
 
 def make_state(count: int = 5_000_000) -> State:
@@ -115,7 +93,7 @@ class TestWait:
 @pytest.mark.usefixtures("patient")
 class TestFastReceivers:
     def test_what_they_take_at_once_is_never_copied(
-        self, transports: Callable[[], Transport], pool: ThreadPoolExecutor, copied: list[Piece]
+        self, transports: Make, pool: ThreadPoolExecutor, copied: list[Piece]
     ) -> None:
         source, state = transports(), make_state()
         expected = {key: tensor.clone() for key, tensor in state.items()}
@@ -129,7 +107,7 @@ class TestFastReceivers:
         assert not copied
 
     def test_afterwards_nobody_is_given_what_has_changed(
-        self, transports: Callable[[], Transport], pool: ThreadPoolExecutor
+        self, transports: Make, pool: ThreadPoolExecutor
     ) -> None:
         source = transports()
         received = pool.submit(transports().recv_checkpoint, 0, source.metadata(), 5, LIMIT)
@@ -141,7 +119,7 @@ class TestFastReceivers:
             source.allow_checkpoint(6)
 
     def test_each_of_several_sources_is_told_when_all_has_come(
-        self, transports: Callable[[], Transport], pool: ThreadPoolExecutor, copied: list[Piece]
+        self, transports: Make, pool: ThreadPoolExecutor, copied: list[Piece]
     ) -> None:
         sources, state = [transports() for _ in range(3)], make_state(20_000_000)
         sending = [pool.submit(source.send_checkpoint, [1], 5, state, LIMIT) for source in sources]
@@ -154,7 +132,7 @@ class TestFastReceivers:
 
     @pytest.mark.progress
     def test_a_shutdown_ends_the_wait(
-        self, transports: Callable[[], Transport], pool: ThreadPoolExecutor, copied: list[Piece]
+        self, transports: Make, pool: ThreadPoolExecutor, copied: list[Piece]
     ) -> None:
         source = transports()
         sending = pool.submit(source.send_checkpoint, [1], 5, make_state(), LIMIT)
@@ -166,7 +144,7 @@ class TestFastReceivers:
 
 @pytest.mark.progress
 def test_a_receiver_that_dies_is_not_waited_for_and_another_one_gets_a_copy(
-    transports: Callable[[], Transport], pool: ThreadPoolExecutor, copied: list[Piece]
+    transports: Make, pool: ThreadPoolExecutor, copied: list[Piece]
 ) -> None:
     source, state = transports(), make_state()
     expected = {key: tensor.clone() for key, tensor in state.items()}
@@ -183,9 +161,7 @@ def test_a_receiver_that_dies_is_not_waited_for_and_another_one_gets_a_copy(
     assert copied
 
 
-def test_without_receivers_nothing_is_waited_for(
-    transports: Callable[[], Transport], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_receivers_nothing_is_waited_for(transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "wait_s", pytest.fail)
     source, state = transports(), make_state()
     source.send_checkpoint([], 5, state, LIMIT)
@@ -195,7 +171,7 @@ def test_without_receivers_nothing_is_waited_for(
 @pytest.mark.heal_is_clean
 @pytest.mark.parametrize("kind", ["http", "https"])
 def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
-    transports: Callable[[], Transport],
+    transports: Make,
     pool: ThreadPoolExecutor,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
@@ -233,7 +209,7 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
 
 
 def test_a_receiver_that_takes_nothing_any_more_is_not_waited_for(
-    transports: Callable[[], Transport],
+    transports: Make,
     pool: ThreadPoolExecutor,
     copied: list[Piece],
     monkeypatch: pytest.MonkeyPatch,

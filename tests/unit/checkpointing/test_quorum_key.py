@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import timedelta
 
 import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address
 from tests.unit.checkpointing.clients import request
+from tests.unit.checkpointing.conftest import LIMIT, Make
 from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
-from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
-
-LIMIT = timedelta(seconds=30)
 
 
 @pytest.fixture
@@ -74,9 +71,8 @@ def test_who_waits_with_the_key_of_a_quorum_gets_no_state_of_the_next_one(server
     assert status(server, "second") == 200
 
 
-def test_a_transport_shows_its_key_to_the_source() -> None:
-    source: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(LIMIT, hostname=LOOPBACK)
-    receiver: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(LIMIT, hostname=LOOPBACK)
+def test_a_transport_shows_its_key_to_the_source(transports: Make) -> None:
+    source, receiver = transports(), transports()
     source.use_key("now")
     source.send_checkpoint([1], 5, {"w": torch.ones(4)}, LIMIT)
     sources = [Source(0, source.metadata())]
@@ -84,5 +80,3 @@ def test_a_transport_shows_its_key_to_the_source() -> None:
     assert torch.equal(state["w"], torch.ones(4))
     with pytest.raises(CheckpointError, match="it answered 403 this is for members of the quorum"):
         receiver.recv_checkpoint_from(sources, 5, LIMIT, Destination(key="before"))
-    for transport in (source, receiver):
-        transport.shutdown()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.testing._internal.distributed import fake_pg
 
+from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.states import dump_state, round_trip
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_stream import IncomingState, flatten_state, read_header
@@ -23,9 +23,8 @@ from torchft_like.plain_data import Shard as Sent
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
-    yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("shard",))
-    torch.distributed.destroy_process_group()
+    with fake_mesh(2, rank=1) as mesh:
+        yield mesh
 
 
 def lying(mesh: DeviceMesh, local: torch.Tensor, placement: Placement | None = None) -> DTensor:

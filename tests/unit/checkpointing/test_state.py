@@ -6,7 +6,6 @@ import io
 import math
 import struct
 from collections import Counter, OrderedDict, defaultdict, namedtuple
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -33,23 +32,12 @@ from torchft_like.plain_data import DEPTH_MAX, Limits
 # torch says this of every complex32 tensor, wherever it is made.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
+# Beside those of tests/unit/test_plain_data.py, which messages hold, too.
 SCALARS: list[object] = [
-    *(None, True, False, 0, 1, -1, 2**63 - 1, -(2**63), 2**64, -(2**200), 1 << 20_000),
-    *(0.0, -0.0, 1.5, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan, 0.1),
-    *(
-        struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0],
-        complex(1, -0.0),
-        complex(math.nan, math.inf),
-    ),
-    *("", "text", "naïve 日本 🙂", '\x00\n"\\', "\ud800", "\ud83d\ude00", b"", b"\x00\xff" * 100),
-    *(
-        torch.Size([2, 3]),
-        torch.Size([]),
-        torch.float32,
-        torch.bfloat16,
-        torch.device("cpu"),
-        torch.device("cuda:3"),
-    ),
+    *(1 << 20_000, math.nan, struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]),
+    *(complex(1, -0.0), complex(math.nan, math.inf), '\x00\n"\\'),
+    *(torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16),
+    *(torch.device("cpu"), torch.device("cuda:3")),
     *(np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.float64(math.nan)),
 ]
 
@@ -131,14 +119,6 @@ def test_received_tensors_do_not_hold_each_other_alive() -> None:
     assert received[0].untyped_storage().nbytes() == 16
 
 
-@pytest.mark.heal_is_clean
-def test_a_snapshot_does_not_change_with_the_state() -> None:
-    tensor = torch.ones(5)
-    snapshot = Snapshot([tensor]).fill()
-    tensor.zero_()
-    assert same(load_state(b"".join(snapshot.stream())), [torch.ones(5)])
-
-
 class Foo:
     pass
 
@@ -155,16 +135,10 @@ Point = namedtuple("Point", "x y")
         ),
         ({"layer.0": Foo()}, r"^\['layer\.0'\] is a "),
         (Foo(), "^the state is a "),
-        ([{1, 2}], r"^\[0\] is a set"),
-        ([print], r"^\[0\] is a builtin_function_or_method"),
         ([defaultdict(int)], r"collections\.defaultdict"),
         ([Point(1, 2)], "Point"),
         ({Foo(): 1}, r"^\[.*\] is under a key of type .*Foo"),
         ({"a": {b"key": 1}}, r"a\[b'key'\] is under a key of type bytes"),
-        ([np.array(["text"])], "numpy dtype <U4: only numbers travel"),
-        ([np.array([Foo()])], "numpy dtype object"),
-        ([torch.eye(2).to_sparse()], r"layout torch\.sparse_coo"),
-        ([torch.empty(2, device="meta")], "is a tensor on meta"),
         ([torch.empty(2, dtype=vars(torch)["uint4"])], r"dtype torch\.uint4"),
     ],
 )
@@ -255,15 +229,6 @@ def test_chunks_may_come_in_any_order_and_each_is_checked(monkeypatch: pytest.Mo
         incoming.read(io.BytesIO(b"".join(snapshot.pieces(start, stop))), start, stop)
         assert incoming.matches(sums, start, stop)
     assert same(incoming.state(), STATE)
-
-
-def test_a_reader_waits_for_what_is_yet_to_be_copied() -> None:
-    state = [torch.ones(100), torch.ones(300)]
-    snapshot = Snapshot(state)
-    with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(b"".join, snapshot.stream())
-        snapshot.fill()
-        assert same(load_state(reading.result(60)), state)
 
 
 def test_a_reader_hears_that_a_state_could_not_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,13 +66,6 @@ def test_another_model_differs_before_and_after_steps(other: torch.nn.Module, pa
         assert difference.path == path
 
 
-def test_a_difference_is_told_by_shape_and_dtype() -> None:
-    own, other = ({"default": {"w": torch.zeros(4, width)}} for width in (2, 3))
-    difference = first_difference(form_of(own), form_of(other))
-    assert difference is not None
-    assert difference.sentence("b", "a") == "w is float32 [4, 2] in b and float32 [4, 3] in a"
-
-
 @pytest.mark.parametrize(
     ("own", "other"),
     [

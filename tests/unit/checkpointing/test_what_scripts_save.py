@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
-from torch.testing._internal.distributed import fake_pg
 
 from tests.equality import same
+from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.states import round_trip
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_stream import flatten_state
@@ -148,9 +148,8 @@ def test_a_stateful_data_loader_travels() -> None:
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    torch.distributed.init_process_group("fake", rank=1, world_size=2, store=fake_pg.FakeStore())
-    yield DeviceMesh("cpu", [0, 1], mesh_dim_names=("dp_shard",))
-    torch.distributed.destroy_process_group()
+    with fake_mesh(2, rank=1) as mesh:
+        yield mesh
 
 
 def trained(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -26,13 +26,6 @@ def proposed(quorum_id: int = 7, *, epoch: int = 5) -> Candidate:
     return candidate
 
 
-def test_the_id_of_the_present_members_is_nothing_new() -> None:
-    candidate = Candidate(epoch=5)
-    assert candidate.ask() == request(False, 5, 0)
-    assert candidate.answered(5) is Answer.NOTHING_NEW
-    assert candidate.ask(shrink_only=True) == request(True, 5, 0)
-
-
 def test_an_id_that_is_kept_is_a_switch() -> None:
     candidate = proposed()
     assert candidate.vote() == request(True, 7, 0)
@@ -45,10 +38,6 @@ def test_an_id_that_is_kept_is_none_where_somebody_has_voted_for_another() -> No
     candidate.vote()
     assert candidate.answered(7, is_unanimous=False) is Answer.SPOILED
     assert candidate.ask() == request(False, 5, 7)
-
-
-def test_who_has_no_members_is_a_newcomer_and_lets_others_in() -> None:
-    assert Candidate().ask(shrink_only=True) == request(False, 0, 0)
 
 
 def test_who_lost_its_line_after_its_vote_is_in_doubt() -> None:
@@ -64,14 +53,6 @@ def test_who_lost_its_line_before_its_vote_is_not() -> None:
     assert candidate.disconnected() is None
     candidate.vote()
     assert candidate.answered(8) is Answer.ROLL_BACK
-
-
-def test_an_answer_that_comes_to_who_waits_for_none_is_given_up() -> None:
-    candidate = proposed()
-    candidate.vote()
-    candidate.withdraw()
-    assert candidate.answered(8) is Answer.UNASKED
-    assert candidate.ask().broken_quorum_id == 8
 
 
 # --------------------------------------------------------------------------- with faults at random

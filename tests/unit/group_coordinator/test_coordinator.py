@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch._C._distributed_c10d import PrefixStore, TCPStore
-from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
@@ -102,22 +100,6 @@ def test_any_group_of_ours_carries_a_coordinator(party: Party, kind: str) -> Non
     ]
 
 
-def test_a_bare_group_of_torchs_own_carries_a_coordinator(party: Party, store: TCPStore) -> None:
-    def make(rank: int, _: object) -> GroupCoordinator:
-        client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
-        group = TorchGloo(PrefixStore("bare", client), rank, 2, timedelta(seconds=LIMIT_S))
-        return GroupCoordinator.from_groups(group, store=PrefixStore("roll", client))
-
-    coordinators = party.together([None, None], make)
-    found = party.together(coordinators, lambda rank, c: c.all_reduce(torch.ones(1)).item())
-    assert found == [2, 2]
-    late = party.aside(lambda: errors(party, coordinators[:1], lambda _, c: c.barrier(0.1)))
-    (error,) = late.result(LIMIT_S)
-    assert isinstance(error, CollectiveTimeoutError)
-    assert error.missing == (1,)
-    coordinators[1].barrier()
-
-
 def test_a_barrier_names_who_is_missing_in_a_store_with_tls(
     party: Party, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,17 +113,6 @@ def test_a_barrier_names_who_is_missing_in_a_store_with_tls(
         assert isinstance(error, CollectiveTimeoutError)
         assert error.missing == (1,)
         coordinators[1].barrier()
-
-
-def test_a_dummy_group_carries_a_coordinator_of_one() -> None:
-    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
-    assert alone.all_reduce(torch.ones(2)).tolist() == [1, 1]
-    assert alone.broadcast_object([1]) == [1]
-    with pytest.raises(PlainDataError):
-        alone.broadcast_object(object())
-    with pytest.raises(PlainDataError):
-        alone.send_object(object(), 0)
-    alone.barrier()
 
 
 def test_a_dtype_that_cannot_be_added_can_be_moved() -> None:
@@ -232,11 +203,7 @@ def test_ranks_of_the_job_are_told_from_ranks_of_the_group(party: Party) -> None
         (7, 3, 3, 3),
         (7, 3, 7, 7),
     ]
-    assert "rank 1 of [7, 3], on cpu" in repr(coordinators[1])
-
-
-def test_ranks_of_the_job_that_a_group_knows_are_taken_over(party: Party) -> None:
-    group = party.own(gloo())
+    group = party.own(gloo())  # one that knows its ranks
     group.configure(party.prefix(), 0, 1, global_ranks=[5])
     assert GroupCoordinator.from_groups(group).rank == 5
 
@@ -254,16 +221,6 @@ def test_tensors_go_over_the_device_group_and_words_over_the_other(party: Party)
     for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
         assert isinstance(error, GroupCoordinatorError)
         assert isinstance(error.__cause__, RuntimeError)
-
-
-def test_an_error_hidden_by_a_group_is_raised_and_ends_the_groups(party: Party) -> None:
-    groups = party.meet(2, lambda: ErrorSwallowingProcessGroupWrapper(gloo()))
-    coordinators = over(groups)
-    groups[0].report_error(ValueError("elsewhere"))  # type: ignore[attr-defined]
-    for error in errors(party, coordinators, lambda _, c: c.all_reduce(torch.ones(1))):
-        assert isinstance(error, GroupCoordinatorError)
-        assert "all_reduce over group test" in str(error)
-        assert error.__cause__ is not None
 
 
 def test_a_coordinator_ends_with_the_configuration_of_its_group(party: Party) -> None:

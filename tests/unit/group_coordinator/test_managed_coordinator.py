@@ -68,17 +68,6 @@ def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: l
         assert found == [(rank - 1) % size for rank in range(size)]
 
 
-def test_a_tensor_goes_to_the_next_rank_in_the_first_call(party: Party, groups: list[ProcessGroup]) -> None:
-    party.configure(groups)
-
-    def talk(rank: int, coordinator: ManagedCoordinator) -> object:
-        if rank == 0:
-            coordinator.send(torch.ones(2))
-        return coordinator.recv([2], torch.float32).tolist() if rank == 1 else None
-
-    assert party.together(over(groups), talk) == [None, [1.0, 1.0], None]
-
-
 def test_a_graph_entered_in_an_earlier_quorum_ends_for_all(party: Party, groups: list[ProcessGroup]) -> None:
     torch._dynamo.reset()
     coordinators = over(groups)

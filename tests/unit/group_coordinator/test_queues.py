@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import uuid
 from datetime import timedelta
 from functools import partial
@@ -108,26 +107,6 @@ def test_only_the_handle_of_a_queue_can_be_handed_over_and_no_error_tells_its_se
         party.together(coordinators, lambda _, c: c.barrier())
 
 
-def test_one_member_gets_the_handles_of_the_queues_of_all(party: Party) -> None:
-    coordinators = over(party.meet(3, gloo))
-
-    def talk(rank: int, c: GroupCoordinator) -> list[MessageQueue]:
-        queue, handles = c.create_single_reader_mq_broadcasters(1)
-        assert len(handles) == (3 if rank == 1 else 0)
-        read = [MessageQueue.create_from_handle(handle, 0) for handle in handles]
-        queue.wait_until_ready(LIMIT_S)
-        queue.enqueue(f"from {rank}", LIMIT_S)
-        return read
-
-    read = party.together(coordinators, talk)[1]
-    assert [end.dequeue(LIMIT_S) for end in read] == ["from 0", "from 1", "from 2"]
-    coordinators[2]._current().break_off("a test")
-    with pytest.raises(QueueClosedError):
-        read[2].dequeue(LIMIT_S)
-    wrong = errors(party, coordinators[:1], lambda _, c: c.create_single_reader_mq_broadcasters(0, True))
-    assert isinstance(wrong[0], (ValueError, GroupCoordinatorError))
-
-
 def test_the_size_of_a_coordinators_queues_is_one_of_its_options(party: Party) -> None:
     options = CoordinatorOptions(max_chunk_bytes=4096, max_chunks=3)
     coordinators = [GroupCoordinator.from_groups(pg, options=options) for pg in party.meet(2, gloo)]
@@ -187,30 +166,6 @@ def test_a_kept_error_keeps_nothing_of_a_queue(party: Party, monkeypatch: pytest
     kept = errors(party, coordinators, lambda _, c: c.create_mq_broadcaster())
     assert [type(error) for error in kept] == [GroupCoordinatorError] * 2
     assert made[0].is_closed
-
-
-def test_who_joins_a_queue_hears_that_groups_are_gone(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second reader comes when the first, and so the writer's call, has failed."""
-    coordinators = over(party.meet(3, gloo))
-    writer_has_failed = threading.Event()
-    join = MessageQueue.create_from_handle
-
-    def come_late(handle: object, rank: int) -> MessageQueue:
-        if rank == 1:
-            coordinators[1]._current().break_off("a test")
-            raise GroupCoordinatorError("a test")
-        assert writer_has_failed.wait(LIMIT_S)
-        return join(handle, rank)
-
-    def create(rank: int, coordinator: GroupCoordinator) -> None:
-        try:
-            coordinator.create_mq_broadcaster()
-        finally:
-            if rank == 0:
-                writer_has_failed.set()
-
-    monkeypatch.setattr(MessageQueue, "create_from_handle", come_late)
-    assert [type(error) for error in errors(party, coordinators, create)] == [GroupCoordinatorError] * 3
 
 
 def test_an_object_without_memory_is_not_the_next_one(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,6 @@ import logging
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
@@ -21,19 +20,6 @@ from torchft_like.futures import future_timeout
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.runtime import long_waits
-
-
-def test_results_have_no_gaps_where_each_rank_has_one_row(party: Party) -> None:
-    """A compiled graph takes their strides for granted."""
-
-    def join(rank: int, c: GroupCoordinator) -> list[torch.Tensor]:
-        rows = torch.arange(6.0).view(3, 2, 1) + 10 * rank
-        joined = [c.all_gather(rows, 2), c.all_gatherv(rows, 2), c.gather(rows, 0, 2)]
-        return [tensor for tensor in [*joined, c.reduce_scatter(rows, 1)] if tensor is not None]
-
-    for found in party.together(over(party.meet(2, gloo)), join):
-        assert found[0].tolist() == [[[0, 10], [1, 11]], [[2, 12], [3, 13]], [[4, 14], [5, 15]]]
-        assert all(tensor.is_contiguous() for tensor in found)
 
 
 def test_groups_that_compare_calls_serve_in_inference_mode(party: Party) -> None:
@@ -63,16 +49,6 @@ def test_what_the_members_tell_each_other_is_on_the_cpu_whatever_the_default_dev
 
     for rank, found in enumerate(party.together(over(party.meet(2, gloo)), tell)):
         assert found == [[[0, 0], [1, 1]], "a", [0] * 2000, [[1 - rank] * 2]]
-
-
-def test_a_number_is_the_size_of_one_dimension(party: Party) -> None:
-    def pass_on(rank: int, c: GroupCoordinator) -> list[int]:
-        if rank == 0:
-            c.send(torch.arange(3))
-            return []
-        return c.recv(3, torch.int64).tolist()
-
-    assert party.together(over(party.meet(2, gloo)), pass_on) == [[], [0, 1, 2]]
 
 
 def test_the_device_group_is_one_of_the_members_where_there_is_no_other_for_the_device(party: Party) -> None:
@@ -164,57 +140,3 @@ def test_ranks_that_would_wait_in_different_groups_are_told(
         communicator.channels["meta"] = communicator.control  # type: ignore[index] # stands for a device that has a group
     found = errors(party, coordinators, lambda rank, c: act(c, THERE if rank else HERE))
     assert [(type(error), error.aspect) for error in found] == [(CollectiveMismatchError, "device")] * 2  # type: ignore[attr-defined]
-
-
-# Arguments that one rank cannot use: it says so, and the groups stay as they are.
-
-
-ROWS = torch.ones(2, 3)
-
-
-def works(party: Party, coordinators: list[GroupCoordinator]) -> bool:
-    return party.together(coordinators, lambda _, c: c.all_reduce(torch.ones(1)).item()) == [2, 2]
-
-
-@pytest.mark.parametrize(
-    ("act", "expected"),
-    [
-        (lambda c, wrong: c.dispatch(ROWS, ROWS, extra_tensors=ROWS if wrong else [ROWS]), TypeError),
-        (lambda c, wrong: c.dispatch(ROWS, ROWS, extra_tensors=3 if wrong else None), TypeError),
-        (lambda c, wrong: c.dispatch(ROWS, ROWS, ROWS if wrong else False), CollectiveMismatchError),
-        (lambda c, wrong: c.all_gatherv([ROWS, "rows"] if wrong else [ROWS, ROWS]), TypeError),
-    ],
-    ids=["a tensor for a list", "a number for a list", "rows for a bool", "a text for a tensor"],
-)
-def test_of_a_collective(party: Party, act: Callable[[Any, bool], object], expected: type) -> None:
-    coordinators = over(party.meet(2, gloo))
-    found = errors(party, coordinators, lambda rank, c: act(c, rank == 1))
-    assert [type(error) for error in found] == [CollectiveMismatchError, expected]
-    assert works(party, coordinators)
-
-
-@pytest.mark.parametrize("wrong", [{"all_gather_tensors": ["x"]}, {"all_gather_group": gloo()}], ids=str)
-def test_of_a_sender(party: Party, wrong: dict[str, Any]) -> None:
-    coordinators = over(party.meet(2, gloo))
-
-    def act(rank: int, c: GroupCoordinator) -> object:
-        if rank:
-            return c.recv_tensor_dict(0)
-        c.send_tensor_dict({"x": ROWS}, 1, **wrong)
-        return None
-
-    found = errors(party, coordinators, act)
-    assert [type(error) for error in found] == [TypeError, CollectiveMismatchError]
-    assert works(party, coordinators)
-
-
-def test_a_conjugate_is_added_like_any_tensor(party: Party) -> None:
-    coordinators = over(party.meet(2, gloo))
-    turned = torch.full((2, 2), 1 + 2j).conj()
-
-    def act(_: int, c: GroupCoordinator) -> list[complex]:
-        c.dispatch(ROWS[:1], ROWS[:1])
-        sums = c.reduce_scatterv(turned, 0), c.reduce_scatter(turned, 0), c.combine(turned)
-        return [part[0, 0].item() for part in sums]
-
-    assert party.together(coordinators, act) == [[2 - 4j] * 3] * 2

@@ -41,6 +41,14 @@ def test_who_does_not_wait_is_told_that_there_is_no_spare_and_others_wait_for_on
     assert made.taken(0) == [Filled((11,), "spare0", vacancy())]
 
 
+def test_a_spare_that_has_declined_a_place_is_told_of_it_again_only_if_the_others_meet_elsewhere() -> None:
+    made = desk("x", "x")
+    assert told(made.ask(10, vacancy(), waits=True)) == [0]
+    assert told(made.declined(0)) == [1]
+    assert made.declined(1) == []
+    assert told(made.ask(10, vacancy(meeting="elsewhere"), waits=True)) == [0]
+
+
 def test_a_place_that_nobody_asks_for_any_more_is_told_to_nobody() -> None:
     made = desk()
     made.ask(10, vacancy(), waits=True)

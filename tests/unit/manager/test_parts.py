@@ -89,6 +89,8 @@ class TestAttempt:
         thread.join(LIMIT_S)
         assert len(seen) == 1
         assert not attempt.is_agreed
+        with pytest.raises(ShutdownError):
+            attempt.wait_decided(LIMIT_S)
 
     def test_a_verdict_that_is_known_is_not_lost_to_the_end(self) -> None:
         attempt = Attempt(True, LIMIT_S)
