@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from lighthouse.core.claims import Past
 from lighthouse.core.decisions import Member, Quorum
 from lighthouse.core.membership import QuorumNumber
-from tests.simulation.rank import VERDICT, Rank
+from tests.simulation.rank import OF_EARLIER_RUN, VERDICT, Rank
 from tests.simulation.rank_line import RankLine
 from tests.simulation.scenario import LIE
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
@@ -381,9 +381,11 @@ class Replica:
         return sum(home.shows(step) for home in others) > 1
 
     def shows(self, step: int) -> bool:
-        """Return whether it has the state of this step, or of a later one, and does not disown it."""
+        """Return whether it has the state of this step, or of a later one, and neither disowns it nor has it
+        from a checkpoint of an earlier run, which nothing shows.
+        """
         (found, quorum_id), *others = {rank.version for rank in self.ranks}
-        return found >= step and quorum_id > 0 and not others
+        return found >= step and quorum_id > OF_EARLIER_RUN[1]["commit_quorum_id"] and not others
 
     def _tell(self, number: int, action: Action, *args: Any) -> None:
         rank = self.ranks[number]
