@@ -7,9 +7,9 @@ program that uses only process groups does not pay for gRPC, nor does the subpro
 import importlib
 from typing import TYPE_CHECKING
 
-from torchft_like._installation import __version__
+from torchft_like._installation import __version__ as __version__
 from torchft_like.backends import register_with_torch
-from torchft_like.shutdown_signals import stop_on_signals
+from torchft_like.shutdown_signals import stop_on_signals as stop_on_signals
 
 if TYPE_CHECKING:
     from torchft_like.coordination import LighthouseClient as LighthouseClient
@@ -89,20 +89,19 @@ _NAMES = {
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 _ALIASES = {"Optimizer": "OptimizerWrapper"}
 
-__all__ = ["__version__", "stop_on_signals", *_HOME, *_ALIASES]  # noqa: PLE0604 - they are strings
+if not TYPE_CHECKING:  # a checker would see two names of the list, and take any other for an object
+    __all__ = ["__version__", "stop_on_signals", *_HOME, *_ALIASES]  # noqa: PLE0604 - they are strings
 
+    def __getattr__(name: str) -> object:
+        if name in _NAMES:
+            return importlib.import_module(f"{__name__}.{name}")
+        name = _ALIASES.get(name, name)
+        if name in _HOME:
+            return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
-def __getattr__(name: str) -> object:
-    if name in _NAMES:
-        return importlib.import_module(f"{__name__}.{name}")
-    name = _ALIASES.get(name, name)
-    if name in _HOME:
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_NAMES})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__, *_NAMES})
 
 
 register_with_torch()

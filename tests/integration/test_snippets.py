@@ -212,7 +212,7 @@ def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Names]:
             group.configure(f"127.0.0.1:{store.port}/{time.monotonic_ns()}", 0, 1)
             return group
 
-        public = {name: getattr(torchft_like, name) for name in torchft_like.__all__}
+        public = {name: getattr(torchft_like, name) for name in vars(torchft_like)["__all__"]}
         own = (
             DataLoader,
             GlobalBatches,
