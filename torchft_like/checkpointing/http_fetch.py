@@ -35,7 +35,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from http.client import HTTPException, HTTPResponse
+from http.client import HTTPException, HTTPResponse, RemoteDisconnected
 from operator import itemgetter
 from typing import Any, NamedTuple, Self
 
@@ -53,11 +53,11 @@ from torchft_like.checkpointing.state_stream import (
     sums_nbytes,
 )
 from torchft_like.checkpointing.transport import Destination
-from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
+from torchft_like.errors import AddressError, CheckpointError, CheckpointFormatError, CheckpointTimeoutError
 from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
 from torchft_like.runtime.connecting import connect_tcp, shut
-from torchft_like.runtime.hosts import own_host
+from torchft_like.runtime.hosts import local_host_towards
 
 _logger = logging.getLogger(__name__)
 
@@ -526,6 +526,8 @@ class _Line:
         self._answer = answer = HTTPResponse(connection, method="GET")
         try:
             answer.begin()
+        except RemoteDisconnected as error:
+            raise CheckpointError("it ended the connection without an answer") from error
         except HTTPException as error:
             raise CheckpointFormatError(f"its answer is not HTTP: {printable(str(error)[:80])}") from error
         return answer
@@ -556,10 +558,12 @@ def connect(
     except OSError as error:
         is_late = isinstance(error, TimeoutError)
         what = f"no answer within {timeout_s:g} s" if is_late else str(error)
+        here = "this host"
+        with suppress(AddressError):  # there is no way there
+            here = f"this host, which is {local_host_towards(address.host)} towards there,"
         raise (CheckpointTimeoutError if is_late else CheckpointError)(
             f"no connection to {address.url}, which its replica offers ({what}): if that lives, set "
-            "TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that this host, which is "
-            f"{own_host(address)} towards there, reaches"
+            f"TORCHFT_HOSTNAME on its hosts to a name, an address or an interface that {here} reaches"
         ) from error
 
 
