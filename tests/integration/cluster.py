@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,16 @@ class Cluster(cluster.Cluster):
         super().__init__(folder, lighthouse_flags=[*lighthouse_flags, *patience], **settings)
         self._variables = {"TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENT_MS)} if is_patient else {}
 
+    def launch(
+        self, name: str, command: Sequence[str], *, variables: Mapping[str, str] | None = None, **how: Any
+    ) -> Group:
+        """Start a replica group as the kit's cluster does, with the patience of this one."""
+        return super().launch(name, command, variables={**self._variables, **(variables or {})}, **how)
+
     def start(self, name: str, *, size: int = 1, options: WorkerOptions | None = None) -> Group:
         """Start a replica group of `size` ranks; a name may be started again."""
         options = replace(options or WorkerOptions(), name=name, index=self.index_of(name))
-        group = self.launch(
-            name, ["tests.integration.worker", options.to_json()], size=size, variables=self._variables
-        )
+        group = self.launch(name, ["tests.integration.worker", options.to_json()], size=size)
         for rank in group.ranks:
             rank.may_end = any(fault.startswith("kill@") for fault in options.faults)
         return group

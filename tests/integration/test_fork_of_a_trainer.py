@@ -125,7 +125,7 @@ def test_a_trainer_stops_listening_before_its_forks_end(processes: Processes, tm
 
 
 CONNECTIONS_PROGRAM = """
-import os, sys, socket, torch
+import os, sys, socket, time, torch
 from concurrent.futures import ThreadPoolExecutor
 import psutil
 from torch.distributed import TCPStore
@@ -141,13 +141,15 @@ own = {c.fd for c in connected()}
 groups = [ProcessGroupGloo(60), ProcessGroupGloo(60)]
 pool = ThreadPoolExecutor(2)
 list(pool.map(lambda rank: groups[rank].configure(f"127.0.0.1:{store.port}/a", rank, 2), range(2)))
+while any(c.status == psutil.CONN_CLOSE_WAIT for c in connected()):
+    time.sleep(0.01)  # the store hangs up late on those who have met
 before = {c.fd for c in connected()}
 forked = os.fork()
 if forked == 0:
     print("the fork has its script's only:", {c.fd for c in connected()} == own, flush=True)
     os._exit(0)
 os.waitpid(forked, 0)
-after = {c.fd for c in connected()}  # fewer than before where the store hangs up late on those who have met
+after = {c.fd for c in connected()}
 works = [group.allreduce([torch.ones(1)]) for group in groups]
 is_kept = own < after <= before and all(work.wait() for work in works)
 print("the parent has more, and keeps it:", is_kept, flush=True)

@@ -109,16 +109,16 @@ def newest(saved: Mapping[int, Path]) -> int:
 
 def test_a_job_of_which_nothing_was_left_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
     """One group finds an older one, and one finds none; there is one that was not written to the end."""
-    steps = 24
     with Cluster(tmp_path, min_replicas=ALL) as cluster:
-        job = Job(cluster, steps)
+        job = Job(cluster, steps=1_000_000)
         job.start()
         cluster.wait_until(lambda: len(job.complete()) > 1, "two checkpoints are complete")
         job.kill(2 * EVERY)
         job.check(began=0)
         saved = job.complete()
 
-        older, torn = tmp_path / "older", job.saved / f"step-{steps}-torn"
+        job.steps = newest(saved) + 4 * EVERY
+        older, torn = tmp_path / "older", job.saved / f"step-{job.steps}-torn"
         shutil.copytree(saved[EVERY], older / saved[EVERY].name)
         shutil.copytree(saved[EVERY], torn)
         (torn / ".metadata").rename(torn / ".metadata.tmp")
@@ -126,7 +126,7 @@ def test_a_job_of_which_nothing_was_left_goes_on_from_its_newest_checkpoint(tmp_
         digest = job.finish()
         job.check(began=newest(saved))
         assert [bool(group.events("heal")) for group in job.living] == [True, True, False]
-    assert digest == undisturbed(tmp_path / "undisturbed", steps)
+    assert digest == undisturbed(tmp_path / "undisturbed", job.steps)
 
 
 @pytest.mark.slow

@@ -95,7 +95,10 @@ def test_strangers_and_observers_cost_a_job_no_step(
     """Among them are some without a certificate, some without a token, and some with those of an observer."""
     job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
     monkeypatch.setenv(TLS_ENV, str(job))
-    with Cluster(tmp_path, min_replicas=2) as cluster, listen_tcp(Address(LOOPBACK, 0)) as canary:
+    with (
+        Cluster(tmp_path, min_replicas=2, is_patient=True) as cluster,
+        listen_tcp(Address(LOOPBACK, 0)) as canary,
+    ):
         managers = []
         for name in "ab":
             managers.append(Address(LOOPBACK, free_port()))

@@ -43,7 +43,7 @@ from torchft_like.testing.relay import Relay
 pytestmark = pytest.mark.integration
 
 LIMIT = timedelta(seconds=LIMIT_S)
-SOON = timedelta(seconds=1)
+SOON = timedelta(seconds=2)
 TLS_HANDSHAKE = b"\x16"
 SECRET = 0x5EC2E75EC2E75EC2
 

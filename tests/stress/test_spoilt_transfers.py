@@ -44,7 +44,7 @@ def test_each_is_refused_with_a_typed_error_in_bounded_memory_and_the_job_goes_o
 
         cluster.wait_until(have_failed, f"{TRANSFERS} more heals fail, and steps pass", limit_s=LIMIT_S)
         assert all(record["is_typed"] for record in refused(receiver))
-        assert len(receiver.ranks[0].records("healed")) < TRANSFERS / 10, "the rest changes what nobody reads"
+        assert len(receiver.ranks[0].records("healed")) < TRANSFERS / 4, "the rest changes what nobody reads"
         assert max(now - then for now, then in zip(most, before, strict=True)) < MEMORY_BYTES_MAX
         assert not source.failures(since), "the source lost no step"
         print(Counter(str(record["how"]) for record in refused(receiver)))

@@ -179,7 +179,11 @@ class Loop:
         self._witness = Witness(manager, journal, index)
         model.taken_over = self._witness.took_over
         first = next(model.net.parameters())  # whose gradient is the last one of a backward pass
-        first.register_hook(self._on_last_gradient)  # type: ignore[no-untyped-call]
+
+        def on_last_gradient(_: Tensor) -> None:  # not of this Loop: torch's reducer would keep it for ever
+            visit("backward")
+
+        first.register_hook(on_last_gradient)  # type: ignore[no-untyped-call]
 
     def replay(self) -> GradientReplay:
         """Return how steps are taken again that passed while this rank caught up."""
@@ -208,9 +212,6 @@ class Loop:
         self._witness.attend(step, model.digest())
         self._optimizer.step()
         return step
-
-    def _on_last_gradient(self, _: Tensor) -> None:
-        self._visit("backward")
 
 
 class SyncLoop(Loop):

@@ -73,3 +73,10 @@ def test_a_description_names_a_bounded_number_of_replicas() -> None:
     text = _core_with_quorum().describe(now=2.0)
     assert "and 968 more" in text
     assert len(text) < 1000
+
+
+def test_a_session_cannot_join_for_another_replica() -> None:
+    core = QuorumCore(LighthouseConfig(), 1)
+    core.register(1, "a", NONE, [], now=0.0)
+    assert core.join(1, Member("b"), now=0.0) == []
+    assert "b" not in core

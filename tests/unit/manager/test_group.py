@@ -9,6 +9,7 @@ import pytest
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.replica_group import (
+    GroupJoin,
     GroupLostNotice,
     LossNotice,
     RankJoin,
@@ -38,6 +39,14 @@ def test_the_round_of_the_last_quorum_is_remembered_also_where_its_id_is_kept() 
         assert (group.last_quorum_id, group.last_quorum_round) == (9, round_number)
     group.quorum_formed(9, members("a"), 6)  # nobody waited for this one: no rank has it
     assert group.last_quorum_round == 5
+
+
+def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(1))
+    (said,) = group.rank_joined(join(0, reconfigure_handle="h0"))
+    assert isinstance(said, GroupJoin)
+    assert said.reconfigure_handles == ("h0", "")
 
 
 @pytest.mark.agreement

@@ -147,6 +147,15 @@ def test_a_step_that_has_waited_for_long_for_whom_it_can_reach_is_not_given_up()
     assert in_quorum().step_stalled(7, for_long=True) == [BOTH]
 
 
+def test_who_still_waits_after_a_death_probes_the_others() -> None:
+    """The death ends their collectives, but not a heal from one that cannot be reached."""
+    group = in_quorum()
+    group.member_lost(7, "b", "gone")
+    (probe,) = group.step_stalled(7)
+    assert isinstance(probe, Probe)
+    assert [replica_id for replica_id, _ in probe.peers] == ["c"]
+
+
 def test_everybody_asks_somebody_else_first() -> None:
     probes = []
     for own in "abc":
