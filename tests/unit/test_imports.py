@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import tomllib
+from types import ModuleType
 
 import pytest
 
@@ -111,6 +112,13 @@ def test_every_public_name_can_be_imported() -> None:
     names = vars(torchft_like)["__all__"]
     assert [name for name in names if getattr(torchft_like, name, None) is None] == []
     assert Manager is torchft_like.Manager  # noqa: F405
+
+
+@pytest.mark.parametrize("package", ["torchft_like", "torchft_like.gang", "torchft_like.group_coordinator"])
+def test_a_star_brings_no_modules(package: str) -> None:
+    names: dict[str, object] = {}
+    exec(f"from {package} import *", names)
+    assert [name for name, value in names.items() if isinstance(value, ModuleType)] == []
 
 
 def test_the_alias_is_the_wrapper_not_torchs_optimizer() -> None:

@@ -4,12 +4,20 @@ They are a face of `communicator`, which moves the data, and of message queues. 
 members can change, and asks a quorum for them.
 """
 
-from torchft_like.communicator.communicator import CoordinatorOptions as CoordinatorOptions
-from torchft_like.communicator.handle import Handle as Handle
-from torchft_like.group_coordinator.coordinator import GraphCaptureContext as GraphCaptureContext
-from torchft_like.group_coordinator.coordinator import GroupCoordinator as GroupCoordinator
-from torchft_like.group_coordinator.elastic import Change as Change
-from torchft_like.group_coordinator.elastic import ElasticCoordinator as ElasticCoordinator
-from torchft_like.group_coordinator.elastic import ManagedCoordinator as ManagedCoordinator
-from torchft_like.group_coordinator.elastic import Membership as Membership
-from torchft_like.message_queue import MessageQueue as MessageQueue
+from torchft_like.communicator.communicator import CoordinatorOptions
+from torchft_like.communicator.handle import Handle
+from torchft_like.group_coordinator.coordinator import GraphCaptureContext, GroupCoordinator
+from torchft_like.group_coordinator.elastic import Change, ElasticCoordinator, ManagedCoordinator, Membership
+from torchft_like.message_queue import MessageQueue
+
+__all__ = [
+    "Change",
+    "CoordinatorOptions",
+    "ElasticCoordinator",
+    "GraphCaptureContext",
+    "GroupCoordinator",
+    "Handle",
+    "ManagedCoordinator",
+    "Membership",
+    "MessageQueue",
+]
