@@ -479,8 +479,8 @@ class _Line:
     def say_done(self) -> None:
         """Tell the source, if it is connected, that all of the state has come; there is no answer."""
         with suppress(OSError):  # it is gone, or does not listen
-            if self._socket is not None:
-                self._socket.sendall(self._fetch.request(self.source, "done"))
+            if (connection := self._socket) is not None:  # which its own thread may close meanwhile
+                connection.sendall(self._fetch.request(self.source, "done"))
 
     def ask(self, what: str, length: int | None = None) -> int:
         """Ask until there is an answer; return its length, which must be the given one.
