@@ -5,6 +5,7 @@ The survivors live in this process. Timeouts are five minutes: whatever ends soo
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from datetime import timedelta
@@ -16,6 +17,7 @@ from tests.unit.process_group.conftest import Party, allreduced
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 from torchft_like.process_group.gloo import group as gloo
+from torchft_like.testing.processes import RunningProcess
 from torchft_like.testing.ranks import Rank
 
 from .gloo_member import LIMIT_S, Member, StoreHost
@@ -143,3 +145,33 @@ def test_a_configure_whose_store_fails_ends_with_an_abort_or_by_itself(
         assert_go_on(party, survivors)
     finally:
         store.end()
+
+
+ENDS = """
+import time
+import torch.distributed as dist
+from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.process_group.gloo import group as gloo
+
+close = gloo._GlooBackend.close
+
+def close_late(backend):
+    time.sleep(3)
+    close(backend)
+    print("closed", flush=True)
+
+gloo._GlooBackend.close = close_late
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+group = ProcessGroupGloo()
+group.configure(f"127.0.0.1:{store.port}/ends", 0, 1)
+"""
+
+
+def test_a_process_that_ends_waits_for_its_groups() -> None:
+    """One that came out of Gloo's destructor in a finished interpreter would be aborted."""
+    process = RunningProcess([sys.executable, "-c", ENDS])
+    try:
+        process.wait_for_output("closed")
+        assert process.wait() == 0
+    finally:
+        process.kill()

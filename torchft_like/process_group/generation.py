@@ -59,7 +59,8 @@ from torchft_like.process_group.work import (
 )
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
-CLEANUP_SECONDS_AT_EXIT = 2.0
+# Backends go in milliseconds, on a busy machine in seconds; a process that does not wait for them is aborted.
+CLEANUP_SECONDS_AT_EXIT = 15.0
 # Seconds after its own limits at which a `configure` is given up.
 CONFIGURE_GRACE_S = 5.0
 SLICE_S = 0.1
@@ -558,13 +559,21 @@ in_each_fork(Turn.LOCKS, _leave_to_the_parent)
 
 @atexit.register
 def _clean_up() -> None:
-    """End all generations at exit.
+    """End all generations at exit, and wait until they are gone.
 
-    A backend's thread that drops a tensor in a finished interpreter ends the process with a crash.
+    A backend's thread that drops a tensor in a finished interpreter ends the process with a crash; so does a
+    thread that comes out of a backend's destructor there.
     """
     for generation in list(_living):
         generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
-    for thread in threading.enumerate():
-        if thread.name == _ASIDE and thread.is_alive():  # one that is just being started cannot be joined
-            thread.join(max(0.0, deadline - time.monotonic()))
+    while (aside := _threads_aside()) and time.monotonic() < deadline:
+        for thread in aside:
+            if thread.is_alive():
+                thread.join(max(0.0, deadline - time.monotonic()))
+            else:  # it is just being started, and cannot be joined yet
+                time.sleep(LOOK_PAUSE_S)
+
+
+def _threads_aside() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == _ASIDE]
