@@ -49,6 +49,15 @@ def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
     assert said.reconfigure_handles == ("h0", "")
 
 
+def test_a_quorum_may_stand_if_all_ranks_may() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0, may_stand=True))
+    for may_stand in (False, True):
+        (said,) = group.rank_joined(join(1, may_stand=may_stand))
+        assert isinstance(said, GroupJoin)
+        assert said.may_stand is may_stand
+
+
 @pytest.mark.agreement
 def test_votes_on_different_steps_commit_nothing() -> None:
     group = ReplicaGroup("a", 2)

@@ -147,6 +147,21 @@ def test_a_step_that_has_waited_for_long_for_whom_it_can_reach_is_not_given_up()
     assert in_quorum().step_stalled(7, for_long=True) == [BOTH]
 
 
+def test_the_link_to_a_member_that_is_lost_is_probed_on() -> None:
+    asking = after_a_failure()
+    asking.answered("b")
+    asking.group.member_lost(7, "b", "its session broke")
+    assert asking.group.probed(AGAIN, {"b"}) == [AGAIN]
+
+
+def test_a_quorum_without_whom_one_cannot_reach_is_not_given_up() -> None:
+    asking = stalled("b", "c", "d")
+    asking.group.member_lost(7, "d", "gone")
+    asking.group.rank_joined(join(0, commit_failures=1))
+    asking.group.quorum_formed(8, members("a", "c", "e"), 2)
+    assert of_kind(asking.answered("b"), LossNotice) == []
+
+
 def test_who_still_waits_after_a_death_probes_the_others() -> None:
     """The death ends their collectives, but not a heal from one that cannot be reached."""
     group = in_quorum()
