@@ -41,7 +41,7 @@ proto: $(READY)  ## regenerate lighthouse/wire from proto/torchft.proto
 bench: $(READY)  ## every benchmark, beside torchft 0.2.0 and its nightly in the same run
 	$(BIN)/python -m benchmarks.run
 
-simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; minutes (docs/testing.md)
+simulate: $(READY)  ## a hundred thousand simulated jobs, and every broken core hunted; 17 minutes and more (docs/testing.md)
 	$(BIN)/python -m tests.simulation --seeds 0:100000 --jobs 2
 	$(BIN)/python -m tests.simulation --seeds 0:3000 --jobs 2 --mutants
 
