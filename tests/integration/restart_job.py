@@ -1,7 +1,8 @@
 """A rank of a replica group whose training function is run again in the same process after an error.
 
 The model is sharded over the group by FSDP, and each layer over --tp ranks. Some ranks have a fault in the
-group's first try, between the forward and the backward pass of a step. All lines that it prints are JSON.
+group's first try, between the forward and the backward pass of a step that all groups are in. All lines that
+it prints are JSON.
 With TORCHFT_SPARE=rank it is a spare, which takes over the name of a group in REPLICA_GROUP_ID.
 """
 
@@ -12,6 +13,8 @@ import json
 import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -31,19 +34,31 @@ class InjectedError(Exception):
     """The fault."""
 
 
-def fail() -> None:
+def fail(_: Path) -> None:
     raise InjectedError("once")
 
 
-def fail_oddly() -> None:
+def fail_oddly(_: Path) -> None:
     raise ZeroDivisionError("a bug")
 
 
-def die() -> None:
+def die(_: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-FAULTS = {"known": fail, "unknown": fail_oddly, "deadly": die}
+def wait_for(go: Path) -> None:
+    if not go.exists():
+        say(waits=True)
+    while not go.exists():
+        time.sleep(0.01)
+
+
+FAULTS: dict[str, Callable[[Path], None]] = {
+    "known": fail,
+    "unknown": fail_oddly,
+    "deadly": die,
+    "waits": wait_for,
+}
 
 
 def say(**what: object) -> None:
@@ -83,8 +98,8 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         optimizer = Optimizer(manager, sgd)
         state = ShardedState(model, sgd)
         manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
-        is_first = True
-        while manager.current_step() < args.steps or manager.num_participants() < args.groups:
+        is_first, are_together = True, False
+        while not are_together or manager.current_step() < args.steps:
             step = manager.current_step()
             generator = torch.Generator().manual_seed(step * 100 + ord(name) * 10 + rank // args.tp)
             inputs, targets = (torch.randn(16, width, generator=generator) for width in (8, 4))
@@ -92,10 +107,12 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
             loss = nn.functional.mse_loss(model(inputs), targets)
             is_due = 0 <= args.fault_at <= step and manager.num_participants() >= args.groups
             if is_due and restart.attempt == 0 and rank in args.fault_on:
-                FAULTS[args.fault]()
+                FAULTS[args.fault](args.go)
             loss.backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            if is_first and manager.current_step() > step:
+            has_committed = manager.current_step() > step
+            are_together = has_committed and manager.num_participants() >= args.groups
+            if is_first and has_committed:
                 is_first = False
                 say(committed=manager.current_step(), time=time.time())
             time.sleep(args.pause)
@@ -106,9 +123,10 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--name", default="")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--groups", type=int, default=2)
+    parser.add_argument("--groups", type=int, default=2, help="commit the last step together")
     parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer groups")
     parser.add_argument("--fault", choices=FAULTS, default="known")
+    parser.add_argument("--go", type=Path, default=Path(), help="the file for which a rank waits")
     parser.add_argument(
         "--fault-at", type=int, default=-1, help="the first step in which all groups are there"
     )

@@ -110,7 +110,9 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
 ) -> None:
     """The other ranks go on in their processes, and all end with the bits of the other group."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
-        options = "--steps=60", "--pause=0.05", f"--tp={tp}"
+        go = tmp_path / "go"
+        waits = "--fault=waits", f"--go={go}", "--fault-on", *map(str, range(size))
+        options = "--steps=60", "--pause=0.05", f"--tp={tp}", "--fault-at=1", *waits
         spares = [
             cluster.launch(f"spare{number}", [JOB, *options], variables={"TORCHFT_SPARE": "rank"})
             for number in range(2)
@@ -123,9 +125,10 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
         for rank in [*a.ranks, *b.ranks, *(spare.ranks[0] for spare in spares)]:
             rank.may_end = True
         for rank in [*a.ranks, *b.ranks]:
-            rank.wait_for_output("committed", LIMIT_S)
+            rank.wait_for_output('"waits"', LIMIT_S)
         for number in killed:
             a.ranks[number].signal(signal.SIGKILL)
+        go.touch()
         lives = [rank for number, rank in enumerate(a.ranks) if number not in killed]
         cluster.wait_for_end(b)
         taken = [spare.ranks[0] for spare in spares if said(spare.ranks[0].output, "attempt")]
@@ -175,7 +178,9 @@ def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_o
 def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, stopped: int) -> None:
     """When it goes on again it finds that the others have gone on without it, and ends."""
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
-        job = [JOB, "--steps=60", "--pause=0.05", "--groups=1", "--inner=torchft-gloo"]
+        go = tmp_path / "go"
+        waits = "--fault=waits", f"--go={go}", "--fault-at=1", "--fault-on", "0", "1", "2"
+        job = [JOB, "--steps=60", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits]
         variables = {"TORCHFT_DEAD_AFTER_SEC": "3"}
         spare = cluster.launch("spare", job, variables={**variables, "TORCHFT_SPARE": "rank"}).ranks[0]
         cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
@@ -183,9 +188,10 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
         for rank in (*group.ranks, spare):
             rank.may_end = True
         for rank in group.ranks:
-            rank.wait_for_output("committed", LIMIT_S)
+            rank.wait_for_output('"waits"', LIMIT_S)
         passed_over = group.ranks[stopped]
         passed_over.signal(signal.SIGSTOP)
+        go.touch()
         spare.wait_for_output(f'"rank": {stopped}.*"attempt": 1', LIMIT_S)
         passed_over.signal(signal.SIGCONT)
         cluster.wait_until(lambda: all(r.exit_code is not None for r in (*group.ranks, spare)), "all end")
