@@ -21,6 +21,7 @@ ONCE_BROKE = (51, 104, 145, 1_460, 2_571, 2_791, 3_892, 26_066, 37_717, 39_977, 
 ONCE_BROKE_SILENT = (842, 1_610, 3_658, 25_962, 30_999)
 
 
+@pytest.mark.timeout(900)  # 20 s of a processor, 145 s where others have it, too
 @pytest.mark.agreement
 @pytest.mark.one_quorum_per_step
 @pytest.mark.monotonic
