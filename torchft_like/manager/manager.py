@@ -37,13 +37,13 @@ from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     ConfigError,
     ForeignStateError,
+    GroupLostError,
     MaxRetriesError,
     ProcessGroupAbortedError,
     ShutdownError,
 )
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.ballot import Ballot
 from torchft_like.manager.catching_up import STEPS_KEPT_MAX, Replay
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager.failure import ExceptionWithTraceback
@@ -162,6 +162,9 @@ class Manager:
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._replica_id, self._init_sync = config.replica_id, init_sync
+        self._is_alone = config.group_world_size == 1  # so that this rank's vote is the group's verdict
+        self._stop_wanted = self._stop_agreed = False
+        self._checks: list[weakref.WeakMethod[Callable[[], Exception | None]]] = []
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
@@ -179,7 +182,7 @@ class Manager:
             self._driver.stop(ShutdownError("the Manager did not start"), WORKER_STOP_S)
             self._transport.shutdown(wait=False)
             raise
-        self._ballot, self._replica_id = Ballot(config, self._link, self._driver), self._link.replica_id
+        self._replica_id = self._link.replica_id
         self._emit("settings", settings=list(config.sources))
         atexit.register(living.lives(self).shutdown, wait=False)
 
@@ -384,13 +387,20 @@ class Manager:
         self._exchange.end_fetch(f"interrupted: {e!r}")
 
     def request_stop(self) -> None:
-        """Make this replica group leave after its current step, all ranks after the same one."""
-        self._ballot.request_stop()
+        """Make this replica group leave after its current step, all ranks after the same one.
+
+        A rank that left while another has begun the next step would spoil that step. So the wish goes into
+        the next vote, and the verdict, which every rank gets, stops all of them at the same place in the
+        script. A rank without others need not wait for a vote. It is safe in a signal handler.
+        """
+        self._stop_wanted = True
+        self._driver.asked_to_stop()
+        self._stop_agreed = self._stop_agreed or self._is_alone
 
     @property
     def stop_agreed(self) -> bool:
         """Whether the ranks of this replica group leave now; the script reads it between two steps."""
-        return self._ballot.stop_agreed
+        return self._stop_agreed
 
     def errored(self) -> ExceptionWithTraceback | None:
         """Return why the current step will not be committed, if so."""
@@ -417,7 +427,7 @@ class Manager:
 
         An error that it returns spoils the step.
         """
-        self._ballot.checks.append(weakref.WeakMethod(check))
+        self._checks.append(weakref.WeakMethod(check))
 
     def should_commit(self, timeout: timedelta | float | None = None) -> bool:
         """End a step; return True if the optimizer may be stepped, the same on all ranks of this group.
@@ -435,8 +445,9 @@ class Manager:
         attempt = self._driver.current()
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
-        for error in self._ballot.objections():
-            self.report_error(error)
+        for reference in self._checks:
+            if (check := reference()) is not None and (error := check()) is not None:
+                self.report_error(error)
         if self._protocol.needs_asking:
             self._driver.ask_instead(attempt)
         self._driver.wait_configured(attempt)
@@ -446,7 +457,7 @@ class Manager:
         self._reducer.compare(attempt)
         self._check_process_group()
         self._exchange_state(attempt)
-        protocol, is_alone = self._protocol, self._ballot.is_alone
+        protocol, is_alone = self._protocol, self._is_alone
         has_fetched = self._exchange.has_fetched
         with self._group.lock:
             votes = {"committed": protocol.vote(), "passed": protocol.passes, "has_fetched": has_fetched}
@@ -456,7 +467,7 @@ class Manager:
             ):  # in one piece: the server may give the quorum up at any other time
                 protocol.decide(verdict.committed)
         if not is_alone:
-            verdict = self._ballot.decide(attempt, verdict, timeout)
+            verdict = self._verdict_of_all(attempt, verdict, timeout)
         committed = verdict.committed
         if not (is_alone and committed):
             averages = self._exchange.keep() if verdict.passed else None
@@ -627,6 +638,24 @@ class Manager:
         except ForeignStateError as error:
             self._driver.end(error, f"it is not of this job: {error}")
             raise
+
+    def _verdict_of_all(self, attempt: Attempt, vote: Verdict, timeout: timedelta | float | None) -> Verdict:
+        """Vote; return the replica group's verdict on the step, which is the same on every rank."""
+        self._link.vote(self._config.group_rank, vote._replace(stop=self._stop_wanted))
+        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
+        if attempt.has_exchanged:
+            bound_s += self._config.timeout_s
+        verdict = attempt.wait_decided(bound_s)
+        if verdict is None:
+            # The others may have been told either verdict; a guess could make the ranks of this group differ.
+            error = GroupLostError(
+                f"not all ranks of replica group {self._replica_id} voted on step {vote.step} within "
+                f"{bound_s:g} s; restart all ranks of this replica group"
+            )
+            self._driver.stop(error, None)
+            raise error
+        self._stop_agreed = verdict.stop
+        return verdict
 
     def _check_process_group(self) -> None:
         error = self._group.pg.errored()
