@@ -28,7 +28,6 @@ Record = dict[str, Any]
 KEPT_LINES_MAX = 40
 LEAVE_SECONDS_MAX = 3.0
 ANSWER_SECONDS_MAX = 180.0  # processes that begin load torch
-ENDING_SIGNALS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 
 
 class NotReportedError(RuntimeError):
@@ -51,7 +50,6 @@ class FleetProcess(RunningProcess):
         self.name = name
         self.records: list[Record] = []
         self._changed = changed
-        self._end_is_expected = False
         self._lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
         super().__init__(command, errors, variables, folder=ROOT, takes_orders=True)
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
@@ -62,11 +60,7 @@ class FleetProcess(RunningProcess):
 
     def ended_by_itself(self) -> bool:
         """Whether it is gone although nobody asked it to end."""
-        return not self._end_is_expected and not self.is_alive()
-
-    def signal(self, number: signal.Signals) -> None:
-        self._end_is_expected |= number in ENDING_SIGNALS
-        super().signal(number)
+        return not self.may_end and not self.is_alive()
 
     def order(self, **fields: object) -> None:
         """Write one line of JSON to its standard input."""

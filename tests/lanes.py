@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from torchft_like.testing import forks
-from torchft_like.testing.processes import ForkedProcess, RunningProcess, kill_all
+from torchft_like.testing.processes import RunningProcess, kill_all
 
 TESTS = Path(__file__).parent
 
@@ -68,8 +68,8 @@ class Job:
             self._process = RunningProcess([sys.executable, "-m", "mypy"])
             return
         patience = () if self.starts_jobs else ("--timeout", PATIENT_S)
-        self._process = ForkedProcess(
-            ["pytest", *OPTIONS, *patience, *(f"tests/{file}" for file in self.files)]
+        self._process = RunningProcess(
+            ["pytest", *OPTIONS, *patience, *(f"tests/{file}" for file in self.files)], is_fork=True
         )
         if not self.starts_jobs:
             os.setpriority(os.PRIO_PROCESS, self._process.pid, NICE)

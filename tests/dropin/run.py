@@ -30,7 +30,7 @@ from tests.dropin.environments import make_data, python_for, sources
 from tests.dropin.evidence import Record, common_steps, differences, incarnation, names
 from tests.dropin.scripts import Script
 from tools.environments import UnavailableError
-from torchft_like.testing.lighthouse import LISTENING
+from torchft_like.testing.cluster import LISTENING
 from torchft_like.testing.processes import RunningProcess, wait_ended
 
 T = TypeVar("T")

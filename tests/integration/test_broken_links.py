@@ -14,7 +14,7 @@ from lighthouse.events import read_events
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, ids_of, registered
 from torchft_like import LighthouseServer, Manager, ProcessGroupGloo, QuorumTimeoutError
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 

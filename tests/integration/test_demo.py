@@ -40,9 +40,9 @@ FORKING_DEMO = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLES)!r})
 import demo, demo_replicas
-from torchft_like.testing.processes import ForkedProcess
+from torchft_like.testing.processes import RunningProcess
 
-demo_replicas.RunningProcess = lambda command, *more: ForkedProcess(command[1:], *more)
+demo_replicas.RunningProcess = lambda command, *more: RunningProcess(command[1:], *more, is_fork=True)
 sys.exit(demo.main())
 """
 WAITING_SCRIPT = "import subprocess; subprocess.run(['sleep', '600'])"

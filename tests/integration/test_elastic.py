@@ -9,7 +9,7 @@ import pytest
 
 from tests.integration import elastic_job
 from torchft_like import LighthouseServer
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Rank, Ranks, running
 

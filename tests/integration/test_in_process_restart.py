@@ -14,8 +14,7 @@ import pytest
 from lighthouse.address import LOOPBACK
 from lighthouse.events import read_events
 from tests.integration.cluster import also_slow
-from torchft_like.testing.cluster import Cluster, Group
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import Cluster, Group, LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -214,7 +213,7 @@ def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_it
         fault = "--fault-at=5", "--fault-on=0", "--fault=deadly"
         variables = {"TORCHFT_LIGHTHOUSE": lighthouse.url, "OMP_NUM_THREADS": "1"}
         spare = processes.fork(*job, env={**variables, "TORCHFT_SPARE": "rank"})
-        lighthouse.process.wait_for_output("waits for a place", LIMIT_S)
+        lighthouse.wait_for_output("waits for a place", LIMIT_S)
         agent = "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1", "--max-restarts=0"
         at = "--master-addr=127.0.0.1", f"--master-port={port}"
         dies, lives = (

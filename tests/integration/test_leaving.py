@@ -11,7 +11,8 @@ import pytest
 
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
-from torchft_like.testing.cluster import Daemon, Group
+from torchft_like.testing.cluster import Group
+from torchft_like.testing.processes import RunningProcess
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
@@ -21,10 +22,10 @@ def assert_undisturbed(groups: list[Group], since: float) -> None:
         assert group.failures(since) == []
 
 
-def assert_interrupt_ends(cluster: Cluster, daemon: Daemon) -> None:
+def assert_interrupt_ends(cluster: Cluster, process: RunningProcess) -> None:
     """SIGINT, as Ctrl-C sends it, ends the process and everything that it has started."""
-    daemon.signal(signal.SIGINT)
-    cluster.wait_until(lambda: daemon.is_gone, "the interrupted process ends")
+    process.signal(signal.SIGINT)
+    cluster.wait_until(lambda: process.is_gone, "the interrupted process ends")
 
 
 @pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])

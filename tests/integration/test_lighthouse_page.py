@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
 from torchft_like import LighthouseServer
 from torchft_like.testing.chaos.cli import main
-from torchft_like.testing.lighthouse import LISTENING, LighthouseProcess
+from torchft_like.testing.cluster import LISTENING, LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,7 @@ class Site:
 
     def __init__(self, daemon: LighthouseProcess) -> None:
         self.daemon = daemon
-        self.address = re.findall(r"lighthouse page on http://(\S+)", daemon.process.output)[0]
+        self.address = re.findall(r"lighthouse page on http://(\S+)", daemon.output)[0]
 
     def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[http.client.HTTPResponse, bytes]:
         connection = http.client.HTTPConnection(self.address, timeout=LIMIT_S)

@@ -30,7 +30,7 @@ from tests.integration.lighthouse_clients import (
 )
 from tests.waiting import soon
 from torchft_like.runtime.event_loop import coordination_loop
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 
@@ -254,7 +254,7 @@ def test_more_replicas_than_the_limit_are_refused() -> None:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_sessions_calls_and_daemon(number: signal.Signals) -> None:
     with LighthouseProcess("--min_replicas=3") as daemon:
-        assert daemon.process.output == f"lighthouse listening on http://{daemon.address}\n"
+        assert daemon.output == f"lighthouse listening on http://{daemon.address}\n"
         with registered(daemon.address, "a") as (a,), UnaryClient(daemon.address) as client:
             call = client.join("u")
             client.heartbeat("u")

@@ -26,7 +26,7 @@ from tests.dropin.environments import python_for
 from tests.dropin.scripts import SCRIPTS, Script
 from tests.waiting import soon
 from tools.environments import Environment, UnavailableError
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 # The first test of a machine installs Ray, which takes longer than a test may.

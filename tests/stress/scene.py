@@ -16,7 +16,7 @@ from lighthouse.address import Address, parse_address
 from tests.integration.lighthouse_clients import LIMIT_S
 from tests.stress.beside import Beside, HealthyHeals, HealthyReplicas, RankPair
 from tests.waiting import soon
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 SERVERS = ("lighthouse", "manager", "checkpoint")
@@ -88,8 +88,8 @@ def running() -> Iterator[Scene]:
         group = psutil.Process(started.pid)
         scene = Scene(
             {"lighthouse": lighthouse.url, **found},
-            {"lighthouse": psutil.Process(lighthouse.process.pid), "manager": group, "checkpoint": group},
-            lambda: lighthouse.process.output + started.output,
+            {"lighthouse": psutil.Process(lighthouse.pid), "manager": group, "checkpoint": group},
+            lambda: lighthouse.output + started.output,
         )
         with closing(scene):
             yield scene

@@ -31,7 +31,7 @@ from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server import service
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime.event_loop import coordination_loop
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 
 pytestmark = pytest.mark.integration
 

@@ -12,13 +12,14 @@ import pytest
 
 from tests.conftest import WAIT_LIMIT_S
 from torchft_like.testing import forks
-from torchft_like.testing.processes import ForkedProcess, OutputError, Processes
+from torchft_like.testing.processes import OutputError, Processes, RunningProcess
 
 MODULE = "tests.unit.forked_module"
 
 
-def start(folder: Path, *arguments: str, descriptors: Sequence[int] = ()) -> ForkedProcess:
-    return ForkedProcess([MODULE, *arguments], folder / "log", {"COLOR": "green"}, descriptors=descriptors)
+def start(folder: Path, *arguments: str, descriptors: Sequence[int] = ()) -> RunningProcess:
+    command, variables = [MODULE, *arguments], {"COLOR": "green"}
+    return RunningProcess(command, folder / "log", variables, is_fork=True, descriptors=descriptors)
 
 
 def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -34,9 +35,9 @@ def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, t
 # Its fork says its process id and ends, or waits.
 OF_A_FORK = """
 import sys
-from torchft_like.testing.processes import ForkedProcess
+from torchft_like.testing.processes import RunningProcess
 
-inner = ForkedProcess(["tests.unit.forked_module", sys.argv[1]])
+inner = RunningProcess(["tests.unit.forked_module", sys.argv[1]], is_fork=True)
 print("inner", inner.pid, flush=True)
 sys.exit(inner.wait())
 """
@@ -44,9 +45,9 @@ sys.exit(inner.wait())
 
 def test_a_fork_has_forks_of_the_same_server_which_end_with_it(tmp_path: Path) -> None:
     (script := tmp_path / "script.py").write_text(OF_A_FORK)
-    outer = ForkedProcess([str(script), "show"], tmp_path / "log")
+    outer = RunningProcess([str(script), "show"], tmp_path / "log", is_fork=True)
     assert outer.wait(WAIT_LIMIT_S) == 3, outer.output
-    outer = ForkedProcess([str(script), "sleep"], tmp_path / "log")
+    outer = RunningProcess([str(script), "sleep"], tmp_path / "log", is_fork=True)
     inner = psutil.Process(int(outer.wait_for_output(r"inner (\d+)").group(1)))
     assert inner.ppid() == psutil.Process(outer.pid).ppid()
     outer.kill()

@@ -1,7 +1,7 @@
 """The testing kit: a real job on one machine, faults in it, its records, and the invariants that they must
 keep.
 
-`cluster`: a lighthouse and replica groups that run a script; `lighthouse`: a lighthouse alone.
+`cluster`: a lighthouse and replica groups that run a script; a lighthouse alone.
 `ranks`: processes that run calls for a test; `processes`, `forks`: how processes start and end.
 `faults`: faults at an exact place of a script; `relay`: faults in a server's answers.
 `training`: a model that a rank trains, and a transport whose answers a fault can strike.

@@ -15,104 +15,100 @@ records; no process is left in any case.
 
 from __future__ import annotations
 
-import re
 import signal
-import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Final, Self
 
-import psutil
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from torchft_like.testing.forks import Fork
 from torchft_like.testing.invariants import Commit, History, Process, progress, violations
 from torchft_like.testing.journal import JOURNAL_ENV, JournalReader, Record
-from torchft_like.testing.lighthouse import FIRST_OF_ALL, LISTENING, NO_PAGE
 from torchft_like.testing.log import Log, commit_of
-from torchft_like.testing.processes import RunningProcess, kill_all
+from torchft_like.testing.processes import END_S_MAX, RunningProcess, kill_all
 
 LOOPBACK = "127.0.0.1"
 LIGHTHOUSE = "lighthouse"
+LISTENING: Final = r"(?m)^lighthouse listening on (http://\S+)\n"
+START_S_MAX: Final = 60.0
+# No member of a quorum can be about to come back to an address at which there was no lighthouse before.
+FIRST_OF_ALL: Final = ("--start_grace_ms=0",)
 
 # Far above the time of any wait here, far below the workers' operation timeout.
 LIMIT_S = 60.0
 POLL_S = 0.05
-HARMLESS_SIGNALS = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
 STACKS_S = 1.0
-TRACEBACK_END = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
 
 
-class Daemon(RunningProcess):
-    """A process of the job, and whether it has a reason to end.
+class LighthouseProcess(RunningProcess):
+    """A lighthouse, which listens when the constructor returns, and is ended when its block ends.
 
     Args:
-        label: what its files and messages call it.
-        command: a module or a script, and its arguments, for a fork that has torch loaded; of a cold process
-            the program and its arguments.
-        folder: the folder for its output.
-        variables: variables of the environment, beside those of this process.
-        namespace: the path of a network namespace to run in; empty for that of this process.
-        is_cold: whether it is a new process, and no fork.
+        flags: the flags of its command line.
+        bind: host and port to listen at; a free port of loopback by default.
+        event_file: the file into which it writes its events.
+        is_cold: whether to start a new interpreter, which is what a measurement of its memory needs.
+        log, variables, namespace: as in RunningProcess.
+
+    Attributes:
+        url, address: where it listens; `address` is host and port, at which another one may listen after it.
+
+    Raises:
+        OutputError: it does not listen; the text has its output.
     """
 
     def __init__(
         self,
-        label: str,
-        command: Sequence[str],
-        folder: Path,
-        variables: Mapping[str, str],
-        *,
-        namespace: str = "",
+        *flags: str,
+        bind: str = f"{LOOPBACK}:0",
+        event_file: Path | None = None,
         is_cold: bool = False,
+        log: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+        namespace: str = "",
     ) -> None:
-        self.label = label
-        self.may_end = False
-        self._namespace = namespace
-        self._is_cold = is_cold
-        entering = ["nsenter", f"--net={namespace}", "--"] if namespace and is_cold else []
-        super().__init__([*entering, *command], folder / f"{label}.log", variables)
+        first = FIRST_OF_ALL if bind.endswith(":0") else ()
+        # A page takes a moment to load; a flag that follows asks for one.
+        command = ["lighthouse", "--bind", bind, "--page=off", *first, *flags]
+        told = {"TORCHFT_EVENT_FILE": str(event_file)} if event_file else {}
+        cold = [sys.executable, "-m"] if is_cold else []
+        super().__init__(
+            [*cold, *command], log, {**told, **(variables or {})}, is_fork=not is_cold, namespace=namespace
+        )
+        try:
+            self.url = self.wait_for_output(LISTENING, START_S_MAX)[1]
+        except BaseException:
+            self.kill()
+            raise
+        self.address = self.url.removeprefix("http://")
 
-    def _launch(self, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes] | Fork:
-        if self._is_cold:
-            return super()._launch(env, output)
-        return Fork(self.command, env, [output], self._namespace)
+    def __enter__(self) -> Self:
+        return self
 
-    @property
-    def is_stopped(self) -> bool:
-        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+    def __exit__(self, *_: object) -> None:
+        self.kill()
 
-    @property
-    def last_error(self) -> str:
-        """The last line of the last traceback in its output; empty if there is none."""
-        return str((TRACEBACK_END.findall(self.output) or [""])[-1])
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether the process has ended, and everything that it has started."""
-        return self.exit_code is not None and not self.session()
-
-    def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone; after a deadly one it may end."""
-        if number not in HARMLESS_SIGNALS:
-            self.may_end = True
-        super().signal(number)
-
-    def kill(self) -> None:
-        """End the process and every descendant."""
-        self.may_end = True
-        super().kill()
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait for the end, and return the exit status."""
+        self.signal(number)
+        return self.wait(END_S_MAX)
 
 
-class Rank(Daemon):
+class Rank(RunningProcess):
     """A rank of a replica group, and its records; its label is the group's name, the start and its number.
 
     Attributes:
         name: the name of the replica group.
         number: its group rank.
         journal, event_file: what it writes.
+
+    Args:
+        command: a module or a script, and its arguments, for a fork; of a cold process the program and its
+            arguments.
+        folder: the folder for its output and its records.
     """
 
     def __init__(
@@ -133,7 +129,8 @@ class Rank(Daemon):
         own = {JOURNAL_ENV: str(self.journal), "TORCHFT_EVENT_FILE": str(self.event_file)}
         if not is_cold:
             own |= {**host_of_its_own(label), "OMP_NUM_THREADS": "1"}
-        super().__init__(label, command, folder, {**own, **variables}, namespace=namespace, is_cold=is_cold)
+        log = folder / f"{label}.log"
+        super().__init__(command, log, {**own, **variables}, is_fork=not is_cold, namespace=namespace)
 
     def print_stacks(self) -> None:
         """Make the rank print the stacks of its threads, if it can."""
@@ -242,7 +239,7 @@ class Cluster:
         self._limit_s = limit_s
         settings = [f"--min_replicas={min_replicas}", f"--join_timeout_ms={join_timeout_ms}"]
         self._options = [*settings, *lighthouse_flags]
-        self._daemons: list[Daemon] = []
+        self._daemons: list[RunningProcess] = []
         self._indices: dict[str, int] = {}
         self.groups: list[Group] = []
         self.lighthouse_address = f"http://{LOOPBACK}:0"
@@ -276,20 +273,18 @@ class Cluster:
 
     def start_lighthouse(self) -> None:
         """Start the lighthouse; a later one listens at the address of the first one."""
-        bind = self.lighthouse_address.removeprefix("http://")
         first = () if self._daemons else FIRST_OF_ALL
-        self.lighthouse = Daemon(
-            f"{LIGHTHOUSE}.{len(self._daemons)}",
-            ["lighthouse", "--bind", bind, *NO_PAGE, *first, *self._options],
-            self.folder,
-            {
-                "TORCHFT_EVENT_FILE": str(self.folder / f"{LIGHTHOUSE}.events"),
-                "TORCHFT_INSECURE": "1",  # a namespace of its own, and no other host
-            },
+        self.lighthouse = LighthouseProcess(
+            *first,
+            *self._options,
+            bind=self.lighthouse_address.removeprefix("http://"),
+            event_file=self.folder / f"{LIGHTHOUSE}.events",
+            log=self.folder / f"{LIGHTHOUSE}.{len(self._daemons)}.log",
+            variables={"TORCHFT_INSECURE": "1"},  # a namespace of its own, and no other host
             namespace=self.host_of(LIGHTHOUSE)[1],
         )
         self._daemons.append(self.lighthouse)
-        self.lighthouse_address = self.lighthouse.wait_for_output(LISTENING, self._limit_s)[1]
+        self.lighthouse_address = self.lighthouse.url
 
     def index_of(self, name: str) -> int:
         """Return the position of a replica group among those that were started: its bit in the ledger."""

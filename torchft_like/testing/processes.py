@@ -24,6 +24,8 @@ import psutil
 from torchft_like.testing.forks import Fork
 
 TAIL_LINES: Final = 40
+HARMLESS_SIGNALS: Final = (signal.SIGSTOP, signal.SIGCONT, signal.SIGUSR1, signal.SIGUSR2)
+TRACEBACK_END: Final = re.compile(r"^Traceback .*\n(?:[ \t].*\n)+(\S.*)$", re.MULTILINE)
 OUTPUT_S_MAX: Final = 60.0
 END_S_MAX: Final = 60.0
 LOOK_EVERY_S: Final = 0.01
@@ -40,11 +42,18 @@ class RunningProcess:
     """A process, and its output so far, standard output and error together.
 
     Args:
-        command: the program and its arguments.
+        command: the program and its arguments; of a fork the module, or the path of a script, and its
+            arguments.
         log: the file to which the output is appended; without one it is kept in memory.
         variables: variables of the environment, beside those of this process.
-        folder: the folder in which the command runs; by default that of this process.
-        takes_orders: whether `tell` will be called.
+        is_fork: whether it is a fork of a process that has torch loaded.
+        namespace: the path of a network namespace to run in; empty for that of this process.
+        descriptors: open files for a fork; their numbers there are added to its arguments.
+        folder: the folder in which the command runs; by default that of this process, and always for a fork.
+        takes_orders: whether `tell` will be called, on no fork.
+
+    Attributes:
+        may_end: whether it has a reason to end, as after a deadly signal.
     """
 
     _stdout: int | None = None  # a subclass may read the standard output itself
@@ -55,17 +64,37 @@ class RunningProcess:
         log: Path | None = None,
         variables: Mapping[str, str] | None = None,
         *,
+        is_fork: bool = False,
+        namespace: str = "",
+        descriptors: Sequence[int] = (),
         folder: Path | None = None,
         takes_orders: bool = False,
     ) -> None:
         self.command = list(command)
         self.log = log or self._in_memory()
-        self._folder = folder
-        self._takes_orders = takes_orders
+        self.may_end = False
         with self.log.open("ab") as output:
             self._begin = output.tell()
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}
-            self._popen = self._launch(environment, output.fileno())
+            self._popen: subprocess.Popen[bytes] | Fork
+            if is_fork:
+                self._popen = Fork(self.command, environment, [output.fileno(), *descriptors], namespace)
+                return
+            entering = ["nsenter", f"--net={namespace}", "--"] if namespace else []
+            self._popen = subprocess.Popen(  # noqa: S603 - the caller's own command
+                [*_end_with_this_process(), *entering, *self.command],
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.PIPE if takes_orders else subprocess.DEVNULL,
+                stdout=self._stdout or output.fileno(),
+                stderr=output.fileno(),
+                start_new_session=True,
+            )
+
+    @property
+    def label(self) -> str:
+        """The name of its log, by which messages call it."""
+        return self.log.stem
 
     @property
     def pid(self) -> int:
@@ -75,6 +104,20 @@ class RunningProcess:
     def exit_code(self) -> int | None:
         """The exit code, negative for a signal; None while the process runs."""
         return self._popen.poll()
+
+    @property
+    def is_stopped(self) -> bool:
+        return psutil.Process(self.pid).status() == psutil.STATUS_STOPPED
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the process has ended, and everything that it has started."""
+        return self.exit_code is not None and not self.session()
+
+    @property
+    def last_error(self) -> str:
+        """The last line of the last traceback in its output; empty if there is none."""
+        return str((TRACEBACK_END.findall(self.output) or [""])[-1])
 
     @property
     def output(self) -> str:
@@ -96,7 +139,7 @@ class RunningProcess:
         """
         deadline = time.monotonic() + limit_s
         while True:
-            has_ended = self.exit_code is not None and not self.session()
+            has_ended = self.is_gone
             if match := re.search(pattern, self.output):
                 return match
             if has_ended or time.monotonic() > deadline:
@@ -116,7 +159,11 @@ class RunningProcess:
             self._popen.stdin.close()
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to this process alone; one that has ended gets none."""
+        """Send a signal to this process alone; one that has ended gets none. After a deadly one it may
+        end.
+        """
+        if number not in HARMLESS_SIGNALS:
+            self.may_end = True
         self._popen.send_signal(number)
 
     def wait(self, limit_s: float = END_S_MAX) -> int:
@@ -152,47 +199,13 @@ class RunningProcess:
 
     def kill(self) -> None:
         """End the process and every descendant, stopped ones too."""
+        self.may_end = True
         kill_all([self])
 
     def _in_memory(self) -> Path:
         descriptor = os.memfd_create("output", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, descriptor)
         return Path(f"/proc/self/fd/{descriptor}")
-
-    def _launch(self, env: Mapping[str, str], output: int) -> subprocess.Popen[bytes] | Fork:
-        return subprocess.Popen(  # noqa: S603 - the caller's own command
-            [*_end_with_this_process(), *self.command],
-            cwd=self._folder,
-            env=env,
-            stdin=subprocess.PIPE if self._takes_orders else subprocess.DEVNULL,
-            stdout=self._stdout or output,
-            stderr=output,
-            start_new_session=True,
-        )
-
-
-class ForkedProcess(RunningProcess):
-    """A module or a script that runs in a fork of a process that has torch loaded.
-
-    Args:
-        command: the module, or the path of a script, and its arguments.
-        log, variables: as in RunningProcess.
-        descriptors: open files for the fork; their numbers there are added to its arguments.
-    """
-
-    def __init__(
-        self,
-        command: Sequence[str],
-        log: Path | None = None,
-        variables: Mapping[str, str] | None = None,
-        *,
-        descriptors: Sequence[int] = (),
-    ) -> None:
-        self._descriptors = descriptors
-        super().__init__(command, log, variables)
-
-    def _launch(self, env: Mapping[str, str], output: int) -> Fork:
-        return Fork(self.command, env, [output, *self._descriptors])
 
 
 class Processes:
@@ -216,13 +229,17 @@ class Processes:
 
     def start(self, *command: str, env: Mapping[str, str] | None = None) -> RunningProcess:
         """Start a command; `env` is added to its environment."""
-        variables = {**self._variables, **(env or {})}
-        self.started.append(RunningProcess(command, None, variables, folder=self._folder))
-        return self.started[-1]
+        return self._start(command, env, is_fork=False)
 
     def fork(self, *command: str, env: Mapping[str, str] | None = None) -> RunningProcess:
         """Run a module or a script in a fork that has torch loaded; `env` is added to its environment."""
-        self.started.append(ForkedProcess(command, None, {**self._variables, **(env or {})}))
+        return self._start(command, env, is_fork=True)
+
+    def _start(
+        self, command: Sequence[str], env: Mapping[str, str] | None, *, is_fork: bool
+    ) -> RunningProcess:
+        variables = {**self._variables, **(env or {})}
+        self.started.append(RunningProcess(command, None, variables, is_fork=is_fork, folder=self._folder))
         return self.started[-1]
 
     def kill_all(self) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from torchft_like.testing.processes import ForkedProcess, holds_within, kill_all
+from torchft_like.testing.processes import RunningProcess, holds_within, kill_all
 
 LIMIT_S = 60.0
 STATE_S_MAX = 60.0
@@ -48,7 +48,7 @@ class Rank:
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs:
-            self.process = ForkedProcess([__name__], descriptors=[theirs.fileno()])
+            self.process = RunningProcess([__name__], is_fork=True, descriptors=[theirs.fileno()])
         self._connection.send(make)
 
     @property

@@ -11,7 +11,7 @@ import torch
 
 from torchft_like.errors import ChangeRolledBackError
 from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator
-from torchft_like.testing.lighthouse import LighthouseProcess
+from torchft_like.testing.cluster import LighthouseProcess
 
 T = TypeVar("T")
 LIMIT_S = 60.0

@@ -25,7 +25,7 @@ import psutil
 from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
-from torchft_like.testing.cluster import Daemon, Group, Rank
+from torchft_like.testing.cluster import Group, Rank
 from torchft_like.testing.processes import RunningProcess, holds_within, kill_all, why_no_namespace
 
 DISK_KB = 256
@@ -77,7 +77,7 @@ def inject(target: Target, planned: Planned) -> AbstractContextManager[Injected]
 
 
 @contextmanager
-def _signal(number: signal.Signals, *chosen: Group | Rank | Daemon) -> Iterator[Injected]:
+def _signal(number: signal.Signals, *chosen: Group | RunningProcess) -> Iterator[Injected]:
     """Signal the victims, or the lighthouse; SIGSTOP is lifted at the end."""
     victims = tuple(each.name for each in chosen if isinstance(each, Group | Rank))
     first = chosen[0]
