@@ -24,7 +24,7 @@ from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.report import hangs, make_report
 from torchft_like.testing.chaos.schedule import Planned
-from torchft_like.testing.journal import Journal
+from torchft_like.testing.journal import Journal, JournalReader
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 LIMIT_S = 40.0
@@ -123,9 +123,9 @@ def test_a_step_for_which_a_command_healed_is_no_batch_of_its_own(job: ChaosJob)
 
 def test_an_attempt_that_failed_is_one_of_its_rank(tmp_path: Path) -> None:
     job = ChaosJob(JobSettings(replicas=2, ranks=2), tmp_path, str(tmp_path))
-    paths = tmp_path / "a.journal", tmp_path / "a.events"
-    Journal(str(paths[0])).write("failed", began=1.0, step=3)
-    rank: Any = SimpleNamespace(name="r0", number=1, label="r0.1.1", journal=paths[0], event_file=paths[1])
+    journal, events = (JournalReader(tmp_path / name) for name in ("a.journal", "a.events"))
+    Journal(str(journal.path)).write("failed", began=1.0, step=3)
+    rank: Any = SimpleNamespace(name="r0", number=1, label="r0.1.1", journal=journal, event_file=events)
     job._read(rank)
     assert [note["group_rank"] for note in job.log.notes] == [1]
 

@@ -102,12 +102,14 @@ def left_out(*members: str) -> Act:
 
 NOTHING: Act = lambda story: story.steps(5)  # noqa: E731 - as the others
 WITHOUT_R2: Act = lambda story: story.new_quorum("r2").steps(5)  # noqa: E731
-SPOILT = both(note("spoilt", "r0"), event("heal", "r2", refused=[], addresses=["http://h:1"]))
+SPOILT = both(
+    note("fault", "r0", act="cut-answer"), event("heal", "r2", refused=[], addresses=["http://h:1"])
+)
 TOO_MANY = "[Errno 24] Too many open files"
 UNFETCHED = "CheckpointFormatError: state of step 5 could not be fetched from -"
 STRANGER = {"stranger": "stranger"}
 REFUSED = event("refused", member="stranger:1", source="lighthouse")
-GIVEN_UP = both(event("error", "r2"), note("given_up", "r2"))
+GIVEN_UP = both(event("error", "r2"), note("fault", "r2", act="give-up"))
 
 # A fault with this victim and these details, what is no evidence of it, and what is some after that, if any.
 EVIDENCE: list[tuple[str, str, dict[str, Any], Act, Act | None]] = [

@@ -6,19 +6,17 @@ anonymous mappings, and resident memory. Two footprints differ where something w
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from torchft_like.testing.chaos.resources import mapped_shared_memory
+from torchft_like.testing.chaos.resources import kind_of, mapped_shared_memory, things_of
 
 SETTLE_S = 30.0
 PAUSE_S = 0.05
@@ -63,14 +61,14 @@ def take() -> Footprint:
     gc.collect()
     own = psutil.Process()
     everybody = [own, *own.children(recursive=True)]
-    things = Counter(thing for process in everybody for thing in _things(process.pid))
+    things = Counter(thing for process in everybody for thing in ("process", *things_of(process.pid)))
     if shared := set(os.listdir("/dev/shm")):
         shared -= mapped_shared_memory(
             but={process.pid for process in everybody}
         )  # other tests' processes have
-    things.update(f"/dev/shm/{_kind(name)}" for name in shared)
+    things.update(f"/dev/shm/{kind_of(name)}" for name in shared)
     names = _mapped(own.pid)
-    things.update(f"mapped {_kind(name)}" for name in names if name)
+    things.update(f"mapped {kind_of(name)}" for name in names if name)
     return Footprint(things, sum(not name for name in names), own.memory_info().rss)
 
 
@@ -105,17 +103,6 @@ def settled() -> Footprint:
     return last
 
 
-def _things(pid: int) -> Iterator[str]:
-    yield "process"
-    with contextlib.suppress(OSError):  # the process has just ended
-        for task in Path(f"/proc/{pid}/task").iterdir():
-            yield f"thread {(task / 'comm').read_text().strip()}"
-    with contextlib.suppress(OSError):
-        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself
-                yield f"descriptor {_kind(os.readlink(descriptor))}"
-
-
 def _mapped(pid: int) -> list[str]:
     """Return the name behind each mapping, empty for the memory allocator's: anonymous ones and the heap.
 
@@ -123,8 +110,3 @@ def _mapped(pid: int) -> list[str]:
     """
     lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
     return [line[73:].strip().replace("[heap]", "") for line in lines]
-
-
-def _kind(name: str) -> str:
-    """Replace what differs every time in a name: numbers and random parts."""
-    return re.sub(r"[0-9a-zA-Z]*\d[0-9a-zA-Z]*", "*", name)

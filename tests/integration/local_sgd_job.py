@@ -14,7 +14,6 @@ import torch
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.relay import at
 from torchft_like.testing.training import LocalModel, RelayedTransport, SyncLoop, prepare_process
 
 STRUCK_AT_BYTES = 2000  # within the answer that has the state
@@ -25,14 +24,10 @@ def main() -> None:
     prepare_process()
     name, index, fragments, delay, alpha, quantize_to, *faults = sys.argv[1:]
     journal = Journal.of_this_process()
-    visit = Faults(faults, journal).visit
+    planned = Faults(faults, journal)
+    visit = planned.visit
     sync: dict[str, Any] = {"fragment_sync_delay": int(delay), "fragment_update_alpha": float(alpha)}
     model = LocalModel(name, 0, fragments=int(fragments), should_quantize=quantize_to, **sync)
-
-    def visit_heal(data: bytes) -> bytes:
-        visit("heal")
-        return data
-
     manager: Any = Manager(
         pg=ProcessGroupGloo(timeout=LIMIT),
         load_state_dict=model.load_state_dict,
@@ -40,7 +35,7 @@ def main() -> None:
         min_replica_size=1,
         use_async_quorum=False,
         replica_id=name,
-        checkpoint_transport=RelayedTransport(lambda: at(STRUCK_AT_BYTES, visit_heal), LIMIT),
+        checkpoint_transport=RelayedTransport(planned.in_answers(STRUCK_AT_BYTES), LIMIT),
     )
     allreduce, should_commit = manager.allreduce, manager.should_commit
 

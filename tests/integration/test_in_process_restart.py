@@ -161,7 +161,7 @@ def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_o
         ended = [*lives, *b.ranks, spare]
         cluster.wait_until(lambda: all(rank.exit_code == 0 for rank in ended), "all ranks end")
         for rank in (*lives, spare):
-            heal, has_kept = last_heal(list(read_events(rank.event_file)))
+            heal, has_kept = last_heal(list(read_events(rank.event_file.path)))
             assert has_kept or rank is spare or min_replicas == 1
             assert heal["kept"] >= heal["bytes"] if has_kept else heal["kept"] == 0, heal
             assert bool(heal["addresses"]) is not has_kept, "no byte of it came from the other group"

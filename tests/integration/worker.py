@@ -10,7 +10,6 @@ import os
 import sys
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 
@@ -24,14 +23,12 @@ from torchft_like import (
     ProcessGroupBabyNCCL,
     ProcessGroupGloo,
     ProcessGroupNCCL,
-    ProcessGroupWrapper,
     WorldSizeMode,
 )
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
-from torchft_like.testing.relay import at
 from torchft_like.testing.training import Loop, Model, RelayedTransport, prepare_process
 
 STATE_BYTES_BEFORE_FAULT = 1024 * 1024
@@ -72,18 +69,6 @@ def plain_model(options: WorkerOptions) -> Model:
     return Model(name, options.ballast_mb * 1024 * 1024, options.device, options.reduce, options.width)
 
 
-class FaultyProcessGroup(ProcessGroupWrapper):
-    """Visits the fault `configure` before the group meets its members."""
-
-    def __init__(self, pg: ProcessGroup, faults: Faults) -> None:
-        super().__init__(pg=pg)
-        self._faults = faults
-
-    def configure(self, *arguments: Any, **options: Any) -> None:
-        self._faults.visit("configure")
-        super().configure(*arguments, **options)
-
-
 BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
     "baby-gloo": ProcessGroupBabyGloo,
@@ -95,7 +80,7 @@ BACKENDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
 def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> dist.ProcessGroup:
     """Return the group that the options ask for."""
     if options.backend != "native-gloo":
-        return FaultyProcessGroup(BACKENDS[options.backend](timeout), faults)
+        return faults.in_configure(BACKENDS[options.backend](timeout))
     dist.init_process_group(
         "gloo",
         store=dist.TCPStore("127.0.0.1", options.store_port, is_master=False, wait_for_workers=False),  # type: ignore[attr-defined]
@@ -111,11 +96,6 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
 def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manager:
     """Return the Manager that the options ask for; the environment says the rest."""
     timeout = timedelta(seconds=options.timeout_s)
-
-    def visit(data: bytes) -> bytes:
-        faults.visit("heal")
-        return data
-
     return Manager(
         pg=make_group(options, faults, timeout),
         load_state_dict=model.load_state_dict,
@@ -128,7 +108,7 @@ def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manage
         world_size_mode=WorldSizeMode[options.world_size_mode],
         replica_id=options.name,
         job_id=options.job_id,
-        checkpoint_transport=RelayedTransport(lambda: at(STATE_BYTES_BEFORE_FAULT, visit), timeout),
+        checkpoint_transport=RelayedTransport(faults.in_answers(STATE_BYTES_BEFORE_FAULT), timeout),
     )
 
 

@@ -103,7 +103,7 @@ class Rank(RunningProcess):
     Attributes:
         name: the name of the replica group.
         number: its group rank.
-        journal, event_file: what it writes.
+        journal, event_file: readers of what it writes.
 
     Args:
         command: a module or a script, and its arguments, for a fork; of a cold process the program and its
@@ -123,10 +123,10 @@ class Rank(RunningProcess):
     ) -> None:
         self.name, _, number = label.rsplit(".", 2)
         self.number = int(number)
-        self.journal, self.event_file = folder / f"{label}.journal", folder / f"{label}.events"
-        self._journal, self._events = JournalReader(self.journal), JournalReader(self.event_file)
+        self.journal = JournalReader(folder / f"{label}.journal")
+        self.event_file = JournalReader(folder / f"{label}.events")
         self._commits: list[Commit] = []
-        own = {JOURNAL_ENV: str(self.journal), "TORCHFT_EVENT_FILE": str(self.event_file)}
+        own = {JOURNAL_ENV: str(self.journal.path), "TORCHFT_EVENT_FILE": str(self.event_file.path)}
         if not is_cold:
             own |= {**host_of_its_own(label), "OMP_NUM_THREADS": "1"}
         log = folder / f"{label}.log"
@@ -138,21 +138,21 @@ class Rank(RunningProcess):
             self.signal(signal.SIGUSR2)
 
     def commits(self) -> list[Commit]:
-        new = self._journal.records("commit")[len(self._commits) :]
+        new = self.journal.records("commit")[len(self._commits) :]
         self._commits += map(commit_of, new)
         return self._commits
 
     def faults(self) -> list[Record]:
         """Return the planned faults that have struck."""
-        return self._journal.records("fault")
+        return self.journal.records("fault")
 
     def records(self, kind: str) -> list[Record]:
         """Return the records of its journal: "attempt" for the steps that it has begun, and so on."""
-        return self._journal.records(kind)
+        return self.journal.records(kind)
 
     def events(self, kind: str | None = None) -> list[Record]:
         """Return the Manager's event records."""
-        return self._events.records(kind)
+        return self.event_file.records(kind)
 
 
 class Group:

@@ -2,9 +2,9 @@
 
 A fault is written `act@place`, or `act@place@path` for one that waits for a trigger: it strikes the first
 process that comes to the place and finds the file, which that process removes. The process then kills itself,
-stops itself as SIGSTOP does, hangs until SIGUSR1, or changes one bit of its state. One that raises an OSError
-does so each time, for as long as its file is there. The script calls `visit` in each place; the record of the
-fault is on disk before it strikes.
+stops itself as SIGSTOP does, hangs until SIGUSR1, changes one bit of its state, gives its step up, or cuts or
+changes what it sends to a healing peer. One that raises an OSError does so each time, for as long as its file
+is there. The script calls `visit` in each place; the record of the fault is on disk before it strikes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,27 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
+from torchft_like import ProcessGroup
 from torchft_like.testing.journal import Journal
+from torchft_like.testing.relay import Filter, at, cut, flip_bit
 
-ACTS = ("kill", "stop", "hang", "raise", "flip-parameter", "flip-optimizer", "flip-ballast")
+P = TypeVar("P", bound=ProcessGroup)
+ACTS = (
+    "kill",
+    "stop",
+    "hang",
+    "raise",
+    "flip-parameter",
+    "flip-optimizer",
+    "flip-ballast",
+    "give-up",
+    "cut-answer",
+    "flip-answer",
+)
 PLACES = (
     "step",  # before the join
     "backward",  # after the gradients, before the collective
@@ -29,6 +45,10 @@ PLACES = (
     "vote",  # after the sums, before the vote
     "heal",  # while a part of the state is on its way to a healing peer
 )
+
+
+class StepGivenUpError(Exception):
+    """A planned fault wants the step to be given up; the script goes on with the next one."""
 
 
 @dataclass(frozen=True)
@@ -86,15 +106,39 @@ class Faults:
         """
         self._released = True
 
-    def visit(self, place: str) -> None:
-        """Let the faults strike that are due at `place`."""
+    def visit(self, place: str, data: bytes = b"") -> bytes:
+        """Let the faults strike that are due at `place`.
+
+        Args:
+            data: what is sent in this place, if something is.
+
+        Returns:
+            What to send instead.
+        """
         for fault in list(self._planned):
             if fault.place == place and fault.is_triggered():
-                if not fault.lasts:
+                if fault.trigger is None:
                     self._planned.remove(fault)
-                self._strike(fault)
+                data = self._strike(fault, data)
+        return data
 
-    def _strike(self, fault: Fault) -> None:
+    def in_answers(self, at_bytes: int) -> Callable[[], Filter]:
+        """Return what a relay takes, to visit `heal` in each answer that has more bytes than these."""
+        return lambda: at(at_bytes, lambda data: self.visit("heal", data))
+
+    def in_configure(self, group: P) -> P:
+        """Have a process group visit `configure` before it meets its members; return it."""
+        configure = group.configure
+
+        @wraps(configure)
+        def visit_and_configure(*arguments: Any, **options: Any) -> None:
+            self.visit("configure")
+            configure(*arguments, **options)
+
+        group.configure = visit_and_configure  # type: ignore[method-assign]
+        return group
+
+    def _strike(self, fault: Fault, data: bytes) -> bytes:
         self._journal.write("fault", act=fault.act, place=fault.place)
         match fault.act:
             case "kill":
@@ -106,5 +150,12 @@ class Faults:
             case "hang":
                 while not self._released:
                     time.sleep(0.01)
+            case "give-up":
+                raise StepGivenUpError
+            case "cut-answer":
+                cut(data)
+            case "flip-answer":
+                return flip_bit(data)
             case _:
                 self.flip(fault.act.removeprefix("flip-"))
+        return data

@@ -37,15 +37,15 @@ class JournalReader:
     """A reader of a growing file; a line that is still being written comes later."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
         self._offset = 0
         self._records: list[Record] = []
 
     def new_records(self) -> list[Record]:
         """Return the records since the last call, oldest first; the reader keeps none of them."""
-        if not self._path.exists():
+        if not self.path.exists():
             return []
-        with self._path.open("rb") as file:
+        with self.path.open("rb") as file:
             file.seek(self._offset)
             whole, newline, _ = file.read().rpartition(b"\n")
         self._offset += len(whole) + len(newline)

@@ -23,7 +23,7 @@ class Log:
     Attributes:
         commits: every committed step of every rank.
         events: event records of Managers and the lighthouse, without the committed votes.
-        notes: the workers' other records (failed, checkpoint_failed, spoilt), and the ends of their processes
+        notes: the workers' other records (failed, checkpoint_failed, fault), and the ends of their processes
             (ended), each with its `replica`.
     """
 

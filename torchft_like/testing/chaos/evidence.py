@@ -118,6 +118,10 @@ class View:
         """Return the notes in the time of this fault."""
         return self._log.notes_between(self.injection.time, self._until, *kinds)
 
+    def struck(self, *acts: str) -> list[Record]:
+        """Return the faults that workers did to themselves in the time of this one."""
+        return [note for note in self.notes("fault") if note["act"] in acts]
+
     def commits(self) -> Iterable[Commit]:
         """Return the commits in the time of this fault."""
         return self._log.commits_between(self.injection.time, self._until)
@@ -218,7 +222,7 @@ def _waited_for_the_idle(view: View) -> str:
 
 def _given_up(view: View) -> str:
     """Check that a victim gave a step up, and that this ended the step of another one."""
-    gave_up = view.notes("given_up")
+    gave_up = view.struck("give-up")
     ended = [event for event in view.events("abort", "error") if not view.is_victim(event)]
     return f"{name_of(str(ended[0]['replica_id']))}: {ended[0]['reason']}" if gave_up and ended else ""
 
@@ -251,7 +255,7 @@ def _backend_lost(view: View) -> str:
 
 def _transfer_refused(view: View) -> str:
     """Check that the relay spoilt a transfer, and the healing replica refused it; others may have sent it."""
-    struck = view.notes("spoilt")
+    struck = view.struck("cut-answer", "flip-answer")
     refused = [str(e["reason"]) for e in view.events("error") if "could not be fetched" in str(e["reason"])]
     heals = view.events("heal")
     refused += [str(source) for event in heals for source in event["refused"]]

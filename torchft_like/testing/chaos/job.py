@@ -23,7 +23,7 @@ from torchft_like.testing.chaos.orders import JobSettings, Order, with_index
 from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, Cluster, Group, Rank
 from torchft_like.testing.forks import preload
 from torchft_like.testing.invariants import Commit, Process
-from torchft_like.testing.journal import JournalReader, Record
+from torchft_like.testing.journal import Record
 from torchft_like.testing.log import Log, commit_of, rank_of
 from torchft_like.testing.processes import OutputError, holds_within, kill_all
 
@@ -94,7 +94,6 @@ class ChaosJob(Cluster):
         if network is not None:
             self.lighthouse_address = f"http://{network.address(LIGHTHOUSE)}:{LIGHTHOUSE_PORT}"
         self._checkpoints = checkpoints
-        self._readers: dict[Path, JournalReader] = {}
         self._told: dict[str, Told] = defaultdict(Told)
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
@@ -193,7 +192,7 @@ class ChaosJob(Cluster):
         """Read what was written, and start again what has ended."""
         for rank in self.ranks():
             self._read(rank)
-        self.log.events += self._new_records(self.folder / f"{LIGHTHOUSE}.events")
+        self.log.events += self.lighthouse_events.new_records()
         if self._ends:
             return
         for index, group in enumerate(self.replicas):
@@ -274,11 +273,8 @@ class ChaosJob(Cluster):
         ended = {"kind": "ended", "time": time.time(), "replica": rank.name, "code": rank.exit_code}
         self.log.notes.append(ended)
 
-    def _new_records(self, path: Path) -> list[Record]:
-        return self._readers.setdefault(path, JournalReader(path)).new_records()
-
     def _read(self, rank: Rank) -> None:
-        for record in self._new_records(rank.journal):
+        for record in rank.journal.new_records():
             if record["kind"] == "commit":
                 self._add(record)
             elif record["kind"] == "waits":
@@ -288,7 +284,7 @@ class ChaosJob(Cluster):
                 self.log.notes.append({**record, "replica": rank.name, "group_rank": rank.number})
             elif record["kind"] != "attempt":
                 self.log.notes.append({**record, "replica": rank.name, "group_rank": rank.number})
-        for record in self._new_records(rank.event_file):
+        for record in rank.event_file.new_records():
             if not record.get("committed"):
                 self.log.events.append(record)
             if self.settings.command:

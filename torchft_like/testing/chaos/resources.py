@@ -11,7 +11,7 @@ import os
 import re
 import time
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import psutil
@@ -76,20 +76,30 @@ def holdings(pid: int) -> Counter[str] | None:
     """Count descriptors by kind, threads, descendants and resident MB; return None for a process that is
     gone.
     """
+    held = Counter("threads" if thing.startswith("thread ") else thing for thing in things_of(pid))
     try:
         process = psutil.Process(pid)
-        names = os.listdir(f"/proc/{pid}/fd")
-        held = Counter(
-            {"threads": process.num_threads(), "descendants": len(process.children(recursive=True))}
-        )
+        held["descendants"] = len(process.children(recursive=True))
         held["MB"] = process.memory_info().rss >> 20
     except (OSError, psutil.NoSuchProcess):
         return None
-    for name in names:
-        with contextlib.suppress(OSError):  # it was closed since
-            target = re.sub(r"\d+", "*", os.readlink(f"/proc/{pid}/fd/{name}"))
-            held[f"descriptors of {target}"] += 1
     return held
+
+
+def things_of(pid: int) -> Iterator[str]:
+    """Yield a name of each thread and each descriptor of a process, as far as it is there."""
+    with contextlib.suppress(OSError):  # the process has just ended
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            yield f"thread {(task / 'comm').read_text().strip()}"
+    with contextlib.suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # it was closed since
+                yield f"descriptor {kind_of(os.readlink(descriptor))}"
+
+
+def kind_of(name: str) -> str:
+    """Replace what differs every time in a name: numbers and random parts."""
+    return re.sub(r"[0-9a-zA-Z]*\d[0-9a-zA-Z]*", "*", name)
 
 
 def mapped_shared_memory(but: Collection[int] = ()) -> set[str]:
