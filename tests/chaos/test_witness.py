@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lighthouse.events import Event
-from torchft_like.testing.journal import Journal
-from torchft_like.testing.witness import Witness
+from torchft_like.testing.journal import Journal, Witness
 
 
 class HealsByOneStep:

@@ -19,8 +19,7 @@ SCRIPT = """
 import sys, time, torch
 from torchft_like import Manager, Optimizer, ProcessGroupGloo
 from torchft_like.digest import state_digest
-from torchft_like.testing.journal import Journal
-from torchft_like.testing.witness import Witness
+from torchft_like.testing.journal import Journal, Witness
 
 name = sys.argv[1]
 torch.manual_seed(ord(name))

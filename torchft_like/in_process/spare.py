@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -26,19 +27,38 @@ from lighthouse.net import DISTRUST, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK, RankProcess
 from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLostError
-from torchft_like.in_process.meeting import AskForSpare, Place
 from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 
 T = TypeVar("T")
+AskForSpare = Callable[[RankProcess, RankProcess, int], "Future[str]"]
 
 HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 RETRY_S = 0.25
 AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for the lighthouse
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's place that is vacant.
+
+    Attributes:
+        group_id: the prefix under which the ranks of the group meet.
+        store: where they do.
+        attempt: their last try, which has ended.
+        environment: variables that its ranks hand over.
+    """
+
+    group_id: str
+    rank: int
+    world_size: int
+    store: Address
+    attempt: int
+    environment: Mapping[str, str]
 
 
 class SpareDesk:

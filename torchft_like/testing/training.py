@@ -25,9 +25,8 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.digest import state_digest
 from torchft_like.local_sgd import DiLoCo
 from torchft_like.optim import GradientReplay
-from torchft_like.testing.journal import Journal
+from torchft_like.testing.journal import Journal, Witness
 from torchft_like.testing.relay import Filter, Relay
-from torchft_like.testing.witness import Witness
 
 WIDTH = 16  # of the model
 DIGITS = 16  # of a digest

@@ -14,7 +14,8 @@
 `lighthouse` is the daemon; `status` and `watch` show what it knows of its job, and `kill` ends a replica
 group (docs/lighthouse-page.md). `doctor` looks for what this host lacks to run a trainer. `keys` makes what
 the processes of a job know each other by (docs/security.md). `spare` waits for the place of a rank that has
-died (docs/in-process-restart.md).
+died: it is `TORCHFT_SPARE=rank python ...`, for a script whose training function is `restartable`
+(docs/in-process-restart.md).
 
 `chaos` runs one schedule of faults and checks all records of the job. `soak` first runs the job without
 faults, for as long, so that the throughputs can be compared. Both end with a report, in text on standard
@@ -26,6 +27,7 @@ crashed, leaked or was not felt, or the job did not even start; 2 means a wrong 
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import shutil
 import sys
@@ -36,10 +38,10 @@ from lighthouse import __version__
 from lighthouse.cli import main as run_lighthouse
 from lighthouse.errors import CoordinationError
 from lighthouse.keys import add_command as add_keys_command
-from lighthouse.page.cli import RefusedError
+from lighthouse.page.cli import LIGHTHOUSE_ENV, RefusedError
 from lighthouse.page.cli import add_commands as add_status_commands
+from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 from torchft_like.doctor import add_command as add_doctor_command
-from torchft_like.spare_command import add_command as add_spare_command
 from torchft_like.testing.chaos.orders import NAMING, Training
 from torchft_like.testing.chaos.schedule import KINDS
 
@@ -85,7 +87,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add_status_commands(commands)
     add_keys_command(commands)
     add_doctor_command(commands)
-    add_spare_command(commands)
+    _add_spare_command(commands)
     for name, what in (
         ("chaos", "inject faults into a job of real processes, and check what it wrote"),
         ("soak", "the same, after a run of the same length without faults"),
@@ -107,6 +109,26 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.spares < 0 or (options.spares and (options.ranks == 1 or options.command)):
         parser.error(f"--spares {options.spares}: they are for --ranks 2 or more, and the built-in worker")
     return options
+
+
+def _add_spare_command(commands: Any) -> None:
+    what = "wait for the place of a rank that has died, with the script that the ranks run"
+    parser = commands.add_parser("spare", help=what, description=what)
+    address = os.environ.get(LIGHTHOUSE_ENV, "")
+    parser.add_argument("--lighthouse", default=address, help=f"its address (default: {LIGHTHOUSE_ENV})")
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="a script, or -m and a module; its arguments"
+    )
+    parser.set_defaults(run=_become_spare)
+
+
+def _become_spare(options: argparse.Namespace) -> int:
+    if options.command and options.lighthouse:
+        variables = {**os.environ, SPARE_ENV: SPARE_RANK, LIGHTHOUSE_ENV: options.lighthouse}
+        os.execve(sys.executable, [sys.executable, *options.command], variables)  # noqa: S606 - the user's own
+    lacks = f"--lighthouse ({LIGHTHOUSE_ENV})" if options.command else "a script"
+    sys.stderr.write(f"torchft-like: spare needs {lacks}\n")
+    return 2
 
 
 def _add_options(parser: argparse.ArgumentParser, length: float) -> None:
