@@ -37,7 +37,7 @@ class NotReportedError(RuntimeError):
 class FleetProcess(RunningProcess):
     """One process and everything that it reported so far; `output` is its standard error alone."""
 
-    _stdout = subprocess.PIPE
+    _stdin = _stdout = subprocess.PIPE
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class FleetProcess(RunningProcess):
         self.records: list[Record] = []
         self._changed = changed
         self._lines: deque[str] = deque(maxlen=KEPT_LINES_MAX)
-        super().__init__(command, errors, variables, folder=ROOT, takes_orders=True)
+        super().__init__(command, errors, variables, folder=ROOT)
         self._reader = threading.Thread(target=self._read, name=f"read-{name}", daemon=True)
         self._reader.start()
 

@@ -112,6 +112,10 @@ class Manager:
         ConnectError: the lighthouse (rank 0) or rank 0 (others) was not reached in `connect_timeout`.
     """
 
+    # What may keep this rank from voting yes.
+    _checks: list[weakref.WeakMethod[Callable[[], Exception | None]]]
+    _stop_wanted = _stop_agreed = False
+
     def __init__(
         self,
         pg: torch.distributed.ProcessGroup,
@@ -161,10 +165,7 @@ class Manager:
         )
         self._config = config = resolve(arguments, os.environ)
         self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
-        self._replica_id, self._init_sync = config.replica_id, init_sync
-        self._is_alone = config.group_world_size == 1  # so that this rank's vote is the group's verdict
-        self._stop_wanted = self._stop_agreed = False
-        self._checks: list[weakref.WeakMethod[Callable[[], Exception | None]]] = []
+        self._replica_id, self._init_sync, self._checks = config.replica_id, init_sync, []
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
         self.events = followed(EventLog("manager", logger))
@@ -396,6 +397,11 @@ class Manager:
         self._stop_wanted = True
         self._driver.asked_to_stop()
         self._stop_agreed = self._stop_agreed or self._is_alone
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether this rank is the whole replica group, so that its vote is the verdict."""
+        return self._config.group_world_size == 1
 
     @property
     def stop_agreed(self) -> bool:

@@ -50,13 +50,14 @@ class RunningProcess:
         namespace: the path of a network namespace to run in; empty for that of this process.
         descriptors: open files for a fork; their numbers there are added to its arguments.
         folder: the folder in which the command runs; by default that of this process, and always for a fork.
-        takes_orders: whether `tell` will be called, on no fork.
 
     Attributes:
         may_end: whether it has a reason to end, as after a deadly signal.
     """
 
-    _stdout: int | None = None  # a subclass may read the standard output itself
+    # A subclass may read the standard output itself, and call `tell`: it says PIPE.
+    _stdout: int | None = None
+    _stdin: int = subprocess.DEVNULL
 
     def __init__(
         self,
@@ -68,7 +69,6 @@ class RunningProcess:
         namespace: str = "",
         descriptors: Sequence[int] = (),
         folder: Path | None = None,
-        takes_orders: bool = False,
     ) -> None:
         self.command = list(command)
         self.log = log or self._in_memory()
@@ -85,7 +85,7 @@ class RunningProcess:
                 [*_end_with_this_process(), *entering, *self.command],
                 cwd=folder,
                 env=environment,
-                stdin=subprocess.PIPE if takes_orders else subprocess.DEVNULL,
+                stdin=self._stdin,
                 stdout=self._stdout or output.fileno(),
                 stderr=output.fileno(),
                 start_new_session=True,
