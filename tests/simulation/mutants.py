@@ -601,7 +601,7 @@ class _TakesTheSpoiltForEqual(StepProtocol):
 class _TakesEveryStepForBound(StepProtocol):
     def stand(self) -> None:
         super().stand()
-        self.bind()
+        self.is_bound = True
 
 
 class _StandsAfterARestore(StepProtocol):

@@ -297,7 +297,7 @@ class Rank(Process):
             if self.fragments is None or self._over is not None:
                 self._end_step()
             return
-        protocol.bind()
+        protocol.is_bound = True
         part = None
         if protocol.is_participating:
             made_from = self.parameters if self.fragments is None else self._pseudogradient

@@ -107,6 +107,8 @@ class StepProtocol:
         steps_kept_max: how many steps may pass while a state comes to this rank beside them; 0: it waits for
           the state.
         catch_up: the steps that it keeps meanwhile.
+        is_bound: whether this attempt has a collective that cannot complete without all members; whoever
+          issues one says so here.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -141,8 +143,8 @@ class StepProtocol:
         self._is_held = False
         self._is_entered = False
         self._has_gone_on = False  # this attempt is made in a quorum of an earlier one
-        self._is_bound = False  # this attempt has a collective that needs all members
-        self._was_bound = False  # so had the last one, and it was committed
+        self.is_bound = False
+        self._was_bound = False  # the last attempt, which was committed
         self._is_settled = False  # the script has carried out all that was committed, and nothing more
 
     def begin(self) -> RankJoin:
@@ -160,7 +162,7 @@ class StepProtocol:
         self.in_step = True
         self.settle()
         self.healing = self._lacks_state = False
-        self._agreed = self._is_entered = self._has_gone_on = self._is_bound = False
+        self._agreed = self._is_entered = self._has_gone_on = self.is_bound = False
         self._failure_before_quorum, self._own_failure_before_quorum = None, ""
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
@@ -232,15 +234,11 @@ class StepProtocol:
             self._is_entered = True
         return self._is_entered
 
-    def bind(self) -> None:
-        """Record that the attempt has a collective that cannot complete without all members."""
-        self._is_bound = True
-
     @property
     def needs_asking(self) -> bool:
         """Whether the attempt could be committed, but without all members, in a quorum that may be over."""
         is_lost = self.failure is not None or self.quorum_id in self._broken
-        return self._has_gone_on and not self._is_bound and not is_lost
+        return self._has_gone_on and not self.is_bound and not is_lost
 
     def hold(self, quorum_id: int) -> int:
         """Enter no attempt in this quorum until told more; return the first step that was not entered."""
@@ -264,7 +262,7 @@ class StepProtocol:
         """Turn the attempt into one that asks for a quorum; return False if it has asked, or has a collective
         with all members. A failure of the attempt stays one.
         """
-        if not self._has_gone_on or self._is_bound:
+        if not self._has_gone_on or self.is_bound:
             return False
         self._failure_before_quorum = self._failures.get(self.quorum_id)
         self._stands = self._agreed = self._has_gone_on = self._is_entered = False
@@ -456,7 +454,7 @@ class StepProtocol:
         """Return whether this rank may commit."""
         if self.failure is not None or self._lacks_state:
             return False
-        if self._has_gone_on and not self._is_bound:
+        if self._has_gone_on and not self.is_bound:
             return False
         return self._are_enough
 
@@ -475,7 +473,7 @@ class StepProtocol:
         if (catch_up := self.catch_up) is None:
             return False
         is_full = len(catch_up.kept) >= self.steps_kept_max
-        can_keep = self._is_bound and self._are_enough and not is_full
+        can_keep = self.is_bound and self._are_enough and not is_full
         return catch_up.has_fetched or (self.failure is None and not can_keep)
 
     @property
@@ -491,7 +489,7 @@ class StepProtocol:
             has_fetched: whether all of them have the state that they fetch.
         """
         self.in_step = False
-        self._was_bound = committed and self._is_bound
+        self._was_bound = committed and self.is_bound
         if committed:
             self.has_committed = True
             self._is_settled = False

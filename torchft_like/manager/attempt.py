@@ -95,11 +95,6 @@ class Attempt:
         self.result, self._plan = result, plan
         self._agreed.set()
 
-    @property
-    def is_open(self) -> bool:
-        """Whether a collective may be issued at once."""
-        return self.is_configured and self.error is None and not self.is_exchanging
-
     def take_plan(self) -> Plan | None:
         """Return what has to be done before the quorum can be used, to the first caller only."""
         plan, self._plan = self._plan, None

@@ -13,6 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions, ReduceOp
 from torch.futures import Future
 
+from torchft_like.errors import ProcessGroupError
 from torchft_like.futures import future_wait
 from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.writing import divide
@@ -60,8 +61,14 @@ class Reduction(Operation):
         if pending is not None:
             pending[self] = time.monotonic()
 
-    def follow(self, work: Work) -> None:
-        """Follow up this work, which the group has begun."""
+    def follow(self, work: Work | None) -> None:
+        """Follow up this work, which the group has begun.
+
+        Raises:
+            ProcessGroupError: there is none, with which the reduction would pass for one that is over.
+        """
+        if work is None:
+            raise ProcessGroupError("an allreduce of the Manager's process group has returned no Work")
         self._inner = work
         if self._tensors and not self._tensors[0].is_cpu:
             self.get_future()  # a thread that waits on another stream waits for the division, too

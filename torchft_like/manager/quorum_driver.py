@@ -89,7 +89,7 @@ class QuorumDriver:
         self._exchange = exchange
         self._emit = emit
         self._worker = QuorumWorker()
-        self._deferred: Callable[[], DeferredOperation | None] = lambda: None  # the last one, while it lives
+        self._deferred = weakref.ref(DeferredOperation())  # to the last one, while it lives; to none at first
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
         self._is_asked_to_stop = False

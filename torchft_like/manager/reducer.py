@@ -8,7 +8,6 @@ import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Work
@@ -17,7 +16,7 @@ from torch.distributed import AllreduceOptions, ReduceOp
 from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import DivergenceError, FaultToleranceError, ProcessGroupError
+from torchft_like.errors import DivergenceError, FaultToleranceError
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
@@ -80,44 +79,39 @@ class Reducer:
         protocol, group, driver = self._protocol, self._group, self._driver
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
-        if not (attempt.is_open and protocol.can_communicate) and not self._can_communicate(attempt):
+        is_open = attempt.is_configured and attempt.error is None and not attempt.is_exchanging
+        if not (is_open and protocol.can_communicate) and not self._can_communicate(attempt):
             return kind(tensors, None, lambda _: None)
         is_first = attempt.report is None
         report = attempt.report = attempt.report or partial(group.fail, protocol.quorum_id)
-        if any(map(torch.Tensor.numel, tensors)):  # Gloo completes one of nothing without the others
-            protocol.bind()
-        divide_by = protocol.num_participants if averages else None
-        has_others = attempt.result is not None and attempt.result.replica_world_size > 1
-        quantizes = quantize_to is not None and has_others
-        if divide_by is not None:
-            if not quantizes and group.pg.divides and _divides_alike(divide_by, attempt, tensors):
-                divide_by = None
-            else:
-                options = SUM if options is AVERAGE else summing(options)
+        # Gloo completes one of nothing without the others.
+        protocol.is_bound = protocol.is_bound or any(map(torch.Tensor.numel, tensors))
+        if attempt.result is None or attempt.result.replica_world_size <= 1:
+            quantize_to = None
+        count, divide_by = protocol.num_participants, None
+        backend_divides = quantize_to is None and group.pg.divides
+        if averages and not (backend_divides and _divides_alike(count, attempt, tensors)):
+            divide_by = count
+            options = SUM if options is AVERAGE else summing(options)
         # Quantized numbers are divided by their owner, before it quantizes them again.
-        reduction = kind(tensors, None if quantizes else divide_by, report, attempt.pending_collectives)
+        divisor = divide_by if quantize_to is None else None
+        reduction = kind(tensors, divisor, report, attempt.pending_collectives)
         try:
             if not (of_all_members or protocol.is_participating):
                 leave_out(tensors, options.reduceOp)
                 error_feedback = None
-            reduction.follow(
-                self._quantize(tensors, options, divide_by, quantize_to, error_feedback)
-                if quantize_to is not None and quantizes
-                else self.issue(collective, tensors, options)
-            )
+            if quantize_to is None:
+                driver.wait_for_turn()
+                work = getattr(group.pg, collective.name)(tensors, options)
+            else:
+                work = self._quantize(tensors, options, divide_by, quantize_to, error_feedback)
+            reduction.follow(work)
             if is_first and attempt.fingerprint is not None:
                 self._begin_to_compare(attempt, attempt.fingerprint, report, tensors[0].device)
         except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
             report(error)
         return reduction
-
-    def issue(self, collective: Collective, *args: Any) -> Work:
-        """Begin a collective on the group, in the order of all ranks."""
-        self._driver.wait_for_turn()
-        if (work := getattr(self._group.pg, collective.name)(*args)) is None:  # it would pass for one done
-            raise ProcessGroupError(f"{collective.name} of {self._group.pg} has returned no Work")
-        return work  # type: ignore[no-any-return]
 
     def _quantize(
         self,
@@ -145,7 +139,8 @@ class Reducer:
             number = int.from_bytes(digest)
             attempt.comparison = least = torch.tensor([number, -number], device=device)
             reduction = Reduction([least], None, report, attempt.pending_collectives)
-            reduction.follow(self.issue(ALLREDUCE, [least], options_for(ReduceOp.MIN)))
+            self._driver.wait_for_turn()
+            reduction.follow(self._group.pg.allreduce([least], options_for(ReduceOp.MIN)))
 
     def compare(self, attempt: Attempt) -> None:
         """Fail the step if the members' states differ, once its collectives are over."""

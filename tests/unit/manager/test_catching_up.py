@@ -141,7 +141,7 @@ class Catching(Replica):
         self.said = self.driver.begin(attempt)
         self.driver.quorum(quorum(quorum_id, self.said, others))
         attempt.wait_configured(str)
-        self.protocol.bind()
+        self.protocol.is_bound = True
         self.exchange.exchange(attempt)
         vote = self.protocol.vote()
         averages = self.exchange.keep() if self.protocol.passes else None

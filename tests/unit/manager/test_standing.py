@@ -26,7 +26,7 @@ def standing(**rules: Any) -> StepProtocol:
     p.begin()
     p.agreed(quorum(stands=True), allow_heal=True)
     p.configured(1)
-    p.bind()
+    p.is_bound = True
     p.decide(committed=True)
     return p
 
@@ -50,7 +50,7 @@ class TestRank:
         p.released(1, 1)
         assert p.ask_instead()
         p.agreed(quorum(2), allow_heal=True)
-        p.bind()
+        p.is_bound = True
         assert p.failure is ERROR
         assert not p.vote()
 

@@ -85,12 +85,11 @@ class GlooGaps:
     def allreduce(self, *args: Any, **kwargs: Any) -> Work:
         """Allreduce; divide the sum for an average of several tensors, or of sparse ones."""
         row, reduce = BY_NAME["allreduce"], self._gloo["allreduce"]
-        tensors = args[0] if args else None
-        if type(tensors) is list and len(tensors) == 1 and tensors[0].layout is torch.strided:
-            return _run_contiguous(row, reduce, *args, **kwargs)  # the usual case
+        if not kwargs and _are_simple(row, args):
+            return reduce(*args)  # type: ignore[no-any-return]
         call = row.bind(args, kwargs)
-        is_simple = len(call.outputs) == 1 and call.outputs[0].layout is torch.strided
-        if is_simple or call.reduce_op != ReduceOp(ReduceOp.AVG):
+        is_one = len(call.outputs) == 1 and call.outputs[0].layout is torch.strided
+        if is_one or call.reduce_op != ReduceOp(ReduceOp.AVG):
             return _run_contiguous(row, reduce, *args, **kwargs)
         for tensor in call.outputs:
             torch.empty(0, dtype=tensor.dtype).div_(self._world_size)  # raises an error for integers
