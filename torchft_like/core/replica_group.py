@@ -487,7 +487,7 @@ class ReplicaGroup:
         if self._open_join is None or self.replica_id not in replica_ids:
             return []
         joins, self._joins, self._open_join = self._joins, {}, None
-        self._votes = {}
+        self._votes = {}  # from ranks that had withdrawn their joins: they are of an earlier quorum
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self._held, self._is_released, self._is_over, self._is_given_up = None, False, False, False
         self._links.quorum_formed(participants)

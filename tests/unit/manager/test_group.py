@@ -66,6 +66,18 @@ def test_votes_on_different_steps_commit_nothing() -> None:
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
 
 
+@pytest.mark.no_zombie
+def test_a_vote_given_before_a_quorum_does_not_count_in_it() -> None:
+    group = ReplicaGroup("a", 2)
+    for rank in (0, 1):
+        group.rank_joined(join(rank))
+    for rank in (0, 1):
+        group.rank_withdrew(rank)  # the group's join stays open
+    group.rank_voted(0, Verdict(4, True))
+    group.quorum_formed(7, members("a"), 1)
+    assert group.rank_voted(1, Verdict(4, True)) == []
+
+
 def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
     group = ReplicaGroup("a", 1, last_quorum_id=3, last_quorum_replica_ids=("a", "b"))
     assert group.member_lost(3, "a", "it was away") == [LossNotice(3, "a", "it was away", is_alive=True)]
