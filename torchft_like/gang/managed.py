@@ -11,7 +11,7 @@ quorum's group is aborted or configured anew, and says so from then on.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -24,14 +24,7 @@ from torchft_like.gang.gangs import Gangs
 from torchft_like.gang.group_gang import GroupGang
 from torchft_like.process_group import ManagedProcessGroup
 from torchft_like.process_group.configuration import Configuration
-from torchft_like.process_group.swallowing import GroupManager, QuorumManager
-
-
-class GangManager(GroupManager, QuorumManager, Protocol):
-    """The part of a Manager that a managed gang uses."""
-
-    def current_step(self) -> int:
-        """Return how many steps were committed."""
+from torchft_like.process_group.swallowing import GroupManager
 
 
 @final
@@ -52,7 +45,7 @@ class ManagedGang(GroupGang):
         device: the device of the tensors; None asks the manager's group.
     """
 
-    def __init__(self, manager: GangManager, device: torch.device | None = None) -> None:
+    def __init__(self, manager: GroupManager, device: torch.device | None = None) -> None:
         group = ManagedProcessGroup(manager)
         super().__init__(device or group._device_types[0])
         self._manager = manager

@@ -55,7 +55,7 @@ from torchft_like.manager.group_store import GroupStore, connect
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.swallowing import QuorumManager
+from torchft_like.process_group.swallowing import GroupManager
 from torchft_like.process_group.wrapper import as_timedelta
 
 GRACE_S = 5.0
@@ -792,7 +792,7 @@ class ManagedCoordinator(EpochCoordinator):
 
     def __init__(
         self,
-        manager: QuorumManager,
+        manager: GroupManager,
         *,
         device: torch.device | str = "cpu",
         group_name: str | None = None,
@@ -842,7 +842,7 @@ class ManagedCoordinator(EpochCoordinator):
 class _ManagedEpoch(Epoch):
     """One quorum. It is over when the group is configured anew, whether the coordinator has heard or not."""
 
-    def __init__(self, group: ProcessGroup, manager: QuorumManager) -> None:
+    def __init__(self, group: ProcessGroup, manager: GroupManager) -> None:
         super().__init__(group.epoch)
         self._configured = group.configuration
         self._group = group

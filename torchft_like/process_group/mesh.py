@@ -22,7 +22,7 @@ import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -42,20 +42,13 @@ MeshLayout: Any = _mesh_layout._MeshLayout
 _registrations = itertools.count()
 
 
-class MeshManager(GroupManager, Protocol):
-    """The part of a Manager that a mesh needs."""
-
-    def init_process_group(self) -> None:
-        """Start torch's default process group over the ranks of this replica group."""
-
-
 def ft_init_device_mesh(
     *,
     device_type: str,
     mesh_shape: Sequence[int],
     mesh_dim_names: Sequence[str],
     replicate_dim: int,
-    manager: MeshManager,
+    manager: GroupManager,
 ) -> ManagedDeviceMesh:
     """Make a mesh for a job with replica groups, as `init_device_mesh` does; one dimension is the manager's
     quorum.

@@ -253,8 +253,8 @@ class SwallowedOperation(FollowingOperation):
                 _fill_in(self._call, self._group.parent)
 
 
-class StepManager(Protocol):
-    """The part of a Manager that everything over its process group needs."""
+class GroupManager(Protocol):
+    """The part of a Manager that managed groups, gangs, coordinators and meshes need."""
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -269,19 +269,17 @@ class StepManager(Protocol):
     def report_error(self, e: Exception) -> None:
         """Declare the current step lost."""
 
+    def current_step(self) -> int:
+        """Return how many steps were committed."""
 
-class QuorumManager(StepManager, Protocol):
-    """The part of a Manager that the members of its quorum need."""
+    def init_process_group(self) -> None:
+        """Start torch's default process group over the ranks of this replica group."""
 
     def replica_rank(self) -> int | None:
         """Return this replica group's rank among all members of the quorum."""
 
     def replica_world_size(self) -> int:
         """Return how many members the quorum has."""
-
-
-class GroupManager(StepManager, Protocol):
-    """The part of a Manager that a managed group needs."""
 
     def group_allreduce(
         self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective

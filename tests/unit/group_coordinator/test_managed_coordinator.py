@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.unit.process_group.conftest import Party
+from tests.unit.process_group.failing import FakeManager
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
@@ -20,29 +21,6 @@ from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 LIMIT_S = 30.0
 
 
-class Quorum:
-    """What a coordinator asks of a Manager, of a group that the test configures."""
-
-    def __init__(self, group: ProcessGroup) -> None:
-        self.process_group = group
-        self.lost: Exception | None = None
-
-    def wait_quorum(self) -> None:
-        """There is one."""
-
-    def replica_rank(self) -> int:
-        return self.process_group.rank()
-
-    def replica_world_size(self) -> int:
-        return self.process_group.size()
-
-    def errored(self) -> Exception | None:
-        return self.lost
-
-    def report_error(self, e: Exception) -> None:
-        self.lost = e
-
-
 @pytest.fixture
 def groups(party: Party) -> list[ProcessGroup]:
     """Three, not configured yet."""
@@ -50,7 +28,7 @@ def groups(party: Party) -> list[ProcessGroup]:
 
 
 def over(groups: list[ProcessGroup]) -> list[ManagedCoordinator]:
-    return [ManagedCoordinator(Quorum(group)) for group in groups]
+    return [ManagedCoordinator(FakeManager(group)) for group in groups]
 
 
 def test_the_next_rank_is_that_of_the_quorum_of_the_call(party: Party, groups: list[ProcessGroup]) -> None:
@@ -91,7 +69,7 @@ def test_a_graph_entered_in_an_earlier_quorum_ends_for_all(party: Party, groups:
     assert all(coordinator._manager.errored() for coordinator in coordinators)
     party.configure(groups)
     for coordinator in coordinators:
-        coordinator._manager.lost = None  # type: ignore[attr-defined] # it is a Quorum
+        coordinator._manager.error = None  # type: ignore[attr-defined] # it is a FakeManager
     party.together(coordinators, lambda _, c: c.refresh())
     assert party.together(coordinators, gather) == [3, 3, 3]
 

@@ -118,6 +118,18 @@ class FakeManager:
         self._meet_trouble()
         return self._participants
 
+    def replica_rank(self) -> int | None:
+        return int(self.process_group.rank())
+
+    def replica_world_size(self) -> int:
+        return int(self.process_group.size())
+
+    def current_step(self) -> int:
+        return 0
+
+    def init_process_group(self) -> None:
+        """There is one, if any is needed."""
+
     def wait_for_turn(self) -> None:
         """Nothing is deferred."""
 
