@@ -244,10 +244,12 @@ class QuorumDriver:
                 self.quorum(result)
             case RankVerdict(_, verdict):
                 self.verdict(verdict)
-            case StepLostNotice():
-                self.step_lost(message.quorum_id)
+            case StepLostNotice(_, quorum_id):
+                error = f"another rank of this replica group voted no on its step in quorum {quorum_id}"
+                self._group.fail(quorum_id, StepLostError(error))
             case LossNotice():
-                self.member_lost(message)
+                self._group.member_lost(message)
+                self._exchange.member_lost(message.quorum_id, message.replica_id)
             case LeftOutNotice():
                 self.left_out(message)
             case HoldRanks():
@@ -257,14 +259,15 @@ class QuorumDriver:
             case SuspectNotice(group_rank, reason):
                 self.suspected(group_rank, reason)
             case GroupLeftNotice() | GroupLostNotice():
-                self.group_lost(message.reason, message.is_foreign)
+                lost = GroupLostError(f"{message.reason}; restart all ranks of this replica group")
+                self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
         return None
 
     def quorum(self, result: QuorumResult) -> None:
         # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
         # of.
         with self._group.lock:
-            attempt = self.attempt  # that only the protocol has heard of
+            attempt = self.attempt
             if attempt is None or attempt.is_agreed or self.fatal is not None:
                 return  # an answer to a join that was given up
             plan = self._group.agree(result, attempt.allow_heal)
@@ -289,16 +292,6 @@ class QuorumDriver:
         attempt = self.attempt
         if attempt is not None and attempt.is_agreed and verdict.step == self._protocol.step:
             attempt.decide(verdict)
-
-    def step_lost(self, quorum_id: int) -> None:
-        error = StepLostError(
-            f"another rank of this replica group voted no on its step in quorum {quorum_id}"
-        )
-        self._group.fail(quorum_id, error)
-
-    def member_lost(self, notice: LossNotice) -> None:
-        self._group.member_lost(notice)
-        self._exchange.member_lost(notice.quorum_id, notice.replica_id)
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step, which may be that of the current attempt."""
@@ -339,10 +332,6 @@ class QuorumDriver:
         if self.attempt is not None:
             is_left_out = self._left_out is not None and not self._is_asked_to_stop
             self.attempt.is_patient = is_left_out or bool(self._suspects)
-
-    def group_lost(self, reason: str, is_foreign: bool = False) -> None:
-        lost = GroupLostError(f"{reason}; restart all ranks of this replica group")
-        self.end(ForeignMemberError(reason) if is_foreign else lost, reason)
 
     def end(self, error: FaultToleranceError, reason: str) -> None:
         """End this Manager, which cannot go on; every later call of the training thread raises the error."""

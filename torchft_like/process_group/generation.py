@@ -491,7 +491,9 @@ class Generation:
         try:
             backend = create(self.members, self.configuration)
         except BaseException as error:  # noqa: BLE001 - the error is raised where the group is configured
-            self._failure = self._failed(error)
+            failure = ProcessGroupNotConfiguredError(f"configuring {self.members} failed: {error}")
+            failure.__cause__ = error.with_traceback(None)
+            self._failure = failure
             self._gone.set()
         else:
             if not self._accept(backend):
@@ -532,11 +534,6 @@ class Generation:
     def _aborted(self) -> ProcessGroupAbortedError:
         return ProcessGroupAbortedError(f"{self.members} was aborted: {self.configuration.reason}")
 
-    def _failed(self, error: BaseException) -> Exception:
-        failure = ProcessGroupNotConfiguredError(f"configuring {self.members} failed: {error}")
-        failure.__cause__ = error.with_traceback(None)
-        return failure
-
 
 _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _ASIDE = "torchft-process-group"
@@ -567,13 +564,9 @@ def _clean_up() -> None:
     for generation in list(_living):
         generation.end("the process is ending")
     deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
-    while (aside := _threads_aside()) and time.monotonic() < deadline:
+    while (aside := [t for t in threading.enumerate() if t.name == _ASIDE]) and time.monotonic() < deadline:
         for thread in aside:
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
             else:  # it is just being started, and cannot be joined yet
                 time.sleep(LOOK_PAUSE_S)
-
-
-def _threads_aside() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == _ASIDE]

@@ -15,7 +15,7 @@ from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.core.assignment import QuorumResult, assign
-from torchft_like.core.replica_group import Verdict
+from torchft_like.core.replica_group import GroupLostNotice, StepLostNotice, Verdict
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.manager.attempt import Attempt
@@ -93,9 +93,9 @@ def test_another_ranks_no_spoils_the_step_in_its_quorum(driver: QuorumDriver, pr
     driver.begin(attempt)
     driver.quorum(quorum(5, a=3, b=3))
     attempt.wait_configured(str)
-    driver.step_lost(4)  # of a step that was given up
+    driver.hear(StepLostNotice((0,), 4))  # of a step that was given up
     assert protocol.failure is None
-    driver.step_lost(5)
+    driver.hear(StepLostNotice((0,), 5))
     assert isinstance(protocol.failure, StepLostError)
     assert not protocol.can_communicate
 
@@ -118,7 +118,7 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:
 @pytest.mark.progress
 def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: QuorumDriver) -> None:
     driver.raise_if_over()
-    driver.group_lost("rank 0 is gone")
+    driver.hear(GroupLostNotice("rank 0 is gone"))
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
     with pytest.raises(GroupLostError, match="rank 0 is gone"):

@@ -17,6 +17,7 @@ from torchft_like import devices
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
+from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import (
     CheckpointError,
@@ -295,7 +296,7 @@ def test_a_fetch_ends_when_who_takes_part_in_it_is_lost_in_the_quorum(replica: R
         if lost:
             replica.exchange.member_lost(5, lost)
         else:
-            replica.driver.group_lost("rank 1 is gone")
+            replica.driver.hear(GroupLostNotice("rank 1 is gone"))
 
     thread = threading.Thread(target=lose)
     thread.start()

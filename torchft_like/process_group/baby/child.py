@@ -43,7 +43,6 @@ from torchft_like.process_group.collectives import BY_NAME, POINT_TO_POINT
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend
 from torchft_like.process_group.store import GroupMembers, parse_store_address
-from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 WATCHED_MAX = 16  # operations that are watched, of many that are asked for at once
@@ -95,10 +94,12 @@ class _Server:
         self, request: int, environment: dict[str, str], group: str, importer: str, *more: Any
     ) -> None:
         _adopt(environment)
-        greeting, *place = more
+        greeting, store, rank, world_size, timeout_s = more
+        timeout = timedelta(seconds=timeout_s)
         try:
             self._importer = _load(importer)(greeting)
-            self._backend = _make(_load(group), *place, abort=self._abort)
+            members = GroupMembers(parse_store_address(store), rank, world_size, timeout)
+            self._backend = _load(group)(timeout)._create(members, self._abort)
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.FAILED, *answer_for(error))
             return
@@ -196,20 +197,6 @@ def _adopt(environment: dict[str, str]) -> None:
 def _load(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _make(
-    group: type[ReconfigurableProcessGroup],
-    store: str,
-    rank: int,
-    world_size: int,
-    timeout_s: float,
-    *,
-    abort: AbortSignal,
-) -> Backend:
-    timeout = timedelta(seconds=timeout_s)
-    members = GroupMembers(parse_store_address(store), rank, world_size, timeout)
-    return group(timeout)._create(members, abort)
 
 
 def _source_of(work: Work | None) -> tuple[int, ...]:

@@ -102,7 +102,9 @@ class Heartbeat:
         has_run, self._used = state.used != self._used, state.used
         has_answered = self._has_answered()
         if has_answered or not self._is_asked:
-            self._ask()
+            with contextlib.suppress(OSError):  # the subprocess is gone, and the channel says that, too
+                self._end.send(_PING)
+                self._is_asked = True
         silent_s = self._silence.look(now, is_alive=has_answered or has_run)
         return why_silent(silent_s, is_stopped=state.is_stopped)
 
@@ -113,11 +115,6 @@ class Heartbeat:
         with contextlib.suppress(OSError):
             return bool(self._end.recv(len(_PING)))
         return False
-
-    def _ask(self) -> None:
-        with contextlib.suppress(OSError):  # the subprocess is gone, and the channel says that, too
-            self._end.send(_PING)
-            self._is_asked = True
 
 
 def echo(end: socket.socket, trainer: int) -> None:

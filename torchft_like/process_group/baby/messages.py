@@ -130,7 +130,9 @@ class Channel:
         if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
             raise TimeoutError("no message until the deadline")
         try:
-            size, ancillary, flags, _ = despite_reset(self._receive)
+            size, ancillary, flags, _ = despite_reset(
+                lambda: self._socket.recvmsg_into(self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC)
+            )
         except OSError as error:
             raise ChannelClosedError("the other end is gone") from error
         if not size:
@@ -160,9 +162,6 @@ class Channel:
 
     def close(self) -> None:
         self._socket.close()
-
-    def _receive(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
-        return self._socket.recvmsg_into(self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC)
 
     def _send(
         self,

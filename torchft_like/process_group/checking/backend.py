@@ -399,7 +399,8 @@ def describe(call: Call, world_size: int) -> Statement:
         inputs = _parts(call.inputs, input_sizes, world_size)
         outputs = _parts(call.outputs, output_sizes, world_size)
     root = call.root if row.name in ROOTED else None
-    return _statement(row.name, row.agreement, inputs, outputs, root, _reduce_op(call))
+    reduce_op = _REDUCE_OPS[hash(call.reduce_op)] if "reduce" in row.name else None
+    return _statement(row.name, row.agreement, inputs, outputs, root, reduce_op)
 
 
 _statement = functools.lru_cache(REMEMBERED_MAX)(Statement)
@@ -425,12 +426,6 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
     if sum(lengths) != rows:
         return (_specification(tensor),)
     return tuple(_specification(tensor, (length, *tensor.shape[1:])) for length in lengths)
-
-
-def _reduce_op(call: Call) -> str | None:
-    if "reduce" not in call.collective.name:
-        return None
-    return _REDUCE_OPS[hash(call.reduce_op)]
 
 
 # The keys are hashes, because an operation's hash is its number, and its name takes long to find.
