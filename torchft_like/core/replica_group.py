@@ -304,6 +304,8 @@ class ReplicaGroup:
         versions = {(j.step, j.commit_quorum_id) for j in joins}
         self._is_torn = len(versions) > 1 or any(j.commit_quorum_id == NO_STATE for j in joins)
         step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
+        reached = {(j.reached_step, j.reached_quorum_id) for j in joins}
+        reached_step, reached_quorum_id = reached.pop() if len(reached) == 1 else (0, 0)
         worst = max(joins, key=lambda j: (bool(j.own_failure), j.own_failures))
         whose = f"rank {worst.group_rank}: " if worst.own_failure and self.world_size > 1 else ""
         self._open_join = GroupJoin(
@@ -318,7 +320,10 @@ class ReplicaGroup:
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
             takes_secret=all(j.takes_secret for j in joins),
-            **self._catch_up(joins),
+            may_catch_up=not self._is_torn and all(j.may_catch_up for j in joins),
+            reached_step=reached_step,
+            reached_quorum_id=reached_quorum_id,
+            has_fetched=all(j.has_fetched for j in joins),
         )
         before, self._identity = self._identity, self._identify(joins)
         identity = [GroupIdentity(self._identity)] if self._identity != before else []
@@ -326,17 +331,6 @@ class ReplicaGroup:
             self._links.step_succeeded()
             return [*identity, *self._say_join()]
         return [*identity, *self._links.step_failed(), *self._say_join()]
-
-    def _catch_up(self, joins: Sequence[RankJoin]) -> dict[str, Any]:
-        """Say whether all ranks may catch up, or do, and have kept the same steps."""
-        reached = {(j.reached_step, j.reached_quorum_id) for j in joins}
-        step, quorum_id = reached.pop() if len(reached) == 1 else (0, 0)
-        return {
-            "may_catch_up": not self._is_torn and all(j.may_catch_up for j in joins),
-            "reached_step": step,
-            "reached_quorum_id": quorum_id,
-            "has_fetched": all(j.has_fetched for j in joins),
-        }
 
     def _identify(self, joins: Sequence[RankJoin]) -> Identity:
         forms = self._identity.forms

@@ -130,7 +130,11 @@ class Attempt:
             QuorumTimeoutError: there is no quorum within the timeout; `describe` returns the circumstances.
         """
         if not self.is_configured:
-            self._wait_agreed(describe)
+            remaining_s = self.began + self.quorum_timeout_s - time.monotonic()
+            while not self._agreed.wait(max(0.0, remaining_s)):
+                if not self.is_patient:
+                    raise QuorumTimeoutError(f"no quorum within {self.quorum_timeout_s:g} s: {describe()}")
+                remaining_s = self.quorum_timeout_s
             self._configured.wait()
         self.raise_error()
 
@@ -154,15 +158,6 @@ class Attempt:
         if self.verdict is None:
             self.raise_error()
         return self.verdict
-
-    def _wait_agreed(self, describe: Callable[[], str]) -> None:
-        if not self._agreed.is_set():
-            remaining_s = self.began + self.quorum_timeout_s - time.monotonic()
-            while not self._agreed.wait(max(0.0, remaining_s)):
-                if not self.is_patient:
-                    raise QuorumTimeoutError(f"no quorum within {self.quorum_timeout_s:g} s: {describe()}")
-                remaining_s = self.quorum_timeout_s
-        self.raise_error()
 
     def raise_error(self) -> None:
         """Raise the error that ended the attempt, if there is one."""

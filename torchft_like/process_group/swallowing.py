@@ -204,10 +204,7 @@ class SwallowedOperation(FollowingOperation):
 
     def wait_until(self, deadline: float) -> None:
         """Block until the operation is over; a passed deadline is an error like any other."""
-        try:
-            wait_until(self.inner, deadline)
-        except Exception as error:  # noqa: BLE001 - any error goes to the group
-            self._fail(error)
+        self._settle(functools.partial(wait_until, self.inner, deadline))
 
     is_success = Operation.is_success
 
