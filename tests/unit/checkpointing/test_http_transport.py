@@ -366,6 +366,17 @@ class TestSeveralSources:
         into = Destination[State]()
         return transports().recv_checkpoint_from(sources, 5, LIMIT, into), into
 
+    def hold_first(self, monkeypatch: pytest.MonkeyPatch, until: Callable[[Fetch], object]) -> None:
+        """Let the first source send no part yet: alone it might have sent all before another one began."""
+        read = Fetch._read
+
+        def read_later(fetch: Fetch, line: _Line, *what: Any) -> None:
+            if line.source.is_first:
+                wait_for(lambda: until(fetch))
+            read(fetch, line, *what)
+
+        monkeypatch.setattr(Fetch, "_read", read_later)
+
     def relayed(self, source: HTTPTransport[State], spoil: Filter) -> str:
         address = parse_address(source.metadata())
         return f"http://{LOOPBACK}:{Relay((address.host, address.port), lambda: spoil).port}"
@@ -380,8 +391,9 @@ class TestSeveralSources:
     @pytest.mark.progress
     @pytest.mark.parametrize("where", [0, 10_000, 6_000_000])
     def test_what_a_helper_that_dies_had_to_send_comes_from_the_others(
-        self, transports: Make, state: State, where: int
+        self, transports: Make, state: State, where: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        self.hold_first(monkeypatch, lambda fetch: fetch._destination.refused)
         first, helper = self.offer(transports, state, state)
         struck: list[bytes] = []
 
@@ -398,9 +410,12 @@ class TestSeveralSources:
         assert list(into.refused) == [through]
 
     @pytest.mark.progress
-    def test_who_is_stopped_in_its_last_stripe_loses_it(self, transports: Make, state: State) -> None:
+    def test_who_is_stopped_in_its_last_stripe_loses_it(
+        self, transports: Make, state: State, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         first, helper = self.offer(transports, state, state)
         stopped, goes_on = threading.Event(), threading.Event()
+        self.hold_first(monkeypatch, lambda _: stopped.is_set())
 
         def stop(data: bytes) -> bytes:
             stopped.set()
@@ -430,8 +445,9 @@ class TestSeveralSources:
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("other", ["another state", "another form", "a flipped bit", "no state"])
     def test_what_a_helper_sends_otherwise_comes_from_the_first(
-        self, transports: Make, state: State, other: str
+        self, transports: Make, state: State, other: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        self.hold_first(monkeypatch, lambda fetch: fetch._destination.refused)
         theirs = make_state(self.MEGABYTES << 18) if other == "another state" else state
         theirs = make_state(3) if other == "another form" else theirs
         first, helper = self.offer(transports, state, theirs)
@@ -718,11 +734,13 @@ def test_transports_leave_no_thread_and_no_descriptor_behind() -> None:
 
     use()
     gc.collect()
-    threads, descriptors = threading.active_count(), open_descriptors()
+    threads, descriptors = set(threading.enumerate()), open_descriptors()
     for _ in range(20):
         use()
     gc.collect()
-    assert threading.active_count() == threads
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+        assert not thread.is_alive(), thread.name
     assert not left_open_since(descriptors)
 
 
