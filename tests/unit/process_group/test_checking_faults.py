@@ -63,7 +63,9 @@ def pair(party: Party) -> list[ProcessGroup]:
 
 
 def test_a_rank_that_does_not_come_is_named_on_all_others(party: Party) -> None:
-    groups = party.meet(3, lambda: checking(0.5))
+    groups = party.meet(3, checking)
+    for group in groups:
+        group.set_timeout(timedelta(seconds=0.5))
     errors = [
         error_of(work.wait)
         for work in party.together(groups[:2], lambda _, group: group.allreduce([torch.ones(4, 2)]))
@@ -75,6 +77,8 @@ def test_a_rank_that_does_not_come_is_named_on_all_others(party: Party) -> None:
         assert str(error).endswith("rank 2 did not come; waiting: ranks 0, 1: allreduce #1 float32[4, 2]")
         assert isinstance(group.errored(), CollectiveTimeoutError)
     error_of(lambda: allreduced(groups[2]))  # it comes too late
+    for group in groups:
+        group.set_timeout(timedelta(seconds=LIMIT_S))
     party.configure(groups)
     assert_goes_on(party, groups)
 

@@ -148,8 +148,10 @@ def test_a_swallowing_group_hears_of_the_mismatch(party: Party) -> None:
 
 
 def test_a_receive_that_nobody_waits_for_harms_nobody(party: Party) -> None:
-    groups = party.meet(2, lambda: checking(1.0))
+    groups = party.meet(2, checking)
+    groups[0].set_timeout(timedelta(seconds=1))
     left_open = groups[0].recv([torch.zeros(1)], 1, 9)
+    groups[0].set_timeout(timedelta(seconds=LIMIT_S))
     for _ in range(3):
         assert_goes_on(party, groups)
         threading.Event().wait(0.5)  # in all longer than the timeout
@@ -159,7 +161,8 @@ def test_a_receive_that_nobody_waits_for_harms_nobody(party: Party) -> None:
 
 
 def test_a_receive_that_nobody_sends_to_names_the_sender(party: Party) -> None:
-    groups = party.meet(3, lambda: checking(0.3))
+    groups = party.meet(3, checking)
+    groups[0].set_timeout(timedelta(seconds=0.3))
     waiting = groups[2].allreduce([torch.ones(1)], timeout_options(60))
     error = error_of(lambda: groups[0].recv([torch.zeros(2)], 1, 5).wait())
     assert isinstance(error, CollectiveTimeoutError)

@@ -288,6 +288,7 @@ def test_configure_is_not_swallowed(party: Party) -> None:
     dist.all_reduce(tensor, group=group)
     assert torch.equal(tensor, ones(2))
     assert group.error() is not None
+    group.set_timeout(timedelta(seconds=LIMIT_S))
     group.configure(party.prefix(), 0, 1)
     assert (group.error(), group.errored()) == (None, None)
 

@@ -14,6 +14,7 @@ import torch
 from torch.distributed import Work
 
 from lighthouse.address import Address
+from tests.waiting import wait_for
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
@@ -220,7 +221,7 @@ class TestThreadWatch:
         try:
             beats.acquire()
             watch = ThreadWatch(name)
-            assert any(watch.have_slept_since() for _ in range(1000))
+            wait_for(watch.have_slept_since)
             begin.release()
             beats.acquire()
             assert not watch.have_slept_since()
