@@ -5,6 +5,7 @@ hold.
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -65,11 +66,16 @@ class Scene:
         process = self._processes[server]
         return Held(process.num_fds(), process.num_threads(), process.memory_info().rss / MB)
 
-    def settled(self, server: str, files_max: int) -> Held:
-        """Return what the server holds once its files are at most `files_max`; what it holds at the limit if
-        they never are.
+    def settled(self, server: str, files_max: int, threads_max: float = math.inf) -> Held:
+        """Return what the server holds once its files and threads are at most as many; what it holds at the
+        limit if they never are.
         """
-        soon(lambda: self.held(server).files <= files_max, LIMIT_S)
+
+        def is_settled() -> bool:
+            held = self.held(server)
+            return held.files <= files_max and held.threads <= threads_max
+
+        soon(is_settled, LIMIT_S)
         return self.held(server)
 
 
@@ -77,13 +83,15 @@ class Scene:
 def running() -> Iterator[Scene]:
     """Yield the servers, and end them with the block.
 
-    A replica that has joined does not wait for those that only registered.
+    The ManagerServer has a lighthouse of its own: healthy clients, which may be late, would wait at theirs
+    for a replica that never joins.
     """
     with (
         Processes() as starter,
-        LighthouseProcess("--min_replicas=2", "--join_timeout_ms=100", is_cold=True) as lighthouse,
+        LighthouseProcess("--min_replicas=2", is_cold=True) as lighthouse,
+        LighthouseProcess(is_cold=True) as another,
     ):
-        started = starter.start(sys.executable, "-m", "tests.stress.servers", lighthouse.address)
+        started = starter.start(sys.executable, "-m", "tests.stress.servers", another.address)
         found = json.loads(started.wait_for_output(r"(?m)^\{.*\}$")[0])
         group = psutil.Process(started.pid)
         scene = Scene(

@@ -88,7 +88,7 @@ def assert_nothing_is_left(scene: Scene, server: str, healthy: Beside, before: H
     """What it holds when all are gone, which is what it held before; and how the healthy fared."""
     healthy.goes_on()
     busy = healthy.take_times()
-    after = scene.settled(server, before.files + FILES_MORE)
+    after = scene.settled(server, before.files + FILES_MORE, before.threads + THREADS_MORE)
     assert after.files <= before.files + FILES_MORE, (before, after)
     assert after.threads <= before.threads + THREADS_MORE, (before, after)
     assert after.resident_mb <= before.resident_mb + MB_MORE, (before, after)
