@@ -10,9 +10,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.conftest import WAIT_LIMIT_S
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
+from torchft_like.testing.processes import wait_ended
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
@@ -37,7 +39,7 @@ def test_replicas_go_on_after_their_backend_processes_or_one_of_them_were_hit(tm
             # Its peer may be the first to see it, and tell.
             cluster.wait_until(partial(b.failures, since), "a step of b fails")
             cluster.wait_for_quorum_of(a, b)
-            assert not any(process.is_running() for process in victims)
+            assert wait_ended(victims, WAIT_LIMIT_S), victims
         b.kill()
         cluster.wait_for_quorum_of(a)
         again = cluster.start("b", options=options)

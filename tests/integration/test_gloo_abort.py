@@ -6,16 +6,18 @@ The survivors live in this process. Timeouts are five minutes: whatever ends soo
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from concurrent.futures import Future, wait
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
-from tests.unit.process_group.conftest import Party, allreduced
+from tests.unit.process_group.conftest import Party, allreduced, wait_until
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo import group as gloo
 from torchft_like.testing.processes import RunningProcess
 from torchft_like.testing.ranks import Rank
@@ -40,8 +42,35 @@ def survivors(party: Party) -> Groups:
     return [party.own(ProcessGroupGloo(300, check_collectives=False)) for _ in range(2)]
 
 
-def configuring(party: Party, survivors: Groups, prefix: str, world_size: int) -> list[Future[Any]]:
-    return [party.aside(group.configure, prefix, rank, world_size) for rank, group in enumerate(survivors)]
+class Begun(AbortSignal):
+    """A signal that is never set. It tells when a configuration that would end with it has begun."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.event = threading.Event()
+
+    def add(self, hook: Callable[[], object]) -> None:
+        super().add(hook)
+        self.event.set()
+
+
+def configuring(
+    party: Party, survivors: Groups, prefix: str, world_size: int, then: Callable[[ProcessGroup], Any] = id
+) -> list[Future[Any]]:
+    """Let the survivors configure, and use the group then; return when `abort` would end it."""
+
+    def configure(rank: int, group: ProcessGroup, begun: Begun) -> Any:
+        group.configure(prefix, rank, world_size, ends_with=begun)
+        return then(group)
+
+    signals = [Begun() for _ in survivors]
+    futures = [
+        party.aside(configure, rank, group, begun)
+        for rank, (group, begun) in enumerate(zip(survivors, signals, strict=True))
+    ]
+    for begun in signals:
+        wait_until(begun.event)
+    return futures
 
 
 def abort(survivors: Groups) -> None:
@@ -87,14 +116,11 @@ def test_an_abort_ends_a_configure_with_a_peer_that_stopped_in_the_middle_of_it(
     victim.ask(Member.stop_once_published)
     victim.tell(Member.configure, prefix, 2, 3)
     victim.wait_stopped()
-    _, still = wait(configuring(party, survivors, prefix, 3), timeout=FELT_S)
-    # If both were the ones to connect, the first collective blocks them.
-    blocked = list(still) or [party.aside(allreduced, group) for group in survivors]
+    # One that was to connect itself has met the peer, and the first collective blocks it.
+    blocked = configuring(party, survivors, prefix, 3, then=allreduced)
     assert_felt(blocked)
     abort(survivors)
-    for future in blocked:
-        with pytest.raises(ProcessGroupAbortedError):
-            future.result(LIMIT_S)
+    assert_aborted(blocked)
     assert_go_on(party, survivors)
 
 
