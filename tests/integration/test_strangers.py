@@ -30,7 +30,7 @@ from lighthouse.tls import TLS_ENV
 from lighthouse.trust import INSECURE_ENV, TOKEN_FILE_ENV
 from lighthouse.wire import torchft_pb2 as pb
 from tests.certificates import certify, stranger_context, stranger_credentials
-from tests.integration.cluster import CHECKED, Cluster
+from tests.integration.cluster import CHECKED, PATIENT_MS, Cluster
 from tests.integration.lighthouse_clients import LIMIT_S, refusal, registered
 from tests.integration.test_manager_api import make_manager
 from tests.stress.hostile import connected
@@ -95,6 +95,7 @@ def test_strangers_and_observers_cost_a_job_no_step(
     """Among them are some without a certificate, some without a token, and some with those of an observer."""
     job, other = certify(tmp_path / "job"), certify(tmp_path / "other")
     monkeypatch.setenv(TLS_ENV, str(job))
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", str(PATIENT_MS))  # the strangers are patient, too
     with (
         Cluster(tmp_path, min_replicas=2, is_patient=True) as cluster,
         listen_tcp(Address(LOOPBACK, 0)) as canary,
