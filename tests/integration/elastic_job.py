@@ -25,11 +25,13 @@ from torchft_like.group_coordinator.elastic import EpochGroups, Member
 
 Here = SimpleNamespace
 PAUSE_S = 0.005
+PATIENCE_MS = 5000  # nobody is lost for a late answer, as a busy machine may give it
 
 
 def make(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"  # on all members alike, whichever fixture started them
+    os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENCE_MS)
     options = CoordinatorOptions(timeout=PATIENCE_S)
     here.coordinator = ElasticCoordinator(name, lighthouse=lighthouse, options=options)
 
@@ -135,6 +137,7 @@ def place(here: Here, rank: int) -> tuple[int, int, int]:
 
 def join(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
+    os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENCE_MS)
     pg = ProcessGroupGloo(PATIENCE_S)
     here.manager = manager_alone(name, lighthouse, use_async_quorum=False, pg=pg)
     here.coordinator = ManagedCoordinator(here.manager)

@@ -43,7 +43,8 @@ class Crew:
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
     """Two members, b and c, for all tests; each brings a third one, a."""
-    with LighthouseProcess() as lighthouse, running(2) as ranks:
+    patience = f"--keepalive_timeout_ms={elastic_job.PATIENCE_MS}"
+    with LighthouseProcess(patience) as lighthouse, running(2) as ranks:
         crew = Crew(lighthouse.url)
         crew.hire("bc", ranks)
         yield crew
@@ -152,7 +153,8 @@ def test_the_example_gives_no_wrong_answer(processes: Processes) -> None:
 
 
 def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() -> None:
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000)
+    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": elastic_job.PATIENCE_MS}
+    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **patience)
     try:
         with running(3) as ranks:
             for number, rank in enumerate(ranks):
