@@ -117,8 +117,9 @@ class Faults:
         """
         for fault in list(self._planned):
             if fault.place == place and fault.is_triggered():
-                if fault.trigger is None:
-                    self._planned.remove(fault)
+                self._planned.remove(fault)
+                if fault.trigger is not None:  # it strikes again after those that wait for the same file
+                    self._planned.append(fault)
                 data = self._strike(fault, data)
         return data
 
