@@ -80,12 +80,15 @@ def main() -> None:
         batches = GlobalBatchLoader(manager, data, of_all, num_workers=args.workers)
         progress = Progress(args, manager)
 
-        while not stop.requested and not is_done(manager, args):
+        together = 0  # replicas that committed the last step
+        while not stop.requested and not is_done(manager, args, together):
+            begun = manager.current_step()
             optimizer.zero_grad()
             inputs, targets = next(batches)
             loss = next_byte_loss(ddp_model(inputs), targets)
             (loss * batches.weight).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
+            together = manager.num_participants() if manager.current_step() > begun else 0
             checkpoints.save_if_due()
             progress.report(loss.item())
         checkpoints.finish()
@@ -94,9 +97,9 @@ def main() -> None:
     print(json.dumps({**result, "digest": state_digest(save_state())}), flush=True)
 
 
-def is_done(manager: Manager, args: argparse.Namespace) -> bool:
+def is_done(manager: Manager, args: argparse.Namespace, together: int) -> bool:
     """Return whether the last step is committed, and with --finish-together by all of the replicas."""
-    everybody = manager.num_participants() >= args.num_replicas
+    everybody = together >= args.num_replicas
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
 

@@ -97,8 +97,8 @@ def train(args: argparse.Namespace) -> None:
     )
     batches = itertools.chain.from_iterable(itertools.repeat(loader_of(args)))
     with manager, stop_on_signals(manager) as stop, diloco:
-        syncs = 0
-        while not stop.requested and (diloco.is_syncing or not is_done(manager, args)):
+        syncs = participants = 0  # of the last sync that was committed
+        while not stop.requested and (diloco.is_syncing or not is_done(args, syncs, participants)):
             inputs, targets = next(batches)
             inner.zero_grad()
             loss = next_byte_loss(model(inputs), targets)
@@ -112,10 +112,10 @@ def train(args: argparse.Namespace) -> None:
     print(json.dumps(result), flush=True)
 
 
-def is_done(manager: Manager, args: argparse.Namespace) -> bool:
+def is_done(args: argparse.Namespace, syncs: int, participants: int) -> bool:
     """Return whether the last sync is committed, and with --finish-together by all of the groups."""
-    everybody = manager.num_participants() >= args.num_replicas
-    return manager.current_step() >= args.steps and (everybody or not args.finish_together)
+    everybody = participants >= args.num_replicas
+    return syncs >= args.steps and (everybody or not args.finish_together)
 
 
 def fragments_of(model: TinyGPT, count: int) -> list[nn.Module]:

@@ -108,7 +108,9 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         everybody = mesh._flatten("dp").get_group()  # all ranks of all groups
         data = Batches(args.seed, shard=replica_id * group_size + rank)
         batches = StepLoader(data, manager.current_step, args.workers)
-        while not stop.requested and not is_done(manager, args):
+        together = 0  # replica groups that committed the last step
+        while not stop.requested and not is_done(manager, args, together):
+            begun = manager.current_step()
             inputs, targets = batches.batch()
             optimizer.zero_grad()
             loss = next_byte_loss(model(inputs), targets)
@@ -117,8 +119,9 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
             dist.all_reduce(mean, dist.ReduceOp.AVG, group=everybody)
             optimizer.step()
             checkpoints.save_if_due()
+            step, participants = manager.current_step(), manager.num_participants()
+            together = participants if step > begun else 0
             if rank == 0:
-                step, participants = manager.current_step(), manager.num_participants()
                 print(f"step {step}  loss {mean.item():.3f}  participants {participants}", flush=True)
             time.sleep(args.pause)
         checkpoints.save()
@@ -127,9 +130,9 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     dist.destroy_process_group()
 
 
-def is_done(manager: Manager, args: argparse.Namespace) -> bool:
+def is_done(manager: Manager, args: argparse.Namespace, together: int) -> bool:
     """Return whether the last step is committed, and with --finish-together by all of the groups."""
-    everybody = manager.num_participants() >= args.num_replicas
+    everybody = together >= args.num_replicas
     return manager.current_step() >= args.steps and (everybody or not args.finish_together)
 
 

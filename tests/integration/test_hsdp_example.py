@@ -62,17 +62,20 @@ def test_a_killed_group_heals_and_a_new_job_goes_on(tmp_path: Path) -> None:
             command = [str(EXAMPLE), f"--replica-id={index}", saving, *options]
             return cluster.launch(f"group-{index}", command, size=2)
 
+        # The job cannot end before the third group comes, which is after the kill.
         options = ("--steps=20", "--checkpoint-every=4", "--pause=0.05", "--finish-together")
+        options = (*options, "--num-replicas=3")
         survivor, killed = (launch(index, *options) for index in range(2))
         rank_0 = survivor.ranks[0]
         cluster.wait_until(lambda: re.search(r"step \d+ .* participants 2", rank_0.output), "both train")
         killed.kill()
-        cluster.wait_until(lambda: re.search(r"step \d+ .* participants 1\n", rank_0.output), "one goes on")
-        again = launch(1, *options)
-        cluster.wait_for_end(survivor, again)
+        alone = r"participants 2\n(?s:.*) participants 1\n"
+        cluster.wait_until(lambda: re.search(alone, rank_0.output), "one goes on")
+        again, third = (launch(index, *options) for index in (1, 2))
+        cluster.wait_for_end(survivor, again, third)
         check_that_group_1_was_lost_and_healed([*survivor.events(), *killed.events(), *again.events()])
-        finished = [report for group in (survivor, again) for report in reports(group, "finished")]
-        assert [report["finished"] for report in finished] == [0, 1]
+        finished = [report for group in (survivor, again, third) for report in reports(group, "finished")]
+        assert [report["finished"] for report in finished] == [0, 1, 2]
         assert len({(report["step"], report["digest"]) for report in finished}) == 1
 
         last = finished[0]["step"]
