@@ -73,7 +73,7 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     replica_id = int(os.environ.get("REPLICA_GROUP_ID", args.replica_id))  # a spare is told by the others
     where = {"try": restart.attempt, "group": replica_id, "rank": rank, "time": time.time()}
-    print(json.dumps(where), flush=True)
+    say(json.dumps(where))
     logging.basicConfig(level=logging.INFO if rank == 0 else logging.ERROR, format="%(message)s")
     torch.manual_seed(args.seed)  # the same on all ranks, each of which keeps its part
 
@@ -122,7 +122,7 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
             step, participants = manager.current_step(), manager.num_participants()
             together = participants if step > begun else 0
             if rank == 0:
-                print(f"step {step}  loss {mean.item():.3f}  participants {participants}", flush=True)
+                say(f"step {step}  loss {mean.item():.3f}  participants {participants}")
             time.sleep(args.pause)
         checkpoints.save()
         checkpoints.finish()
@@ -143,7 +143,13 @@ def report(what: str, replica_id: int, manager: Manager, state: ShardedState) ->
     if dist.get_rank() == 0:
         digest = state_digest({"shards": digests})
         result = {what: replica_id, "step": manager.current_step(), "digest": digest}
-        print(json.dumps(result), flush=True)
+        say(json.dumps(result))
+
+
+def say(line: str) -> None:
+    """Print a line in one piece, as other ranks may write into the same pipe."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 class Batches(Dataset[tuple[Tensor, Tensor]]):
