@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from lighthouse.events import read_events
-from torchft_like.testing.cluster import Cluster, Group
+from tests.integration.cluster import Cluster
+from torchft_like.testing.cluster import Group
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -56,7 +57,7 @@ def test_a_spare_takes_the_place_of_a_killed_rank_and_nobody_else_is_started_aga
 def test_a_killed_group_heals_and_a_new_job_goes_on(tmp_path: Path) -> None:
     """As by torchrun, which starts the ranks of a group that was killed again."""
     saving = f"--checkpoint-dir={tmp_path / 'saved'}"
-    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+    with Cluster(tmp_path, is_patient=True, limit_s=LIMIT_S) as cluster:
 
         def launch(index: int, *options: str) -> Group:
             command = [str(EXAMPLE), f"--replica-id={index}", saving, *options]
