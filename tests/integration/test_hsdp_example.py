@@ -64,8 +64,8 @@ def test_a_killed_group_heals_and_a_new_job_goes_on(tmp_path: Path) -> None:
             return cluster.launch(f"group-{index}", command, size=2)
 
         # The job cannot end before the third group comes, which is after the kill.
-        options = ("--steps=20", "--checkpoint-every=4", "--pause=0.05", "--finish-together")
-        options = (*options, "--num-replicas=3")
+        every = ("--checkpoint-every=4", "--pause=0.05")
+        options = ("--steps=20", *every, "--finish-together", "--num-replicas=3")
         survivor, killed = (launch(index, *options) for index in range(2))
         rank_0 = survivor.ranks[0]
         cluster.wait_until(lambda: re.search(r"step \d+ .* participants 2", rank_0.output), "both train")
