@@ -125,8 +125,9 @@ def test_a_member_that_gives_a_quorum_up_is_not_gone(site: Site) -> None:
                 client.join(step=4, address=ADDRESS)
             quorum_id = {client.quorum().quorum_id for client in (a, b)}.pop()
             a.join(step=4, address=ADDRESS, broken_quorum_id=quorum_id)
-            broken = site.wait_for(lambda s: s["job"]["state"] == "broken")
-            assert (broken["job"]["gone"], rows(broken)["a"]["state"]) == (0, "joined")
+            states = "broken", "joined"
+            broken = site.wait_for(lambda s: (s["job"]["state"], rows(s)["a"]["state"]) == states)
+            assert broken["job"]["gone"] == 0
         lost = site.wait_for(lambda s: s["job"]["gone"])
         assert (lost["job"]["gone"], rows(lost)["b"]["state"]) == (1, "gone")
 

@@ -592,8 +592,9 @@ class Manager:
     def shutdown(self, wait: bool = True) -> None:
         """Leave: in good order between two steps, without notice in the middle of one. Safe to call again.
 
-        Peers lose no step to a shutdown between steps. A shutdown in the middle of a step, or after one that
-        was not committed, looks like a death to them, which releases them at once.
+        Peers lose no step to a shutdown between steps of which they hear before they enter the next one. A
+        shutdown of which they hear later, in the middle of a step, or after one that was not committed, looks
+        like a death to them, which releases them at once.
         """
         if isinstance(self._driver.fatal, ShutdownError):
             return
