@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from torchft_like.dtypes import as_bytes
+
 
 def same(left: Any, right: Any) -> bool:
     """Return whether two states are equal in type, value and, for floats, bits."""
@@ -33,4 +35,4 @@ def same(left: Any, right: Any) -> bool:
 
 
 def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(tensor.contiguous()).numpy().tobytes()

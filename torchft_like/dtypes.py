@@ -54,3 +54,17 @@ def numpy_dtype(code: str) -> np.dtype:
         return np.dtype(code)
     except TypeError as error:
         raise ValueError(f"numpy dtype {code!r} is unknown") from error
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's elements in one dimension, on its memory, with a stride of 1.
+
+    A single element may have any stride, which torch refuses where it views the memory in another dtype.
+    """
+    elements = tensor.reshape(-1)
+    return elements.reshape(()).reshape(1) if elements.numel() == 1 else elements
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor's memory: backends move bytes of any dtype, but numbers of few."""
+    return flat(tensor).view(torch.uint8)

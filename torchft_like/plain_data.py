@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchft_like.dtypes import DTYPES, is_numpy_number, numpy_dtype
+from torchft_like.dtypes import DTYPES, as_bytes, is_numpy_number, numpy_dtype
 from torchft_like.errors import FaultToleranceError, PlainDataError
 
 ALLOWED = (
@@ -232,7 +232,7 @@ def bytes_of(leaf: Leaf) -> Buffer:
         return leaf.reshape(-1).view(np.uint8).data
     if not leaf.numel():
         return b""
-    return leaf.cpu().reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(leaf.cpu()).numpy().data
 
 
 def settled(tensor: Tensor) -> Tensor:

@@ -26,6 +26,7 @@ import torch
 
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.shards import is_dtensor
+from torchft_like.dtypes import as_bytes
 from torchft_like.plain_data import Leaf
 from torchft_like.writing import is_dense
 
@@ -78,11 +79,6 @@ def pieces_of(source: torch.Tensor, place: memoryview) -> list[Piece]:
         return [Piece(source, place)]
     ends = [*range(COPY_BYTES, source.nbytes, COPY_BYTES), len(place)]
     return [Piece(source[start:end], place[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-
-
-def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor that lies contiguous on the CPU, in its own memory."""
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 class Copying:
@@ -205,7 +201,7 @@ class CopyAhead(Copying):
         at, begun = 0, {}
         for key, (one, tensor) in unique.items():
             place = Range(at, at := at + aligned(tensor.nbytes))
-            pieces = pieces_of(bytes_in(tensor), memory[place.start : place.stop])
+            pieces = pieces_of(as_bytes(tensor), memory[place.start : place.stop])
             begun[key] = _Begun(one, tensor, _versions(one, tensor), place, pieces)
         with self.changed:
             if self._list is not None:

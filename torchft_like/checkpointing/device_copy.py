@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from torchft_like.devices import beside_captures
+from torchft_like.dtypes import as_bytes
 from torchft_like.plain_data import settled
 from torchft_like.writing import writing_to
 
@@ -182,7 +183,7 @@ class ToHost(_Block):
         """Copy the elements of a device's tensor, in contiguous order, to a place of as many bytes."""
         self._staging.use(tensor.device)
         with self._staging.on(tensor.device):
-            source = settled(tensor.detach()).reshape(-1).view(torch.uint8)
+            source = as_bytes(settled(tensor.detach()))
         target = torch.frombuffer(place, dtype=torch.uint8)
         at = 0
         while at < len(source):

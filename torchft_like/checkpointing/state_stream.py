@@ -45,13 +45,13 @@ from torchft_like.checkpointing.copy_ahead import (
     Piece,
     Range,
     aligned,
-    bytes_in,
     pieces_of,
     plain_part,
 )
 from torchft_like.checkpointing.device_copy import ToDevice, ToHost, devices
 from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_memory
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
+from torchft_like.dtypes import as_bytes
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
 from torchft_like.plain_data import (
     Buffer,
@@ -191,7 +191,7 @@ class LiveState(_OutgoingState):
         block = torch.empty(0, dtype=torch.uint8)
         for leaf, (start, end) in zip(self._leaves, pairwise(self._offsets), strict=True):
             (tensor,) = as_tensors([leaf])
-            data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
+            data = as_bytes(settled(tensor.detach()))
             for part in (data, data.new_zeros(end - start - len(data))):
                 at = 0
                 while at < len(part):
@@ -427,7 +427,7 @@ def _lives(leaf: Leaf) -> torch.Tensor | None:
     if not isinstance(leaf, torch.Tensor) or leaf.nbytes < _LIVE_FROM or devices.has(leaf):
         return None
     plain = plain_part(leaf)
-    return None if plain is None else bytes_in(plain)
+    return None if plain is None else as_bytes(plain)
 
 
 def _settled(run: _Run) -> _Run:
@@ -639,7 +639,7 @@ class IncomingState:
         while start < stop:
             begin, size = self._offsets[index], self.specs[index].nbytes
             if start < (end := min(begin + size, stop)):
-                whole = self._leaf(index).reshape(-1).view(torch.uint8)
+                whole = as_bytes(self._leaf(index))
                 yield whole[start - begin : end - begin], end - start
                 start = end
             if start < (end := min(self._offsets[index + 1], stop)):

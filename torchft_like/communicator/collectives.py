@@ -18,7 +18,6 @@ from torchft_like.communicator.communicator import Communicator, call
 from torchft_like.communicator.tensors import (
     addable,
     as_before,
-    as_bytes,
     checked_along,
     checked_dim,
     checked_rank,
@@ -34,6 +33,7 @@ from torchft_like.communicator.tensors import (
     with_rows,
 )
 from torchft_like.core.agreement.statements import Statement, Terms
+from torchft_like.dtypes import as_bytes
 from torchft_like.writing import writing_to
 
 Sizes = tuple[int, ...]

@@ -197,9 +197,3 @@ def as_before(total: Tensor, dtype: torch.dtype) -> Tensor:
     if dtype.is_complex:
         return torch.view_as_complex(total)
     return total if total.dtype == dtype else total.to(dtype)
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Return the flat memory of a contiguous tensor: backends move bytes of any dtype, but numbers of few."""
-    flat = tensor.reshape(-1)
-    return flat if flat.dtype == torch.uint8 else flat.view(torch.uint8)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from torchft_like.core.state_comparison import LAYOUT_BYTES, Piece, RankFingerprint, Slices
 from torchft_like.divergence.words import word_sum
+from torchft_like.dtypes import flat
 from torchft_like.errors import ConfigError, NotSupportedError
 
 DEFAULT_SLICES = 32
@@ -215,8 +216,9 @@ def _form(tensor: Tensor) -> str:
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:
     """Return the elements of a piece, in the order of their indices, whatever the strides are."""
     size = tensor.element_size()
-    flat = tensor.resolve_conj().resolve_neg().reshape(-1)
-    return flat[piece.start // size : piece.stop // size].contiguous()  # one dimension keeps its stride
+    elements = tensor.resolve_conj().resolve_neg().reshape(-1)
+    # One dimension keeps its stride.
+    return flat(elements[piece.start // size : piece.stop // size].contiguous())
 
 
 def _copy_to_host(sums: Tensor) -> tuple[Tensor, torch.Event | None]:

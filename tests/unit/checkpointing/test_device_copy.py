@@ -84,6 +84,12 @@ def test_a_snapshot_is_the_state(shapes: Any, nbytes: int, pace: str, seed: int)
     assert is_copied(shapes, nbytes, PlayedDevice(pace, seed))
 
 
+@pytest.mark.parametrize("on_device", [True, False])
+def test_a_single_element_has_any_stride(on_device: bool) -> None:
+    """torch views no such tensor in another dtype."""
+    assert is_copied([(1, 1, torch.float32, VIEWS[2], on_device)], 64, PlayedDevice("eager", 0))
+
+
 def landed(size: int, piece: int, pace: str, seed: int) -> bool:
     """Let a state land in tensors on the device; return whether it has."""
     device = PlayedDevice(pace, seed)

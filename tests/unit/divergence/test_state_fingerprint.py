@@ -102,6 +102,8 @@ def test_strides_do_not_count() -> None:
     image = torch.randn(2, 3, 4, 5)
     assert values([image], 3) == values([image.to(memory_format=torch.channels_last)], 3)
     assert values([image.mT], 3) == values([image.mT.contiguous()], 3)
+    one = torch.ones(1, 2, dtype=torch.float64)[:, ::2]
+    assert values([one], 3) == values([torch.ones(1, 1, dtype=torch.float64)], 3)
 
 
 def test_conjugated_and_negated_views_are_read_as_what_they_stand_for() -> None:
