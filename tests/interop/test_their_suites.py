@@ -64,8 +64,9 @@ def test_torchft_s_own_tests_pass_with_this_package_in_its_place(
         processes,
         sys.executable,
         *tests,
-        f"--deselect={torchft / suite}::ManagerIntegTest::{OTHER_WORDS}",
+        "-k",
+        f"not {OTHER_WORDS}",
         PYTHONPATH=os.pathsep.join(map(str, (ROOT, PLUGINS))),
         TORCHFT=str(torchft),
     )
-    assert "[lighthouse]" in output, "their tests tested another package"
+    assert "[lighthouse" in output, "their tests tested another package"

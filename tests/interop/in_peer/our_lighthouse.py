@@ -35,7 +35,8 @@ class LighthouseServer:
             env={**os.environ, "PYTHONPATH": os.environ["LIGHTHOUSE_PATH"]},
         )
         assert self._daemon.stdout is not None
-        self._address = "http://" + self._daemon.stdout.readline().rpartition("http://")[2].strip()
+        listening = next(line for line in self._daemon.stdout if "listening on" in line)  # not its page
+        self._address = listening.split()[-1]
         print(f"our lighthouse listens on {self._address}", flush=True)
 
     def address(self) -> str:
