@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import struct
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -114,6 +116,12 @@ def test_gloo_has_its_tls_or_says_what_to_do(network: Network, wire: list[bytes]
     assert not any(SEEN in packet for packet in wire)
 
 
+def listens(path: str) -> bool:
+    """Return whether a server accepts; `wg` deletes the socket of one that is bound and not yet listens."""
+    with socket.socket(socket.AF_UNIX) as client:
+        return client.connect_ex(path) == 0
+
+
 @contextmanager
 def tunnel(network: Network, folder: Path) -> Iterator[str]:
     """Join the hosts by WireGuard, whose packets go over the network; yield the address of a in it."""
@@ -124,7 +132,7 @@ def tunnel(network: Network, folder: Path) -> Iterator[str]:
         for number, host in enumerate(HOSTS):
             device, inside, peer = f"wg{os.getpid() % 10**7}x{number}", network.entering(host), 1 - number
             daemons.append(RunningProcess([*inside, "wireguard-go", "--foreground", device]))
-            assert soon(Path(f"/var/run/wireguard/{device}.sock").exists, LIMIT_S)
+            assert soon(partial(listens, f"/var/run/wireguard/{device}.sock"), LIMIT_S)
             (private := folder / device).write_text(keys[number])
             private.chmod(0o600)
             known = ["peer", publics[peer], "allowed-ips", f"{TUNNEL}.{peer + 1}/32"]
