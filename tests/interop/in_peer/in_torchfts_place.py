@@ -49,3 +49,7 @@ def manager_state_dict(manager: object) -> dict[str, object]:
 
 
 torchft.manager.Manager._manager_state_dict = manager_state_dict
+
+
+def pytest_report_header() -> str:
+    return f"torchft's Manager is of {torchft.Manager.__module__}"
