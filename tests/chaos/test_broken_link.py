@@ -18,7 +18,6 @@ from torchft_like.testing.log import name_of
 
 pytestmark = [
     pytest.mark.integration,
-    pytest.mark.timeout(300),
     pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable())),
 ]
 LIMIT_S = 90.0

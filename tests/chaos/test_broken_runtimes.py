@@ -12,7 +12,7 @@ from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.report import make_report
 from torchft_like.testing.chaos.schedule import draw
 
-pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
 IN_WORKERS = 'import sys\nif "torchft_like.testing.chaos.worker" in sys.orig_argv:\n'
 WRONG_AVERAGE = """
     from torchft_like.manager import managed_work

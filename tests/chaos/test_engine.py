@@ -26,7 +26,7 @@ from torchft_like.testing.chaos.report import hangs, make_report
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.journal import Journal, JournalReader
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 LIMIT_S = 40.0
 PRETENDER = """
 import json, os, signal, subprocess, sys, time

@@ -14,7 +14,7 @@ from torchft_like.testing.chaos.orders import JobSettings, Training
 from torchft_like.testing.chaos.report import make_report
 from torchft_like.testing.chaos.schedule import draw
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_ddp.py"
 
 

@@ -15,7 +15,7 @@ from tests.integration.cluster import Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 LIMIT_S = 100.0
 

@@ -27,7 +27,7 @@ from torchft_like.errors import DivergenceError
 from torchft_like.testing.cluster import Group
 from torchft_like.testing.journal import Record
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 T = TypeVar("T")
 

@@ -83,7 +83,6 @@ def test_a_death_while_a_joiner_catches_up_keeps_nobody_from_training(tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_a_joiner_heals_in_steps_that_are_longer_than_the_timeout(tmp_path: Path) -> None:
     """No timeout counts the time in which the training script computes: only the waits for each other."""
     with Cluster(tmp_path, limit_s=100.0) as cluster:

@@ -13,7 +13,7 @@ from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE, WAYS, Replayed, replay
 from torchft_like.testing.cluster import Rank
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300), *CHECKED]
+pytestmark = [pytest.mark.integration, *CHECKED]
 
 LIMIT_S = 100.0  # six processes import all of torch.distributed, two at a time on a small machine
 

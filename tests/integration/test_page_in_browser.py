@@ -16,7 +16,6 @@ pytestmark = [pytest.mark.integration, needs_chromium(), *CHECKED]
 HOSTILE = "<img src=x onerror=window.hacked=1><b>x</b>"
 
 
-@pytest.mark.timeout(240)
 def test_an_operator_sees_the_job_and_kills_a_replica_by_keyboard(tmp_path: Path) -> None:
     with Browser() as browser, Cluster(tmp_path, lighthouse_flags=["--page=127.0.0.1:0"]) as cluster:
         page = re.findall(r"lighthouse page on (\S+)", cluster.lighthouse.output)[0]

@@ -36,7 +36,7 @@ from torchft_like.gang import (
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.local_sgd import DiLoCo
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.integration
 
 LIMIT_S = 60.0
 Names = dict[str, Any]

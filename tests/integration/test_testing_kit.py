@@ -13,7 +13,7 @@ from torchft_like.testing.faults import Fault
 from torchft_like.testing.journal import Journal, JournalReader
 from torchft_like.testing.ranks import Rank, RankError, running
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.integration
 
 SCRIPT = """
 import sys, time, torch

@@ -116,7 +116,7 @@ class RestartGroup:
                 group_id, *said = (value.decode(errors="backslashreplace") for value in store.multi_get(keys))
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
-            asks = desk.asks_for(group_id, world_size)
+            asks = desk.asks_for(group_id, world_size, os.environ)
             group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
             group.is_alone = False
             group._until_closed = stack.pop_all()
@@ -131,7 +131,7 @@ class RestartGroup:
         """
         limit = timedelta(seconds=limit_s)
         own_store, address = serve_store(_own_host(place.store), limit)
-        asks = desk.asks_for(place.group_id, place.world_size)
+        asks = desk.asks_for(place.group_id, place.world_size, place.environment)
         own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
         protocol = MeetingProtocol(own, [own])
         meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)

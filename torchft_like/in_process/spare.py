@@ -85,12 +85,17 @@ class SpareDesk:
         """How long it may take to know whether a spare comes, in seconds."""
         return self._wait_s if self._wait_s is not None else AWAY_S
 
-    def asks_for(self, group_id: str, world_size: int) -> AskForSpare:
-        """Return the function with which the ranks of a group of this size ask for spares."""
+    def asks_for(self, group_id: str, world_size: int, environ: Mapping[str, str]) -> AskForSpare:
+        """Return the function with which the ranks of a group of this size ask for spares.
+
+        Args:
+            environ: the variables of which some are handed over. A spare on its way to the group, which may
+              ask for another one, has none of the group's in its own environment yet.
+        """
+        names = {*OF_TORCHRUN, *self.handed_over}
+        environment = {name: environ[name] for name in names if name in environ}
 
         def ask(lost: RankProcess, meets_in: RankProcess, attempt: int) -> Future[str]:
-            names = {*OF_TORCHRUN, *self.handed_over}
-            environment = {name: os.environ[name] for name in names if name in os.environ}
             vacancy = pb.Vacancy(
                 group_id=group_id,
                 group_rank=lost.rank,

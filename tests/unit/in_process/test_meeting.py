@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 
+from lighthouse.address import parse_address
 from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import GroupLostError
 from torchft_like.in_process import meeting
-from torchft_like.in_process.meeting import Meeting
+from torchft_like.in_process.meeting import Meeting, RestartGroup
+from torchft_like.in_process.spare import Place, SpareDesk
 from torchft_like.process_group.store import serve_store
 
 LIMIT = timedelta(seconds=60)
@@ -92,3 +94,33 @@ def test_a_spare_may_take_longer_than_ranks_wait_for_each_other() -> None:
     answer.set_result("no spare has come")
     said: Any = outcome.result(LIMIT.total_seconds())
     assert said[1][1].reason.endswith("no spare has come")
+
+
+def test_a_spare_on_its_way_asks_for_another_one_in_the_name_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of three ranks have died, and their spares come one after the other."""
+    monkeypatch.delenv("REPLICA_GROUP_ID", raising=False)
+    stores, addresses = zip(*(serve_store("127.0.0.1", LIMIT) for _ in range(3)), strict=True)
+    ranks = [RankProcess(rank, str(address)) for rank, address in enumerate(addresses)]
+    protocol = MeetingProtocol(ranks[2], ranks)
+    lives = Meeting(GROUP, protocol, LIMIT, lambda *_: Future())
+    for lost in ranks[:2]:
+        protocol.ended(lost)
+    outcomes = [outcome_of(lambda: lives.agree(0, SECONDHAND))]
+    vacancies: list[Any] = []
+
+    async def ask(_: SpareDesk, vacancy: Any) -> str:
+        vacancies.append(vacancy)
+        return "there is no other"
+
+    monkeypatch.setattr(SpareDesk, "_ask", ask)
+    place = Place(
+        GROUP, 0, 3, parse_address(ranks[2].address), 0, {"REPLICA_GROUP_ID": "a", "HOME": "theirs"}
+    )
+    outcomes.append(outcome_of(lambda: RestartGroup.as_spare(place, LIMIT.total_seconds(), SpareDesk())))
+    with pytest.raises(GroupLostError, match="there is no other"):
+        outcomes[1].result(LIMIT.total_seconds())
+    outcomes[0].result(LIMIT.total_seconds())
+    assert [(v.group_rank, dict(v.environment)) for v in vacancies] == [(1, {"REPLICA_GROUP_ID": "a"})]
+    del stores
