@@ -5,6 +5,10 @@ between jobs, so they are learned: a wait is remarkable when it takes twice as l
 kind in the same quorum. It is remarkable again each time that its length has doubled, and at least every
 LAST_S seconds, so that events in a long wait are found, too.
 
+A step that waits for longer than the lighthouse's join_timeout is given up, as a member may never have begun
+it. Where one is slower than the others by more, in every step, that would never help: so there a wait is
+overdue only after twice the longest of late, in whatever quorum it was.
+
 A quorum that stands sends no message per step, so operators would see the step at which it was formed. From
 the looks comes a report now and then: no part of a step waits for it, and no rule of the lighthouse depends
 on it. How much of the looks found the rank waiting tells a straggler: its peers wait for it, and it for
@@ -26,6 +30,7 @@ LONG_S = 30.0  # seconds: most network cuts are over by then, and the usual time
 PER_MEMBER_S = 0.005
 LOOK_EVERY_S = 0.1
 EASING = 0.9  # factor of the learned time at every wait, so that one slow checkpoint is forgotten in the end
+LATE_EASING = 0.99  # of that after which it is overdue: a step has many waits, one of which is long
 
 
 class Wait(NamedTuple):
@@ -51,6 +56,7 @@ class StallWatch:
     _since: float = 0.0
     _remarkable_at: float = 0.0
     _usual_s: dict[str, float] = field(default_factory=dict)  # by kind: twice the longest wait, eased
+    _late_s: dict[str, float] = field(default_factory=dict)  # the same in all quorums
 
     def look(self, quorum_id: int, members: int, wait: Wait | None, now: float) -> float:
         """Return how many seconds a rank has waited, if that has become remarkable since the last look; else
@@ -61,12 +67,14 @@ class StallWatch:
             now: the present time in seconds.
         """
         least_s, most_s = FIRST_S + PER_MEMBER_S * members, LAST_S + PER_MEMBER_S * members
-        if quorum_id != self._quorum_id:
-            self._quorum_id, self._wait, self._usual_s = quorum_id, None, {}
-        if wait != self._wait:
+        is_new = quorum_id != self._quorum_id
+        if is_new or wait != self._wait:
             if self._wait is not None:  # it is over: learn from it
-                eased_s = EASING * self._usual_s.get(self._wait.kind, 0.0)
-                self._usual_s[self._wait.kind] = max(2 * (now - self._since), eased_s)
+                for learned, easing in ((self._usual_s, EASING), (self._late_s, LATE_EASING)):
+                    eased_s = easing * learned.get(self._wait.kind, 0.0)
+                    learned[self._wait.kind] = max(2 * (now - self._since), eased_s)
+            if is_new:
+                self._quorum_id, self._usual_s = quorum_id, {}
             self._wait, self._since = wait, now
             usual_s = self._usual_s.get(wait.kind, 0.0) if wait else 0.0
             self._remarkable_at = now + min(max(usual_s, least_s), most_s)
@@ -76,9 +84,13 @@ class StallWatch:
         self._remarkable_at = now + min(waited_s, most_s)
         return waited_s
 
-    def waited_s(self, now: float) -> float:
-        """Return how many seconds the wait of the last look has lasted."""
-        return 0.0 if self._wait is None else now - self._since
+    def is_overdue(self, join_timeout_s: float, now: float) -> bool:
+        """Return whether the step of the last look has waited for too long for a member that may not have
+        begun it.
+        """
+        if self._wait is None or not self._wait.is_unasked:
+            return False
+        return now - self._since > max(join_timeout_s, self._late_s.get(self._wait.kind, 0.0))
 
 
 # However short the interval, all members of a quorum together send one report in so many seconds at most.

@@ -397,7 +397,7 @@ class ManagerServer:
         quorum_id, members = group.last_quorum_id, len(group.last_quorum_replica_ids)
         now, wait = self._loop.loop.time(), listener.waits_for()
         waited_s = watch.look(quorum_id, members, wait, now)
-        if wait is not None and wait.is_unasked and watch.waited_s(now) > self._link.join_timeout_s:
+        if watch.is_overdue(self._link.join_timeout_s, now):
             self._perform(group.step_overdue(quorum_id, self._link.join_timeout_s))
         if waited_s and self._link.hears_of_links:
             self._perform(group.step_stalled(quorum_id, for_long=waited_s > LONG_S))

@@ -91,3 +91,26 @@ def test_the_more_there_are_to_ask_the_later_they_are_asked(members: int) -> Non
     least_s = FIRST_S + PER_MEMBER_S * members
     [after_s] = Rank().wait(least_s * 1.5, members=members)
     assert after_s > least_s
+
+
+def test_a_step_waits_for_a_member_that_is_late_each_time_for_longer_than_join_timeout() -> None:
+    """Each second step would be lost: a try again has asked for its quorum, and waits."""
+    join_timeout_s, late_s = 2.0, 5.0
+    watch, now = StallWatch(), 100.0
+
+    def wait(seconds: float, number: int, quorum_id: int, *, is_unasked: bool = True) -> bool:
+        """Return whether another wait was overdue at some time."""
+        nonlocal now
+        began, overdue = now, False
+        while now <= began + seconds:
+            watch.look(quorum_id, MEMBERS, Wait("allreduce", number, is_unasked), now)
+            overdue |= watch.is_overdue(join_timeout_s, now)
+            now += LOOK_EVERY_S
+        return overdue
+
+    assert not wait(late_s, 0, QUORUM, is_unasked=False), "all members have asked for this step"
+    assert not wait(late_s, 1, QUORUM)
+    assert wait(20 * late_s, 2, QUORUM), "it may never come"
+    assert not any(wait(late_s, number, QUORUM + 1) for number in range(3, 10))
+    assert not any(wait(LOOK_EVERY_S, number, QUORUM + 1) for number in range(10, 1000))
+    assert wait(late_s, 1000, QUORUM + 1), "they are no longer late"
