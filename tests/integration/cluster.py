@@ -32,12 +32,12 @@ class Cluster(cluster.Cluster):
     """A cluster of workers.
 
     Args:
-        is_patient: nobody is suspected of being dead for a late answer, as a busy machine may give it: for a
-            test that says which steps are lost, and in which only processes fail.
+        is_patient: nobody is suspected of being dead for a late answer, as a busy machine may give it. A test
+            that stops a process, or leaves it without an answer otherwise, has no such patience.
     """
 
     def __init__(
-        self, folder: Path, *, is_patient: bool = False, lighthouse_flags: Sequence[str] = (), **settings: Any
+        self, folder: Path, *, is_patient: bool = True, lighthouse_flags: Sequence[str] = (), **settings: Any
     ) -> None:
         patience = [f"--keepalive_timeout_ms={PATIENT_MS}"] if is_patient else []
         super().__init__(folder, lighthouse_flags=[*lighthouse_flags, *patience], **settings)

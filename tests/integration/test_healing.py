@@ -30,7 +30,7 @@ def test_joiners_heal_in_the_middle_of_training(tmp_path: Path, size: int, use_a
 
 @pytest.mark.parametrize("act", ["kill", "stop"])
 def test_a_joiner_heals_from_another_peer_when_its_source_fails_midway(tmp_path: Path, act: str) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=act == "kill") as cluster:
         options = WorkerOptions(ballast_mb=32, faults=(cluster.plan(act, "heal"),))
         a, b = cluster.start_all("ab", options=options)
         cluster.pull_trigger()
@@ -49,7 +49,7 @@ def test_a_joiner_heals_from_another_peer_when_its_source_fails_midway(tmp_path:
 
 @pytest.mark.parametrize("size", [also_slow(1), 2])
 def test_the_others_commit_while_a_joiner_catches_up(tmp_path: Path, size: int) -> None:
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         hang = WorkerOptions(ballast_mb=8, faults=("hang@heal",), steps_kept_max=100)
         a = cluster.start("a", size=size, options=hang)
         cluster.wait_for_quorum_of(a)

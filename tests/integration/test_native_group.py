@@ -59,7 +59,7 @@ def test_survivors_commit_after_a_kill_in_a_collective(tmp_path: Path, store: TC
 
 @needs_torchs
 def test_a_stopped_member_holds_the_others_up_until_the_timeout(tmp_path: Path, store: TCPStore) -> None:
-    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+    with Cluster(tmp_path, limit_s=LIMIT_S, is_patient=False) as cluster:
         fault = cluster.plan("stop", "backward")
         options = WorkerOptions(
             backend="native-gloo", store_port=store.port, timeout_s=TIMEOUT_S, faults=(fault,)

@@ -16,6 +16,8 @@ from torchft_like.testing.cluster import Group
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
+# All have to come within it, or two of the three form each quorum and the third heals, in turn, for ever.
+JOIN_TIMEOUT_MS = 4000
 ASYNC_AND_SYNC = pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 
 
@@ -50,7 +52,7 @@ def test_survivors_commit_after_one_is_killed_and_the_last_after_all(
 
 def test_survivors_commit_beside_sessions_in_which_nobody_asks_for_a_quorum(tmp_path: Path) -> None:
     """More than the survivors: slow starters, say, or trainers that hang before their first step."""
-    with Cluster(tmp_path, join_timeout_ms=1000) as cluster, ExitStack() as idle:
+    with Cluster(tmp_path, join_timeout_ms=JOIN_TIMEOUT_MS) as cluster, ExitStack() as idle:
         for number in range(4):
             session = SessionClient(cluster.lighthouse_address, f"idle:{number}")
             idle.enter_context(session).registered()
@@ -77,7 +79,7 @@ def test_the_others_commit_beside_one_that_cannot_be_configured_until_it_can(tmp
 
 def test_one_goes_on_alone_while_the_training_threads_of_the_two_others_hang(tmp_path: Path) -> None:
     """Their servers give the quorum up for them, so that no step of it can be committed any more."""
-    with Cluster(tmp_path, join_timeout_ms=1000) as cluster:
+    with Cluster(tmp_path, join_timeout_ms=JOIN_TIMEOUT_MS) as cluster:
         hang = WorkerOptions(faults=(cluster.plan("hang", "step"),))
         a, b, c = groups = [cluster.start(name, options=hang if name in "bc" else None) for name in "abc"]
         cluster.wait_for_quorum_of(*groups)
@@ -116,7 +118,7 @@ def test_survivors_commit_after_a_kill_in_a_collective(tmp_path: Path, reduce: s
 
 @ASYNC_AND_SYNC
 def test_a_replica_stopped_in_a_collective_heals_afterwards(tmp_path: Path, use_async_quorum: bool) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=False) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum, faults=(cluster.plan("stop", "backward"),))
         a, b, c = groups = cluster.start_all("abc", options=options)
         cluster.pull_trigger()
@@ -133,7 +135,7 @@ def test_a_replica_stopped_in_a_collective_heals_afterwards(tmp_path: Path, use_
 
 @pytest.mark.parametrize("act", ["kill", also_slow("stop")])
 def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_path: Path, act: str) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=act == "kill") as cluster:
         a, b = cluster.start_all("ab")
         c = cluster.start("c", options=WorkerOptions(faults=(f"{act}@configure",)))
         _, since = cluster.wait_for_fault(c)
@@ -147,7 +149,7 @@ def test_members_commit_after_a_joiner_fails_while_the_group_is_configured(tmp_p
 
 @pytest.mark.parametrize("act", [also_slow("kill"), "stop"])
 def test_a_joiner_commits_after_a_member_fails_as_the_group_is_made(tmp_path: Path, act: str) -> None:
-    with Cluster(tmp_path) as cluster:
+    with Cluster(tmp_path, is_patient=act == "kill") as cluster:
         a, b = groups = cluster.start_all(
             "ab", options=WorkerOptions(faults=(cluster.plan(act, "configure"),))
         )
@@ -169,8 +171,7 @@ def test_a_joiner_commits_after_a_member_fails_as_the_group_is_made(tmp_path: Pa
     ids=["the join timeout", "the operation timeout"],
 )
 def test_the_others_time_out_a_trainer_that_hangs(tmp_path: Path, place: str, timeout_s: float) -> None:
-    # All have to come within it, or two of the three form each quorum and the third heals, in turn, for ever.
-    with Cluster(tmp_path, join_timeout_ms=4000, is_patient=True) as cluster:
+    with Cluster(tmp_path, join_timeout_ms=JOIN_TIMEOUT_MS) as cluster:
         options = WorkerOptions(timeout_s=timeout_s, faults=(cluster.plan("hang", place),))
         a, b, c = groups = cluster.start_all("abc", options=options)
         cluster.pull_trigger()
@@ -203,7 +204,7 @@ def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
     tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It disturbs nobody while it waits, and then it is in the first quorum without the dead."""
-    with Cluster(tmp_path, lighthouse_flags=["--replicas=2"], is_patient=True) as cluster:
+    with Cluster(tmp_path, lighthouse_flags=["--replicas=2"]) as cluster:
         dies, stays = cluster.start_all("ab", size=size)
         monkeypatch.setenv("TORCHFT_SPARE", "1")
         spare = cluster.start("c", size=size)
@@ -217,6 +218,7 @@ def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
 
 
 # Replica groups of two ranks: one rank fails, its whole group leaves, the others go on.
+DEAD_AFTER_S = "3"  # longer than a busy machine keeps a rank from answering
 
 
 @pytest.mark.parametrize(
@@ -231,10 +233,11 @@ def test_a_spare_that_waits_takes_the_place_of_a_group_that_dies(
 def test_a_group_that_lost_a_rank_leaves(
     tmp_path: Path, lost_rank: int, number: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if number is signal.SIGSTOP:
-        monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", "1")
-    with Cluster(tmp_path) as cluster:
-        a, b = cluster.start_all("ab", size=2)
+    with Cluster(tmp_path, is_patient=number is signal.SIGKILL) as cluster:
+        a = cluster.start("a", size=2)
+        monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", DEAD_AFTER_S)
+        b = cluster.start("b", size=2)
+        cluster.wait_for_quorum_of(a, b)
         lost, left_over = b.ranks[lost_rank], b.ranks[1 - lost_rank]
         left_over.may_end = True
         lost.signal(number)
@@ -251,7 +254,8 @@ def test_a_group_does_no_step_without_a_rank_that_is_stopped_and_goes_on_with_it
     tmp_path: Path, stopped_rank: int, reduce: str
 ) -> None:
     options = WorkerOptions(reduce=reduce, inner_backend="torchft-gloo" if reduce == "sharded" else "")
-    with Cluster(tmp_path, limit_s=100.0) as cluster:  # six processes import all of torch.distributed
+    # Six processes import all of torch.distributed.
+    with Cluster(tmp_path, limit_s=100.0, is_patient=False) as cluster:
         a, b = cluster.start_all("ab", size=2, options=options)
         b.ranks[stopped_rank].signal(signal.SIGSTOP)
         cluster.wait_for_quorum_of(a)
@@ -271,10 +275,13 @@ def test_a_rank_that_waits_for_a_stopped_one_within_its_group_is_released(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """FSDP gathers parameters over torch's default group, whose own timeout is half an hour."""
-    monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", "1")
     options = WorkerOptions(reduce="sharded", inner_backend="torchft-gloo")
-    with Cluster(tmp_path, limit_s=100.0) as cluster:  # six processes import all of torch.distributed
-        a, b = cluster.start_all("ab", size=2, options=options)
+    # Six processes import all of torch.distributed.
+    with Cluster(tmp_path, limit_s=100.0, is_patient=False) as cluster:
+        a = cluster.start("a", size=2, options=options)
+        monkeypatch.setenv("TORCHFT_DEAD_AFTER_SEC", DEAD_AFTER_S)
+        b = cluster.start("b", size=2, options=options)
+        cluster.wait_for_quorum_of(a, b)
         left_over, lost = b.ranks
         left_over.may_end = True
         lost.signal(signal.SIGSTOP)

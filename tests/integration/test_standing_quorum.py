@@ -11,16 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.cluster import CHECKED, Cluster, also_slow
+from tests.integration.cluster import CHECKED, PATIENT_MS, Cluster, also_slow
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 MORE_STEPS = 10
-# Of the members, as a busy machine may make them late. These notice an absent lighthouse as soon as ever.
-PATIENT = ("--keepalive_timeout_ms=20000",)
-ABSENCE_S = 1.0  # a hundred steps, where nothing holds them up
+# Of the lighthouse with its members, as a busy machine may make them late; they notice that it is stopped.
+PATIENT = (f"--keepalive_timeout_ms={PATIENT_MS}",)
+ABSENCE_S = 2.0  # thirty steps, where nothing holds them up
 
 
 def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
@@ -32,11 +32,19 @@ def wait_for_steps(cluster: Cluster, groups: list[Group]) -> None:
     )
 
 
+def assert_waiting(groups: list[Group]) -> None:
+    """Nobody commits more than the step that it was in, while the lighthouse is away."""
+    steps = [group.step for group in groups]
+    time.sleep(ABSENCE_S)  # the fault itself has this length
+    assert all(group.step <= step + 1 for group, step in zip(groups, steps, strict=True))
+
+
 @pytest.mark.parametrize("size", [also_slow(1), 2], ids=["groups of 1", "groups of 2"])
 def test_a_replica_joins_and_the_lighthouse_dies_and_stops_at_the_cost_of_no_step(
-    tmp_path: Path, size: int
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", "5000")
+    with Cluster(tmp_path, lighthouse_flags=PATIENT, is_patient=False) as cluster:
         groups = cluster.start_all("ab", size=size)
         wait_for_steps(cluster, groups)
         since = time.time()
@@ -68,41 +76,38 @@ def test_a_replica_joins_and_the_lighthouse_dies_and_stops_at_the_cost_of_no_ste
 
 def test_training_may_wait_for_a_dead_lighthouse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHFT_LIGHTHOUSE_ABSENCE", "wait")
-    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
+    with Cluster(tmp_path) as cluster:
         groups = cluster.start_all("ab")
         wait_for_steps(cluster, groups)
         cluster.lighthouse.kill()
         since = time.time()
         for group in groups:
             cluster.wait_for_event(group, "disconnected")
-        time.sleep(ABSENCE_S)  # the fault itself has this length
-        steps = [group.step for group in groups]
-        time.sleep(ABSENCE_S)
-        assert [group.step for group in groups] == steps
+        assert_waiting(groups)
         cluster.start_lighthouse()
         wait_for_steps(cluster, groups)
         assert [group.failures(since) for group in groups] == [[], []]
 
 
 def test_training_waits_for_a_lighthouse_that_is_silent_for_longer_than_its_lease(tmp_path: Path) -> None:
-    with Cluster(tmp_path, lighthouse_flags=["--standing_lease_ms=1500"]) as cluster:
+    flags = *PATIENT, "--standing_lease_ms=1500"
+    with Cluster(tmp_path, lighthouse_flags=flags, is_patient=False) as cluster:
         groups = cluster.start_all("ab")
         wait_for_steps(cluster, groups)
         since = time.time()
         cluster.lighthouse.signal(signal.SIGSTOP)
         cluster.wait_until(lambda: all(group.failures(since) for group in groups), "the end of the lease")
-        aborts = [group.events("abort", since) for group in groups]
-        assert "--standing_lease_ms" in str(aborts)  # of one; the other may have felt that one's abort first
-        time.sleep(ABSENCE_S)  # the fault itself has this length
-        steps = [group.step for group in groups]
-        time.sleep(ABSENCE_S)
-        assert [group.step for group in groups] == steps
+        # One says why; the other may have felt that one's abort first.
+        cluster.wait_until(
+            lambda: "--standing_lease_ms" in str([group.events("abort", since) for group in groups]), "why"
+        )
+        assert_waiting(groups)
         cluster.lighthouse.signal(signal.SIGCONT)
         wait_for_steps(cluster, groups)
 
 
 def test_a_replica_joins_after_the_lighthouse_restarted_under_its_quorum(tmp_path: Path) -> None:
-    with Cluster(tmp_path, lighthouse_flags=PATIENT) as cluster:
+    with Cluster(tmp_path) as cluster:
         a, b = cluster.start_all("ab")
         wait_for_steps(cluster, [a, b])
         cluster.lighthouse.kill()
@@ -149,7 +154,8 @@ def test_a_replica_that_dies_while_the_lighthouse_is_away_is_left_behind(tmp_pat
 
 def test_a_trainer_gives_up_with_a_clear_error_when_the_lighthouse_stays_away(tmp_path: Path) -> None:
     with Cluster(tmp_path) as cluster:
-        (a,) = cluster.start_all("a", options=WorkerOptions(quorum_timeout_s=1.0))
+        # Each of its steps has a quorum of its own, which a busy machine has to give it within this time.
+        (a,) = cluster.start_all("a", options=WorkerOptions(quorum_timeout_s=5.0))
         cluster.lighthouse.kill()
         cluster.wait_for_end(a)
         assert a.ranks[0].exit_code == 1
