@@ -11,12 +11,12 @@ quorum possible forms it, and the next round begins. A quorum is possible when
 1. it would have at least `min_replicas` members, and
 2. either every member of the last quorum has joined (the *fast* quorum), or
 3. more than half of the healthy have joined, and no healthy replica is still to come or the first to
-   join has waited for `join_timeout`.
+   join has waited for `join_timeout`, since a member of the last quorum has joined or is gone, if one has.
 
 A replica that is healthy and does not join counts for the majority until `join_timeout` after it registered,
 or was in a quorum. Members of the last quorum count for longer: they may go on in it, and two quorums could
-commit the same step. When the first to join has waited for `join_timeout`, and there is no majority although
-a member has joined, or is gone, the others are told to give that quorum up, in which no member can get on.
+commit the same step. When there is no majority `join_timeout` after the first to join, and after a member has
+joined or is gone, the others are told to give that quorum up, in which no member can get on.
 Their servers answer, also for a training thread that hangs: they commit nothing more in it, and count no
 more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
 counts as little as one that answers no PING.
@@ -180,6 +180,7 @@ class QuorumCore:
         # told to.
         self._given_up: set[str] = set()
         self._told_at: float | None = None
+        self._ended_at: float | None = None  # when the first of its members had joined, or was gone
         self._heard_at = 0.0  # when the last word of its members came, or went to them
         self._find_at: float | None = (
             None  # when the members that may go on are looked for, if they have to be
@@ -495,12 +496,15 @@ class QuorumCore:
 
     def _late_at(self) -> float:
         """Return when stragglers are left behind, by the first join of a replica that does not wait for a
-        link.
+        link, and by the first sign that members of the last quorum ask for another one.
 
-        A replica that was left out would otherwise shorten the time that stragglers get.
+        A replica that was left out would otherwise shorten the time that stragglers get, and so would a
+        newcomer that has waited for the end of a step longer than `join_timeout`: of members that end it at
+        the same time the first to join would leave the others behind.
         """
         first = next((join for join in self._joined.values() if not join.left_out), None)
-        return (first or next(iter(self._joined.values()))).since + self._join_timeout
+        since = (first or next(iter(self._joined.values()))).since
+        return max(since, self._ended_at or since) + self._join_timeout
 
     def _majority(self, now: float) -> int:
         """Return how many replicas are more than half of those that count."""
@@ -523,6 +527,7 @@ class QuorumCore:
         return until
 
     def _form(self, now: float, decisions: list[Decision]) -> None:
+        self._look_for_end(now)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
         if self._may_go_on and self._state(now) is QuorumState.LEASED:
@@ -560,6 +565,11 @@ class QuorumCore:
             self._deadline = min([self._deadline, *waits])
         if state is QuorumState.LEASED and self._find_at is not None:
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
+
+    def _look_for_end(self, now: float) -> None:
+        """Note when the first member of the last quorum has joined, or is gone."""
+        if self._ended_at is None and (self._departed or self._missing < len(self._last)):
+            self._ended_at = now
 
     def _fill_places(self, now: float, decisions: list[Decision]) -> None:
         """Let spares take the free places in the quorum that is about to be formed; what they have said is
@@ -921,7 +931,7 @@ class QuorumCore:
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
         self._departed = set()
-        self._given_up, self._told_at = set(), None
+        self._given_up, self._told_at, self._ended_at = set(), None, None
         self._alarms = 0
 
     def _stands(self, stands: bool, now: float) -> None:

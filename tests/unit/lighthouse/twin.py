@@ -99,6 +99,7 @@ class Twin:
         self.cut_off = False  # the members of the last quorum may all go on in it, without this lighthouse
         self.given_up: set[str] = set()
         self.told: float | None = None  # when members of the last quorum were told to give it up
+        self.ended: float | None = None  # when one of them had joined, or was gone
         self.heard = 0.0  # the last word from them, or to them
         self.looked: float | None = None  # when this lighthouse last looked for them
         self.began: float | None = None  # when the first event came
@@ -190,7 +191,7 @@ class Twin:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last, ids), [], 0
-        self.given_up, self.told = set(), None
+        self.given_up, self.told, self.ended = set(), None, None
         self.standing = Standing() if stands else None
         self.cut_off, self.heard, self.looked = stands, now, None
         out += self.over(self.sessions)
@@ -424,6 +425,9 @@ class Twin:
 
     def form(self, now: float) -> list[Decision]:
         out: list[Decision] = []
+        joined = {j.member.replica_id for j in self.joined}
+        if self.ended is None and (self.departed or joined & self.last[1]):
+            self.ended = now
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
         is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
@@ -512,7 +516,7 @@ class Twin:
         there, members = last & self.healthy(), [j for j in self.joined if j.member.replica_id in last]
         if not any(j.member.shrink_only for j in members) or len(there) < self.config.min_replicas:
             return self.joined
-        is_late = now >= self.first_join() + self.config.join_timeout_ms / 1000
+        is_late = self.is_late(now)
         needed = max(self.config.min_replicas, len(self.counted(now)) // 2 + 1)
         is_void = is_late and len(members) < min(needed, len(there))
         return self.joined if is_void else members
@@ -544,7 +548,8 @@ class Twin:
         return joined == self.healthy() or self.is_late(now)
 
     def is_late(self, now: float) -> bool:
-        return now >= self.first_join() + self.config.join_timeout_ms / 1000
+        since = max(self.first_join(), self.ended or 0.0)
+        return now >= since + self.config.join_timeout_ms / 1000
 
     def may_go_on(self, now: float) -> bool:
         """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
@@ -603,7 +608,7 @@ class Twin:
         self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
-        self.given_up, self.told = set(), None
+        self.given_up, self.told, self.ended = set(), None, None
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
