@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 from torchft_like import Manager, ProcessGroupGloo
 
 PATIENCE_S = 300.0  # far above any limit of the tests, so that a test fails that ends by it
+PATIENCE_MS = 5000  # nobody is lost for a late answer, as a busy machine may give it
+
+
+def be_patient() -> None:
+    """Let this process, which is a rank of a test, take nobody for dead who answers late."""
+    os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENCE_MS)
 
 
 def manager_alone(name: str, lighthouse: str, **settings: Any) -> Manager:

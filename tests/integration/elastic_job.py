@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tests.managers import PATIENCE_S, manager_alone, outcome
+from tests.managers import PATIENCE_S, be_patient, manager_alone, outcome
 from torchft_like import ProcessGroupGloo
 from torchft_like.group_coordinator import (
     Change,
@@ -25,13 +25,12 @@ from torchft_like.group_coordinator.elastic import EpochGroups, Member
 
 Here = SimpleNamespace
 PAUSE_S = 0.005
-PATIENCE_MS = 5000  # nobody is lost for a late answer, as a busy machine may give it
 
 
 def make(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
     os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"  # on all members alike, whichever fixture started them
-    os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENCE_MS)
+    be_patient()
     options = CoordinatorOptions(timeout=PATIENCE_S)
     here.coordinator = ElasticCoordinator(name, lighthouse=lighthouse, options=options)
 
@@ -137,7 +136,7 @@ def place(here: Here, rank: int) -> tuple[int, int, int]:
 
 def join(here: Here, rank: int, name: str, lighthouse: str) -> None:
     torch.set_num_threads(1)
-    os.environ["TORCHFT_KEEPALIVE_TIMEOUT_MS"] = str(PATIENCE_MS)
+    be_patient()
     pg = ProcessGroupGloo(PATIENCE_S)
     here.manager = manager_alone(name, lighthouse, use_async_quorum=False, pg=pg)
     here.coordinator = ManagedCoordinator(here.manager)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tests.managers import PATIENCE_S, manager_alone, outcome
+from tests.managers import PATIENCE_S, be_patient, manager_alone, outcome
 from torchft_like import ProcessGroupGloo
 from torchft_like.gang import ElasticGangs, ManagedGang, ReduceOperation, all_sum, create_parallel_gangs
 
@@ -17,6 +17,7 @@ Here = SimpleNamespace
 def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bool = False) -> None:
     """Start a replica group of one rank, whose state is one number."""
     torch.set_num_threads(1)
+    be_patient()
     here.state = torch.zeros(1)
     here.manager = manager_alone(
         name,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import elastic_job
+from tests.managers import PATIENCE_MS
 from torchft_like import LighthouseServer
 from torchft_like.testing.cluster import LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -43,7 +44,7 @@ class Crew:
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
     """Two members, b and c, for all tests; each brings a third one, a."""
-    patience = f"--keepalive_timeout_ms={elastic_job.PATIENCE_MS}"
+    patience = f"--keepalive_timeout_ms={PATIENCE_MS}"
     with LighthouseProcess(patience) as lighthouse, running(2) as ranks:
         crew = Crew(lighthouse.url)
         crew.hire("bc", ranks)
@@ -153,7 +154,7 @@ def test_the_example_gives_no_wrong_answer(processes: Processes) -> None:
 
 
 def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() -> None:
-    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": elastic_job.PATIENCE_MS}
+    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": PATIENCE_MS}
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **patience)
     try:
         with running(3) as ranks:

@@ -132,9 +132,11 @@ def test_a_silent_unary_member_is_lost_after_heartbeat_timeout() -> None:
         assert (lost.replica_id, lost.reason) == ("u", "no heartbeat within heartbeat_timeout")
 
 
-def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody() -> None:
+def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", "20000")  # a PING's answer waits behind megabytes
+    flags = "--min_replicas=1", "--session_queue_max=4", "--replicas_max=8", "--keepalive_timeout_ms=20000"
     with (
-        LighthouseProcess("--min_replicas=1", "--session_queue_max=4", "--replicas_max=8") as daemon,
+        LighthouseProcess(*flags) as daemon,
         registered(daemon.address, "a") as (a,),
         SessionClient(daemon.address, "slow", reads=False) as slow,
     ):

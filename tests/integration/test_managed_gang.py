@@ -10,6 +10,7 @@ import pytest
 
 from tests.integration import gang_job
 from tests.integration import managed_gang_job as replica
+from tests.managers import PATIENCE_MS
 from torchft_like import LighthouseServer
 from torchft_like.testing.ranks import Rank, Ranks, running
 
@@ -50,7 +51,8 @@ class Job:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000)
+    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": PATIENCE_MS}
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **patience)
     yield server
     server.shutdown()
 

@@ -16,6 +16,7 @@ from torchft_like.testing.cluster import LighthouseProcess
 T = TypeVar("T")
 LIMIT_S = 60.0
 PAUSE_S = 0.005
+PATIENCE_MS = "20000"
 
 
 class Crew:
@@ -26,8 +27,8 @@ class Crew:
     """
 
     def __init__(self, *flags: str) -> None:
-        self._flags = flags
-        self.lighthouse = LighthouseProcess(*flags)
+        self._flags = (f"--keepalive_timeout_ms={PATIENCE_MS}", *flags)
+        self.lighthouse = LighthouseProcess(*self._flags)
         self.coordinators: dict[str, ElasticCoordinator] = {}
         self._threads = ThreadPoolExecutor(16)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
@@ -22,14 +21,6 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator import Change, ElasticCoordinator, Membership
 from torchft_like.group_coordinator.elastic import EpochGroups, Member
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.end()
-
 
 # ---------------------------------------------------------------------------- it comes about
 
@@ -337,7 +328,7 @@ def test_who_leaves_stays_if_the_change_is_rolled_back(crew: Crew, monkeypatch: 
 
 
 def test_a_member_that_is_late_is_not_left_out_while_it_answers() -> None:
-    crew = Crew("--join_timeout_ms", "50")
+    crew = Crew("--join_timeout_ms", "500")
     try:
         crew.change("abc")
         late = {name: crew[name].begin_change() for name in "ab"}
@@ -382,7 +373,7 @@ def test_wrong_arguments_are_refused(crew: Crew, monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(ConfigError, match="TORCHFT_LIGHTHOUSE"):
         ElasticCoordinator("z").follow()
-    monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", "0.5")
+    monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", "3")  # to reach the lighthouse, which refuses it
     second = ElasticCoordinator("a", lighthouse=crew.lighthouse.url)
     with pytest.raises(ConnectError, match="replica 'a' has a session"):
         second.begin_change()

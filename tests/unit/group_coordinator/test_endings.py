@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -13,13 +11,6 @@ from tests.unit.process_group.conftest import Party
 from torchft_like.errors import GroupCoordinatorError
 from torchft_like.group_coordinator import coordinator as coordinator_module
 from torchft_like.message_queue import MessageQueue
-
-
-@pytest.fixture
-def crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.end()
 
 
 def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Party) -> None:
