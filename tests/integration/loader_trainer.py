@@ -2,14 +2,15 @@
 
     python -m tests.integration.loader_trainer NAME starts 5
 
-starts so many loaders of one to four workers, of each kind in turn, and trains with what they read. Each
-worker speaks gRPC of its own, with a server of its trainer, as one does that reads from a service. With
-`workers` one loader of so many workers never ends; with `together` there is none, and the trainer leaves
-after so many steps with a peer.
+starts so many loaders of one to four workers, of each kind in turn, and trains with what they read, and then
+without them until enough peers have come and gone. Each worker speaks gRPC of its own, with a server of its
+trainer, as one does that reads from a service. With `workers` one loader of so many workers never ends; with
+`together` there is none, and the trainer leaves after so many steps with a peer.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
 import sys
 import time
@@ -26,6 +27,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
+PEERS = 3  # the second has ended before the third comes
 BATCHES = 3  # per worker, so that it is alive and has more to load while its trainer trains
 
 
@@ -64,7 +66,7 @@ def start_loaders(manager: Manager, starts: int) -> Iterator[Tensor]:
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("echo", {"number": number}),))
     target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     server.start()
-    sizes = set()
+    sizes: list[int] = []
     for start in range(starts):
         kind, method, persistent = chosen(start)
         workers = 1 + start % 3 if method == "fork" else 1  # which loads torch by itself
@@ -77,10 +79,14 @@ def start_loaders(manager: Manager, starts: int) -> Iterator[Tensor]:
             for batch in loader:
                 read += 1
                 yield batch
-                sizes.add(manager.num_participants())
+                sizes.append(manager.num_participants())
             assert read == len(data), (kind, method, read)
         print(f"start {start + 1}: {kind.__name__} {method} {workers}", flush=True)
-    print(f"over: loaded {starts} times in quorums of {sorted(sizes)}", flush=True)
+    while sum(before > after for before, after in itertools.pairwise(sizes)) < PEERS:
+        yield torch.ones(1, 1)
+        sizes.append(manager.num_participants())
+        time.sleep(0.02)
+    print(f"over: loaded {starts} times in quorums of {sorted(set(sizes))}", flush=True)
     server.stop(None).wait()
 
 

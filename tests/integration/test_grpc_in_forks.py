@@ -186,9 +186,14 @@ if sys.argv[1] == "used":
     server = grpc.server(futures.ThreadPoolExecutor(1))
 import torchft_like
 server = grpc.server(futures.ThreadPoolExecutor(1))
-server.add_insecure_port("127.0.0.1:0")
-server.start()  # whose thread is in gRPC from now on
-for _ in range(3):
+port = server.add_insecure_port("127.0.0.1:0")
+server.start()
+with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+    try:
+        channel.unary_unary("/nobody/serves", None, None)(b"", timeout=60)
+    except grpc.RpcError as error:
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED  # its thread is in gRPC
+for _ in range(10):
     if (forked := os.fork()) == 0:
         os._exit(0)
     os.waitpid(forked, 0)

@@ -22,6 +22,7 @@ from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
+from tests.ports import free_ports
 from torchft_like import LighthouseServer
 from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.cluster import LISTENING, LighthouseProcess
@@ -272,21 +273,11 @@ def test_the_daemon_ends_while_somebody_looks(site: Site) -> None:
     connection.close()
 
 
-@pytest.fixture
-def two_ports() -> tuple[int, int]:
-    """Two ports in a row at which nobody listens."""
-    while True:
-        with socket.create_server(("127.0.0.1", 0)) as first, contextlib.suppress(OSError):
-            port = first.getsockname()[1]
-            with socket.create_server(("127.0.0.1", port + 1)):
-                return port, port + 1
-
-
 @pytest.mark.parametrize("is_asked_for", [False, True])
 def test_a_taken_port_costs_the_page_or_if_it_was_asked_for_the_start(
-    processes: Processes, two_ports: tuple[int, int], is_asked_for: bool
+    processes: Processes, is_asked_for: bool
 ) -> None:
-    port, next_port = two_ports
+    port, next_port = free_ports(2)
     flags = [f"--page=127.0.0.1:{next_port}"] if is_asked_for else []
     with socket.create_server(("127.0.0.1", next_port)):
         daemon = processes.fork("lighthouse", f"--bind=127.0.0.1:{port}", *flags)
@@ -297,10 +288,8 @@ def test_a_taken_port_costs_the_page_or_if_it_was_asked_for_the_start(
     assert f"cannot listen on 127.0.0.1:{next_port}: Address already in use" in daemon.output
 
 
-def test_the_status_in_a_terminal(
-    processes: Processes, two_ports: tuple[int, int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    address = f"127.0.0.1:{two_ports[0]}"
+def test_the_status_in_a_terminal(processes: Processes, capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"127.0.0.1:{free_ports(2)[0]}"
     assert main(["status", address]) == 2
     assert "no page of a lighthouse answers" in capsys.readouterr().err
     processes.fork("lighthouse", f"--bind={address}", "--start_grace_ms=0").wait_for_output(

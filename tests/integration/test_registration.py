@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import socket
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
+from tests.ports import free_ports
 from torchft_like.testing.cluster import Cluster
 from torchft_like.testing.ranks import LIMIT_S, Ranks, running
 
@@ -41,20 +41,16 @@ def agents(store: TCPStore) -> dict[str, str]:
     }
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
-
-
 def fresh(store: TCPStore) -> str:
     return f"127.0.0.1:{store.port}/owner/{next(_prefixes)}"
 
 
 def wheres(tmp_path: Path) -> dict[str, Mapping[str, str]]:
+    (port,) = free_ports()
     return {
-        "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())},
-        "env with a name": {"MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
-        "tcp": {"init_method": f"tcp://127.0.0.1:{free_port()}"},
+        "env": {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+        "env with a name": {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)},
+        "tcp": {"init_method": f"tcp://127.0.0.1:{port}"},
         "file": {"init_method": f"file://{tmp_path / 'store'}"},
     }
 
