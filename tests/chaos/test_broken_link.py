@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integration.cluster import PATIENT_MS
 from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
 from torchft_like.testing.chaos.orders import JobSettings, Training
@@ -34,8 +35,11 @@ def network(tmp_path: Path) -> Iterator[Network]:
 
 
 @pytest.fixture
-def job(tmp_path: Path, network: Network) -> Iterator[ChaosJob]:
+def job(tmp_path: Path, network: Network, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChaosJob]:
+    """Nobody is lost for a late answer of a busy machine: the link alone decides who is left out."""
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", str(PATIENT_MS))
     job = ChaosJob(SETTINGS, tmp_path, str(tmp_path), network)
+    job._options.append(f"--keepalive_timeout_ms={PATIENT_MS}")
     try:
         yield job
     finally:

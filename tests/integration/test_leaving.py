@@ -40,7 +40,7 @@ def assert_interrupt_ends(cluster: Cluster, process: RunningProcess) -> None:
 
 @pytest.mark.parametrize("size", [1, 2], ids=["groups of 1", "groups of 2"])
 def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, size: int) -> None:
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         staying = cluster.start_all("abc" if size == 2 else "abcd", size=size)
         while len(staying) > 2:
             leaver = staying.pop()
@@ -60,7 +60,7 @@ def test_replicas_that_leave_on_sigterm_cost_the_others_no_step(tmp_path: Path, 
 
 @pytest.mark.parametrize("asked", [0, 1])
 def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_path: Path, asked: int) -> None:
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         a, b, c = cluster.start_all("abc", size=2)
         since = time.time()
         c.ranks[asked].signal(signal.SIGTERM)
@@ -73,7 +73,7 @@ def test_a_replica_group_leaves_as_one_when_one_of_its_ranks_is_asked_to(tmp_pat
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 def test_replicas_that_come_and_go_cost_the_others_no_step(tmp_path: Path, use_async_quorum: bool) -> None:
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         options = WorkerOptions(use_async_quorum=use_async_quorum)
         a, b = cluster.start_all("ab", options=options)
         for _ in range(LEAVES_MAX):

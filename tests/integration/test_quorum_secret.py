@@ -96,7 +96,7 @@ def test_a_restarted_lighthouse_believes_its_own_statement(
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_member_that_claims_a_far_step_is_no_source_and_costs_no_step(tmp_path: Path, size: int) -> None:
     """Real replica groups, and one that has everything a member has, and lies."""
-    with Cluster(tmp_path, min_replicas=2, is_patient=True) as cluster:
+    with Cluster(tmp_path, min_replicas=2) as cluster:
         a, b = cluster.start_all("ab", size=size)
         since = time.time()  # until then they have begun with the same state
         liar = cluster.start("liar", size=size, options=WorkerOptions(claims=FAR))

@@ -15,6 +15,7 @@ import psutil
 
 from lighthouse.address import Address, parse_address
 from tests.integration.lighthouse_clients import LIMIT_S
+from tests.managers import PATIENCE_MS
 from tests.stress.beside import Beside, HealthyHeals, HealthyReplicas, RankPair
 from tests.waiting import soon
 from torchft_like.testing.cluster import LighthouseProcess
@@ -88,7 +89,9 @@ def running() -> Iterator[Scene]:
     """
     with (
         Processes() as starter,
-        LighthouseProcess("--min_replicas=2", is_cold=True) as lighthouse,
+        LighthouseProcess(
+            "--min_replicas=2", f"--keepalive_timeout_ms={PATIENCE_MS}", is_cold=True
+        ) as lighthouse,
         LighthouseProcess(is_cold=True) as another,
     ):
         started = starter.start(sys.executable, "-m", "tests.stress.servers", another.address)
