@@ -57,7 +57,6 @@ from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
-from torchft_like.runtime.event_loop import coordination_loop
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -202,12 +201,11 @@ class _Tries:
         def take(place: Place) -> tuple[RestartGroup, int, Place]:
             return *RestartGroup.as_spare(place, limit_s, self._desk), place
 
-        waiting = take_place(lighthouse_of(os.environ), CONNECT_S, take)
-        group, attempt, place = coordination_loop().run(waiting)
+        group, attempt, place = take_place(lighthouse_of(os.environ), CONNECT_S, take)
         del os.environ[SPARE_ENV]
-        for name in OF_TORCHRUN:
-            os.environ.pop(name, None)
         names = {*OF_TORCHRUN, *self._desk.handed_over}
+        for name in names:  # what the group has not, its other ranks have not either
+            os.environ.pop(name, None)
         os.environ.update({n: value for n, value in place.environment.items() if n in names})
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
         reason = f"this process has taken the place of rank {place.rank}"

@@ -128,16 +128,22 @@ class RestartGroup:
 
         Raises:
             GroupLostError: another process has taken it, or the group does not go on.
+            AddressError, BindError: this host has no way there.
         """
         limit = timedelta(seconds=limit_s)
-        own_store, address = serve_store(_own_host(place.store), limit)
-        asks = desk.asks_for(place.group_id, place.world_size, place.environment)
-        own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
-        protocol = MeetingProtocol(own, [own])
-        meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
-        group = cls(place.rank, place.store, meeting, limit)
-        group._until_closed.callback(id, own_store)
-        return group, meeting.enter(place.store, place.world_size)
+        with contextlib.ExitStack() as stack:
+            own_store, address = serve_store(_own_host(place.store), limit)
+            stack.callback(id, own_store)
+            # An error keeps this frame: others would see a process in a place that it has declined.
+            del own_store
+            asks = desk.asks_for(place.group_id, place.world_size, place.environment)
+            own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
+            protocol = MeetingProtocol(own, [own])
+            meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
+            group = cls(place.rank, place.store, meeting, limit)
+            attempt = meeting.enter(place.store, place.world_size)
+            group._until_closed = stack.pop_all()
+        return group, attempt
 
     @contextlib.contextmanager
     def begin(self, attempt: int) -> Iterator[None]:

@@ -12,10 +12,11 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import TypeVar
 
 import grpc
@@ -26,7 +27,7 @@ from lighthouse.address import Address, parse_address
 from lighthouse.net import DISTRUST, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK, RankProcess
-from torchft_like.errors import AddressError, ConfigError, ConnectError, GroupLostError
+from torchft_like.errors import AddressError, BindError, ConfigError, ConnectError, GroupLostError
 from torchft_like.manager.config import LIGHTHOUSE_ENV, OF_TORCHRUN
 from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
 from torchft_like.runtime.durations import seconds_of
@@ -37,7 +38,7 @@ AskForSpare = Callable[[RankProcess, RankProcess, int], "Future[str]"]
 
 HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 RETRY_S = 0.25
-AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for the lighthouse
+AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for a lighthouse that was away
 
 logger = logging.getLogger(__name__)
 
@@ -115,24 +116,24 @@ class SpareDesk:
             address = lighthouse_of(os.environ)
         except (AddressError, ConfigError) as error:
             return f"no spare can be asked for: {error}"
-        waits = self._wait_s is not None
-        request = pb.FillVacancyRequest(vacancy=vacancy, waits=waits)
+        request = pb.FillVacancyRequest(vacancy=vacancy, waits=self._wait_s is not None)
         ends_at, reason = time.monotonic() + self.wait_s, "no answer"
         while (left_s := ends_at - time.monotonic()) > 0:
             channel = make_aio_channel(address)
             try:
                 call = unary(channel, wire.FILL_VACANCY, pb.FillVacancyRequest, pb.FillVacancyResponse)
-                answer = await call(request, timeout=left_s if waits else None)
+                answer = await call(request, timeout=left_s if request.waits else None)
                 logger.warning("%s takes the place of rank %d", answer.spare_id, vacancy.group_rank)
                 return ""
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     break
+                request.waits = True  # spares come back to it, too, and maybe after this rank
             finally:
                 await channel.close(None)
             await asyncio.sleep(RETRY_S)
-        if waits and time.monotonic() >= ends_at:
+        if self._wait_s is not None and time.monotonic() >= ends_at:
             return f"no spare rank has come within spare_wait, {self.wait_s:g} s"
         return reason
 
@@ -155,15 +156,40 @@ def lighthouse_of(environ: Mapping[str, str]) -> Address:
     return parse_address(text, LIGHTHOUSE_ENV)
 
 
-async def take_place(address: Address, connect_s: float, take: Callable[[Place], T]) -> T:
+def take_place(address: Address, connect_s: float, take: Callable[[Place], T]) -> T:
     """Wait as a spare for a place; return what `take` returns for the first one that it can take.
 
     Args:
         connect_s: how long a lighthouse that has never answered is looked for, in seconds.
+        take: called in this thread, so that a signal which ends the wait ends it, too, and the place is free.
 
     Raises:
         ConnectError: no lighthouse has answered, or it refuses this process.
     """
+    offers: SimpleQueue[tuple[Place, Future[T]] | None] = SimpleQueue()
+
+    def offer(place: Place) -> Awaitable[T]:
+        taken: Future[T] = Future()
+        offers.put((place, taken))
+        return asyncio.wrap_future(taken)
+
+    waiting = asyncio.run_coroutine_threadsafe(
+        _until_taken(address, connect_s, offer), coordination_loop().loop
+    )
+    waiting.add_done_callback(lambda _: offers.put(None))
+    try:
+        while (offered := offers.get()) is not None:
+            place, taken = offered
+            try:
+                taken.set_result(take(place))
+            except Exception as error:  # noqa: BLE001 - whoever has made the offer tells which are the place's
+                taken.set_exception(error)
+        return waiting.result()
+    finally:
+        waiting.cancel()
+
+
+async def _until_taken(address: Address, connect_s: float, take: Callable[[Place], Awaitable[T]]) -> T:
     spare_id = f"{socket.gethostname()}:{uuid.uuid4()}"
     ends_at = time.monotonic() + connect_s
     was_there = False
@@ -180,8 +206,8 @@ async def take_place(address: Address, connect_s: float, take: Callable[[Place],
                     logger.info("%s waits for a place", spare_id)
                     continue
                 try:
-                    taken = await asyncio.to_thread(take, _place_of(response.vacancy))
-                except GroupLostError as error:
+                    taken = await take(_place_of(response.vacancy))
+                except (GroupLostError, AddressError, BindError) as error:  # the place is to blame
                     rank = response.vacancy.group_rank
                     logger.warning("the place of rank %d is not taken: %s", rank, error)
                     call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
@@ -16,10 +17,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from lighthouse.address import Address
 from tests.conftest import WAIT_LIMIT_S
 from torchft_like import GroupLostError, MaxRetriesError, Restart, restartable
 from torchft_like.errors import ConfigError, HealthCheckError
+from torchft_like.in_process import function
 from torchft_like.in_process.function import RestartOptions
+from torchft_like.in_process.meeting import RestartGroup
+from torchft_like.in_process.spare import Place
 from torchft_like.runtime import living
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
@@ -251,3 +256,34 @@ def test_a_thread_that_does_not_end_keeps_the_rank_out() -> None:
 def test_a_wrong_option_is_refused_at_once(options: RestartOptions) -> None:
     with pytest.raises(ConfigError):
         restartable(**options)
+
+
+def test_a_spare_has_of_the_variables_that_are_handed_over_those_of_the_group_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    of_spare = {"NUM_REPLICA_GROUPS": "9", "TORCHELASTIC_RUN_ID": "its own", "LOCAL_RANK": "3"}
+    for name, value in {**of_spare, "TORCHFT_SPARE": "rank", "TORCHFT_LIGHTHOUSE": "127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "REPLICA_GROUP_ID"):
+        monkeypatch.setenv(name, "")  # so that it is undone
+    place = Place("group", 1, 2, Address("127.0.0.1", 1), 4, {"REPLICA_GROUP_ID": "a", "HOME": "theirs"})
+    group = RestartGroup(1, None, None, timedelta(seconds=1))
+
+    def take_place(*_: object) -> tuple[RestartGroup, int, Place]:
+        return group, 5, place
+
+    monkeypatch.setattr(function, "take_place", take_place)
+
+    @restartable
+    def main(restart: Restart = Restart()) -> dict[str, str | None]:  # noqa: B008 - it is frozen
+        assert (restart.attempt, restart.is_replacement) == (5, True)
+        return {
+            name: os.environ.get(name) for name in (*of_spare, "TORCHFT_SPARE", "REPLICA_GROUP_ID", "RANK")
+        }
+
+    assert {name: value for name, value in main().items() if value is not None} == {
+        "LOCAL_RANK": "3",
+        "REPLICA_GROUP_ID": "a",
+        "RANK": "1",
+    }
+    assert os.environ["HOME"] != "theirs"

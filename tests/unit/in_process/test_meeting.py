@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from lighthouse.address import parse_address
+from lighthouse.address import Address, parse_address
 from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import GroupLostError
 from torchft_like.in_process import meeting
 from torchft_like.in_process.meeting import Meeting, RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk
+from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import serve_store
 
 LIMIT = timedelta(seconds=60)
@@ -124,3 +125,20 @@ def test_a_spare_on_its_way_asks_for_another_one_in_the_name_of_the_group(
     outcomes[0].result(LIMIT.total_seconds())
     assert [(v.group_rank, dict(v.environment)) for v in vacancies] == [(1, {"REPLICA_GROUP_ID": "a"})]
     del stores
+
+
+def test_a_spare_that_declines_a_place_serves_nothing_there_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have read that it has the place, and see that it is gone by its store."""
+    served: list[Address] = []
+
+    def serve(*args: Any) -> tuple[object, Address]:
+        store, address = serve_store(*args)
+        served.append(address)
+        return store, address
+
+    monkeypatch.setattr(meeting, "serve_store", serve)
+    nobody, address = serve_store("127.0.0.1", LIMIT)
+    del nobody
+    with pytest.raises(GroupLostError, match="nobody meets there") as _error_is_kept:
+        RestartGroup.as_spare(Place(GROUP, 0, 2, address, 0, {}), LIMIT.total_seconds(), SpareDesk())
+    assert not is_listening(served[0])
