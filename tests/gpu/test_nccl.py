@@ -82,7 +82,7 @@ def test_operation_that_takes_too_long_aborts(group: ProcessGroupNCCL, party: Pa
     busy()
     work = group.allreduce([torch.ones(4, device="cuda")])
     wait_for(lambda: group._generation is not None and group._generation.error() is not None)
-    with pytest.raises(ProcessGroupAbortedError, match=r"allreduce was not done within 0\.3 s"):
+    with pytest.raises(ProcessGroupAbortedError, match="allreduce was not done before the timeout"):
         work.wait()
     error = group.errored()
     assert isinstance(error, ProcessGroupError)

@@ -841,9 +841,8 @@ class NcclOperation(ExplainedOperation):
 
     def _block_thread(self, deadline: float) -> None:
         """Wait until the operation or the group is over, in short sleeps, which Ctrl-C ends."""
-        limit_s = round(deadline - time.monotonic(), 2)
         if not ask_until(lambda: self._watched.is_over() or self._abort.reason is not None, deadline):
-            self._abort.set(f"{self._watched.name} was not done within {limit_s:g} s")
+            self._abort.set(f"{self._watched.name} was not done before the timeout of a wait for it")
 
     def _check(self) -> None:
         if self._abort.reason is None:

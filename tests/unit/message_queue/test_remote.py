@@ -71,7 +71,13 @@ def test_a_connection_that_says_nonsense_disturbs_nobody(queues: Queues) -> None
 
 
 def test_a_connection_without_the_key_is_closed(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote_ends, "SILENCE_S", 0.5)
+    configure = remote_ends._configure
+
+    def impatient(end: zmq.Socket[bytes]) -> None:
+        configure(end)
+        end.setsockopt(zmq.HANDSHAKE_IVL, 2000)
+
+    monkeypatch.setattr(remote_ends, "_configure", impatient)
     writer, (remote,) = queues.make(1, remote=[0])
     handle: Any = writer.export_handle()
     place = parse_address(handle["address"].removeprefix("tcp://"))
