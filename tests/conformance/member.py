@@ -128,9 +128,11 @@ class Member:
         error = self.begun.result(STORE_TIMEOUT_S).error
         return None if error is None else type(error).__name__
 
-    def abort(self, subject: str) -> None:
-        """Abort the group, as its owner does when a member is lost."""
+    def abort(self, subject: str) -> bool:
+        """Abort the group, as its owner does when a member is lost; return whether the case was over."""
+        was_over = self.is_over()
         self.seats[subject].abort()
+        return was_over
 
     def reference(self, subject: str) -> Any:
         """Return torch's own group of the subject's present members."""

@@ -87,12 +87,11 @@ def test_an_abort_ends_the_wait_for_a_stopped_peer(scene: Fleet, subject: Subjec
     victim.stop()
     for survivor in survivors:
         survivor.ask(Member.begin, subject.name, case)
-    blocked = await_victim(scene)
-    for survivor in survivors:
-        survivor.ask(Member.abort, subject.name)
+    assert await_victim(scene)
+    were_over = [survivor.ask(Member.abort, subject.name) for survivor in survivors]
     errors = [survivor.ask(Member.result) for survivor in survivors]
     victim.resume()
-    assert all(errors[survivors.index(survivor)] is not None for survivor in blocked)
+    assert all(was_over or error is not None for was_over, error in zip(were_over, errors, strict=True))
     go_on(scene, subject, WORLD)
 
 

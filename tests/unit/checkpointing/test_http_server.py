@@ -71,6 +71,8 @@ class TestHostileClients:
 
     def test_connections_beyond_the_limit_are_refused(self, server: CheckpointServer) -> None:
         waiting = [request(server.port, "/checkpoint/5/header?wait_ms=4000") for _ in range(CONNECTIONS)]
+        # Who has not asked may lose its place to the next.
+        wait_for(lambda: [c.has_asked for c in list(server._connections.values())] == [True] * CONNECTIONS)
         with socket.create_connection((LOOPBACK, server.port), timeout=30) as client:
             assert client.recv(1000).split()[1] == b"503"
         server.offer(5, Snapshot(None).fill())
@@ -129,6 +131,12 @@ class TestHostileClients:
 
 class TestConnectionsThatComeLate:
     """Those of a fetch that has begun over others, after the offer was withdrawn."""
+
+    @pytest.fixture
+    def server(self) -> Iterator[CheckpointServer]:
+        server = CheckpointServer(Address(LOOPBACK, 0), ServerLimits(chunk_s=60))  # none ends meanwhile
+        yield server
+        server.close(wait=True)
 
     def test_they_get_the_offer_while_another_one_is_there(self, server: CheckpointServer) -> None:
         server.key = "ours"

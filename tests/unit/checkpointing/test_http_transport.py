@@ -681,7 +681,7 @@ class TestAbort:
         receiver.abort_recv("replica b died")
         for result in fetches:
             with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:.* replica b died"):
-                result.result(10)
+                result.result(30)
 
     def test_abort_ends_a_connect_that_hangs(self, transports: Make, pool: ThreadPoolExecutor) -> None:
         receiver = transports()
@@ -696,7 +696,7 @@ class TestAbort:
                 asked.result(0.2)
             receiver.abort_recv("enough")
             with pytest.raises(CheckpointError, match="enough"):
-                asked.result(5)
+                asked.result(30)
             for filler in fillers:
                 filler.close()
 
@@ -709,7 +709,7 @@ class TestAbort:
         with pytest.raises(
             CheckpointError, match=r"127\.0" if whose == "source" else "the transport is shut down"
         ):
-            asked.result(10)
+            asked.result(30)
 
     def test_use_after_shutdown_is_an_error(self, transports: Make) -> None:
         source = transports()

@@ -181,6 +181,7 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
         monkeypatch.setenv(TLS_ENV, str(certify(tmp_path)))
     has_stopped = threading.Event()
     monkeypatch.setattr(http_server, "wait_s", lambda *_: 0.0 if has_stopped.is_set() else 0.01)
+    monkeypatch.setattr(http_server, "PROGRESS_S", LIMIT_S)
     source, state = transports(), make_state(20_000_000)
     expected = b"".join(Snapshot(state).fill().stream())
     sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)

@@ -404,6 +404,7 @@ def test_preparing_a_group_takes_no_longer_than_it_may(party: Party) -> None:
     server.suspend()  # no subprocess comes
     try:
         party.aside(group.prepare, timedelta(microseconds=1)).result(LIMIT_S)
+        assert "spare" not in fork_pool.pids()
     finally:
         server.resume()
 
