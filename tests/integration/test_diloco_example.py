@@ -39,11 +39,9 @@ def test_a_killed_group_heals_and_both_end_with_the_same_bits(
     assert process.wait(LIMIT_S) == 0, process.output
     assert "all groups ended with the same bits" in process.output
     of_managers = [event for event in read_events(events) if event["source"] != "lighthouse"]
-    starts = {str(event["replica_id"]) for event in of_managers if event["kind"] == "settings"}
+    starts = [str(event["replica_id"]) for event in of_managers if event["kind"] == "settings"]
     assert sorted(start.partition(":")[0] for start in starts) == ["group-0", "group-1", "group-1"]
-    (lost,) = {event["member"] for event in of_managers if event["kind"] == "loss"}
-    healed = [event["replica_id"] for event in of_managers if event["kind"] == "heal"]
-    assert lost in starts
-    assert lost.startswith("group-1:")
-    assert healed[-1] in starts - {lost}
-    assert str(healed[-1]).startswith("group-1:")
+    killed, again = (start for start in starts if start.startswith("group-1:"))
+    # On a busy machine a late answer may cost somebody else a sync, too.
+    assert killed in {event["member"] for event in of_managers if event["kind"] == "loss"}
+    assert again in {event["replica_id"] for event in of_managers if event["kind"] == "heal"}

@@ -41,7 +41,7 @@ SHARDED_LIMIT_S = 100.0  # four processes import all of torch.distributed, two a
 def test_a_flipped_bit_is_mended_before_the_replica_contributes_again(tmp_path: Path) -> None:
     """That no step was committed with different parameters, the cluster checks in the end."""
     parts = ("parameter", "optimizer", "ballast")
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         flips = tuple(cluster.plan(f"flip-{part}", "step") for part in parts)
         a = cluster.start("a", options=WorkerOptions(slices=1, ballast_mb=1, faults=flips))
         b, c = (cluster.start(name, options=WorkerOptions(slices=1, ballast_mb=1)) for name in "bc")
@@ -61,7 +61,7 @@ def test_a_flipped_bit_is_mended_before_the_replica_contributes_again(tmp_path: 
 
 def test_one_rank_s_shards_are_compared_with_the_same_rank_of_the_other_group(tmp_path: Path) -> None:
     """Of two groups nobody knows which is right; the one with the lower replica rank is believed."""
-    with Cluster(tmp_path, is_patient=True, limit_s=SHARDED_LIMIT_S) as cluster:
+    with Cluster(tmp_path, limit_s=SHARDED_LIMIT_S) as cluster:
         flips = tuple(cluster.plan(f"flip-{part}", "step") for part in ("parameter", "optimizer"))
         a = cluster.start(
             "a", size=GROUP_SIZE, options=WorkerOptions(reduce="sharded", pause_s=0.3, slices=1)

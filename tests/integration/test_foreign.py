@@ -34,7 +34,7 @@ def assert_refused(cluster: Cluster, foreign: Group, text: str) -> None:
 def test_a_wider_newcomer_at_the_first_step_is_refused_and_the_others_begin(
     tmp_path: Path, size: int
 ) -> None:
-    with Cluster(tmp_path, min_replicas=2, is_patient=True) as cluster:
+    with Cluster(tmp_path, min_replicas=2) as cluster:
         a, c, b = (
             cluster.start(name, size=size, options=options)
             for name, options in (("a", None), ("c", WIDER), ("b", None))
@@ -55,7 +55,7 @@ def test_a_wider_newcomer_at_the_first_step_is_refused_and_the_others_begin(
 def test_a_foreign_newcomer_to_a_job_that_runs_costs_it_no_step(
     tmp_path: Path, options: WorkerOptions, text: str
 ) -> None:
-    with Cluster(tmp_path, min_replicas=2, is_patient=True) as cluster:
+    with Cluster(tmp_path, min_replicas=2) as cluster:
         members = cluster.start_all("ab", options=WorkerOptions(pause_s=0.01, job_id="red"))
         quorum_id = members[0].last_commit.quorum_id
         assert_refused(cluster, cluster.start("c", options=options), text)

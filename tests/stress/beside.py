@@ -5,6 +5,7 @@ Each runs on a thread of its own and keeps how long its rounds took; an error in
 
 from __future__ import annotations
 
+import itertools
 import queue
 import statistics
 import threading
@@ -25,7 +26,7 @@ from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, ids_of
 from torchft_like.checkpointing.http_transport import HTTPTransport
 
-REPLICAS = ("healthy-a", "healthy-b", "healthy-c")
+REPLICAS = 3
 STEP = 7
 
 
@@ -86,13 +87,19 @@ class Beside:
 
 
 class HealthyReplicas(Beside):
-    """Three replica groups in one quorum, whose id must stay: no replica was lost, and none came between."""
+    """Three replica groups in one quorum, whose id must stay: no replica was lost, and none came between.
+
+    Their names are new: the lighthouse may not have heard yet that those of an earlier block are gone.
+    """
+
+    _numbers = itertools.count()
 
     def __init__(self, lighthouse: str) -> None:
         super().__init__(self._join)
         self._stack = ExitStack()
+        self._names = sorted(f"healthy-{next(self._numbers)}" for _ in range(REPLICAS))
         self._clients = [
-            self._stack.enter_context(SessionClient(lighthouse, replica_id)) for replica_id in REPLICAS
+            self._stack.enter_context(SessionClient(lighthouse, replica_id)) for replica_id in self._names
         ]
         for client in self._clients:
             client.registered()
@@ -109,7 +116,7 @@ class HealthyReplicas(Beside):
             client.join(step=STEP)
         for client in self._clients:
             quorum = client.quorum()
-            assert ids_of(quorum) == list(REPLICAS)
+            assert ids_of(quorum) == self._names
             self._ids.add(quorum.quorum_id)
         assert len(self._ids) == 1, "the quorum broke"
 

@@ -29,7 +29,7 @@ LIMIT_S = 500.0
 def test_each_is_refused_with_a_typed_error_in_bounded_memory_and_the_job_goes_on(tmp_path: Path) -> None:
     trigger = tmp_path / "spoil"
     trigger.touch()
-    with Cluster(tmp_path, is_patient=True) as cluster:
+    with Cluster(tmp_path) as cluster:
         source = start(cluster, SOURCE, trigger)
         cluster.wait_for_quorum_of(source)
         receiver = start(cluster, RECEIVER, trigger)
