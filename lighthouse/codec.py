@@ -96,6 +96,7 @@ def member_from_wire(message: pb.QuorumMember) -> Member:
         message.own_failure,
         message.own_failures,
         message.takes_secret,
+        message.timeout_ms,
     )
 
 

@@ -16,7 +16,8 @@ quorum possible forms it, and the next round begins. A quorum is possible when
 A replica that is healthy and does not join counts for the majority until `join_timeout` after it registered,
 or was in a quorum. Members of the last quorum count for longer: they may go on in it, and two quorums could
 commit the same step. When there is no majority `join_timeout` after the first to join, and after a member has
-joined or is gone, the others are told to give that quorum up, in which no member can get on.
+joined or is gone, the others are told to give that quorum up, in which no member can get on. A member that
+heals in it is given the time that its operations have, from when the quorum was formed.
 Their servers answer, also for a training thread that hangs: they commit nothing more in it, and count no
 more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
 counts as little as one that answers no PING.
@@ -124,6 +125,8 @@ _NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
 
 _REFUSED_TOLD_MAX = 8  # refused replicas that the explanation names
 
+_HEAL_MS_MAX = 3_600_000  # for which others wait for one that heals, whatever it says
+
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
 
@@ -181,6 +184,9 @@ class QuorumCore:
         self._given_up: set[str] = set()
         self._told_at: float | None = None
         self._ended_at: float | None = None  # when the first of its members had joined, or was gone
+        # Its members that heal in it, as far as they are awaited, and until when.
+        self._healing: set[str] = set()
+        self._heal_until = 0.0
         self._heard_at = 0.0  # when the last word of its members came, or went to them
         self._find_at: float | None = (
             None  # when the members that may go on are looked for, if they have to be
@@ -299,6 +305,7 @@ class QuorumCore:
         replica_id = self._healthy.owner_of(session)
         if replica_id in self._last and number == self._number:
             self._given_up.add(str(replica_id))
+            self._healing.discard(str(replica_id))
             self._goes_on_no_more(str(replica_id))
             self._form(now, decisions)
         return decisions
@@ -496,7 +503,7 @@ class QuorumCore:
 
     def _late_at(self) -> float:
         """Return when stragglers are left behind, by the first join of a replica that does not wait for a
-        link, and by the first sign that members of the last quorum ask for another one.
+        link, by the first sign that members of the last quorum ask for another one, and by those that heal.
 
         A replica that was left out would otherwise shorten the time that stragglers get, and so would a
         newcomer that has waited for the end of a step longer than `join_timeout`: of members that end it at
@@ -504,7 +511,8 @@ class QuorumCore:
         """
         first = next((join for join in self._joined.values() if not join.left_out), None)
         since = (first or next(iter(self._joined.values()))).since
-        return max(since, self._ended_at or since) + self._join_timeout
+        late_at = max(since, self._ended_at or since) + self._join_timeout
+        return max(late_at, self._heal_until) if self._healing else late_at
 
     def _majority(self, now: float) -> int:
         """Return how many replicas are more than half of those that count."""
@@ -723,6 +731,7 @@ class QuorumCore:
         for replica_id in callers:
             self._healthy.close_call(replica_id, now)
         members = tuple(chosen[i].as_believed for i in ids)
+        self._await_healing(members, now)
         quorum = Quorum(*number, members, stands, self._first_quorum_id)
         self._claims.formed(quorum)
         return QuorumFormed(
@@ -734,6 +743,13 @@ class QuorumCore:
             left=tuple(sorted(last - self._last)),
             unproven=tuple(i for i in ids if chosen[i].is_unproven),
         )
+
+    def _await_healing(self, members: Sequence[Member], now: float) -> None:
+        """Record which members of the quorum that is formed heal in it, and how long the others wait."""
+        newest = max(member.version for member in members)
+        behind = {member.replica_id: member.timeout_ms for member in members if member.version < newest}
+        self._healing = set(behind)
+        self._heal_until = now + min(max(behind.values(), default=0), _HEAL_MS_MAX) / 1000
 
     def _next_id(self, chosen: dict[str, _Join]) -> int:
         failed = any(join.member.commit_failures > 0 for join in chosen.values())
@@ -770,6 +786,7 @@ class QuorumCore:
         """Enter a replica into the round; if it has joined before, its news counts and its place stays."""
         self._use_up(member.commit_quorum_id)
         self._goes_on_no_more(member.replica_id)
+        self._healing.discard(member.replica_id)
         join = self._joined.get(member.replica_id)
         is_news = join is None or join.member.own_failures != member.own_failures
         if join is None:
@@ -807,6 +824,7 @@ class QuorumCore:
 
     def _forget(self, replica_id: str) -> None:
         self._healthy.forget(replica_id)
+        self._healing.discard(replica_id)
         self._links.forget(replica_id)
         self._identities.forget(replica_id)
         self._claims.forget(replica_id)
@@ -824,6 +842,7 @@ class QuorumCore:
         if replica_id not in self._last or replica_id in self._departed:
             return False
         self._departed.add(replica_id)
+        self._healing.discard(replica_id)
         self._alarms += 1
         self._standing = None
         # Survivors that have given the quorum up are told, too: their operators want to know which replica
@@ -931,7 +950,7 @@ class QuorumCore:
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
         self._departed = set()
-        self._given_up, self._told_at, self._ended_at = set(), None, None
+        self._given_up, self._told_at, self._ended_at, self._healing = set(), None, None, set()
         self._alarms = 0
 
     def _stands(self, stands: bool, now: float) -> None:

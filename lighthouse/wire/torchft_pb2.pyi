@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret", "timeout_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class QuorumMember(_message.Message):
     REACHED_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
     TAKES_SECRET_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -51,7 +52,8 @@ class QuorumMember(_message.Message):
     reached_quorum_id: int
     has_fetched: bool
     takes_secret: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ...) -> None: ...
+    timeout_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ..., timeout_ms: _Optional[int] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created", "round", "stands", "first_quorum_id", "secret", "statement")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -92,3 +93,19 @@ def test_a_joiner_heals_in_steps_that_are_longer_than_the_timeout(tmp_path: Path
         b = cluster.start("b", options=options)
         cluster.wait_for_quorum_of(a, b, steps=2)
         assert b.ranks[0].events("heal")
+
+
+def test_a_heal_that_takes_longer_than_join_timeout_is_waited_for(tmp_path: Path) -> None:
+    join_timeout_s = 0.5
+    with Cluster(tmp_path, join_timeout_ms=round(1000 * join_timeout_s)) as cluster:
+        hang = WorkerOptions(ballast_mb=4, faults=(cluster.plan("hang", "heal"),))
+        a = cluster.start("a", options=hang)
+        cluster.wait_for_quorum_of(a)
+        cluster.pull_trigger()
+        b = cluster.start("b", options=WorkerOptions(ballast_mb=4))
+        cluster.wait_for_fault(a)
+        time.sleep(4 * join_timeout_s)
+        a.signal(signal.SIGUSR1)
+        cluster.wait_for_quorum_of(a, b)
+        news = [e["kind"] for e in b.ranks[0].events() if e["kind"] in ("abort", "error", "heal")]
+        assert news[0] == "heal", "b was not left behind meanwhile"

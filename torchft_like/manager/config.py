@@ -27,6 +27,8 @@ from torchft_like.runtime.hosts import host_named, local_host_towards
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT_S = 60.0
+# Others have to wait for twice the join_timeout of the lighthouse until a member that hangs is left behind.
+DEFAULT_QUORUM_TIMEOUT_S = 180.0
 _OPERATORS = "TORCHFT_"
 MANAGER_PORT_ENV = "TORCHFT_MANAGER_PORT"
 TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
@@ -147,7 +149,9 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         **vars(place),
         timeout_s=timeout_s,
         given_timeout_s=timeout_s if is_given else None,
-        quorum_timeout_s=given.seconds(arguments.quorum_timeout, "quorum_timeout", QUORUM_TIMEOUT_SEC_ENV),
+        quorum_timeout_s=given.seconds(
+            arguments.quorum_timeout, "quorum_timeout", QUORUM_TIMEOUT_SEC_ENV, DEFAULT_QUORUM_TIMEOUT_S
+        ),
         connect_timeout_s=given.seconds(
             arguments.connect_timeout, "connect_timeout", CONNECT_TIMEOUT_SEC_ENV
         ),

@@ -71,6 +71,7 @@ def connect(
         job_id=config.job_id,
         spare=config.spare,
         dead_after=timedelta(seconds=config.dead_after_s),
+        timeout=timedelta(seconds=config.timeout_s),
         on_quorum=place.announce,
     )
     try:

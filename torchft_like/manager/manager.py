@@ -79,7 +79,7 @@ class Manager:
         use_async_quorum: whether the quorum overlaps with the forward pass; a healing replica then
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
             it must where gradients are divided by a number of the state (a GradScaler's).
-        timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60 s each (TORCHFT_TIMEOUT_SEC,
+        timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60, 180 and 60 s (TORCHFT_TIMEOUT_SEC,
             TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
             and state transfers.
         rank, world_size: the rank in the replica group, and its size (RANK, WORLD_SIZE; 0 of 1 when unset).

@@ -105,6 +105,8 @@ class QuorumDriver:
             attempt.is_patient = bool(self._suspects)
             if self.fatal is not None:  # it ended since the caller checked: no other event wakes this attempt
                 attempt.fail(self.fatal)
+            if last is not None and last.result is not None and last.result.healing_replica_ids:
+                attempt.quorum_timeout_s += self._config.timeout_s  # which they may take, and are awaited
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
             goes_on = self._protocol.goes_on and self.divergence.may_go_on
             own = self._protocol.begin()

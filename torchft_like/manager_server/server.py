@@ -83,6 +83,7 @@ class ManagerServer:
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
         job_id: the name of the job, "" if none was given.
         spare: whether the group waits for a free place before it takes part.
+        timeout: how long its ranks' operations wait; for so long the others wait for it while it heals.
         dead_after: how long a rank's process may be silent before the group is lost.
         on_quorum: called on the loop with the id and the secret of each quorum, before the ranks hear of it.
 
@@ -112,6 +113,7 @@ class ManagerServer:
         job_id: str = "",
         dead_after: timedelta = timedelta(seconds=DEAD_S),
         spare: bool = False,
+        timeout: timedelta = timedelta(0),
         on_quorum: Callable[[int, QuorumSecret], None] = lambda *_: None,
     ) -> None:
         self.replica_id, self._is_spare = replica_id, spare
@@ -128,6 +130,7 @@ class ManagerServer:
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
         self.rank_key = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
+        self._timeout_ms = round(timeout / timedelta(milliseconds=1))
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()
@@ -419,6 +422,7 @@ class ManagerServer:
             address=self._address.url,
             store_address=self._store_addr,
             world_size=self.group.world_size,
+            timeout_ms=self._timeout_ms,
             **join._asdict(),
         )
 

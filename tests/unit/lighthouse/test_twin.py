@@ -243,4 +243,5 @@ class _Story:
             may_stand=self._may_stand and chance.random() < 0.9,
             own_failure="it is sick" if self._is_sick and chance.random() < 0.4 else "",
             own_failures=chance.choice((0, 1, 2, 2, 3, 9)) if self._is_sick else 0,
+            timeout_ms=chance.choice((0, 0, 100, 3_000, 7_200_000)),
         )

@@ -100,6 +100,7 @@ class Twin:
         self.given_up: set[str] = set()
         self.told: float | None = None  # when members of the last quorum were told to give it up
         self.ended: float | None = None  # when one of them had joined, or was gone
+        self.healing: tuple[set[str], float] = set(), 0.0  # those that heal, and until when they are awaited
         self.heard = 0.0  # the last word from them, or to them
         self.looked: float | None = None  # when this lighthouse last looked for them
         self.began: float | None = None  # when the first event came
@@ -191,7 +192,7 @@ class Twin:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.last, self.departed, self.alarms = (last, ids), [], 0
-        self.given_up, self.told, self.ended = set(), None, None
+        self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.standing = Standing() if stands else None
         self.cut_off, self.heard, self.looked = stands, now, None
         out += self.over(self.sessions)
@@ -428,6 +429,8 @@ class Twin:
         joined = {j.member.replica_id for j in self.joined}
         if self.ended is None and (self.departed or joined & self.last[1]):
             self.ended = now
+        awaited = (self.healing[0] & self.healthy()) - joined - self.given_up - {*self.departed}
+        self.healing = awaited, self.healing[1]
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
         is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
@@ -549,7 +552,8 @@ class Twin:
 
     def is_late(self, now: float) -> bool:
         since = max(self.first_join(), self.ended or 0.0)
-        return now >= since + self.config.join_timeout_ms / 1000
+        is_awaited = bool(self.healing[0]) and now < self.healing[1]
+        return now >= since + self.config.join_timeout_ms / 1000 and not is_awaited
 
     def may_go_on(self, now: float) -> bool:
         """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
@@ -608,7 +612,7 @@ class Twin:
         self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.departed, self.alarms = [], 0
-        self.given_up, self.told, self.ended = set(), None, None
+        self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
         self.joined = [replace(j, since=now) for j in self.joined if j not in chosen]
@@ -622,6 +626,8 @@ class Twin:
         for replica_id in callers:
             self.end_call(replica_id, now)
         members = tuple(j.believed for j in chosen)
+        behind = {m.replica_id: m.timeout_ms for m in members if (m.step, m.commit_quorum_id) < max(versions)}
+        self.healing = set(behind), now + min(3600.0, max([*behind.values(), 0]) / 1000)
         self.reports = {i: report for i, report in self.reports.items() if i not in ids}
         self.quorums.append(Quorum(quorum_id, self.highest_round, members, stands, self.job_began))
         return QuorumFormed(

@@ -26,7 +26,7 @@ def test_a_single_process_needs_nothing_but_the_lighthouse() -> None:
     assert (resolved.group_rank, resolved.group_world_size, resolved.store) == (0, 1, None)
     assert resolved.lighthouse == Address("127.0.0.1", 1234)
     assert resolved.host == "127.0.0.1", "a loopback lighthouse means a loopback job"
-    assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (60, 60, 60)
+    assert (resolved.timeout_s, resolved.quorum_timeout_s, resolved.connect_timeout_s) == (60, 180, 60)
     assert resolved.given_timeout_s is None
 
 
@@ -82,7 +82,7 @@ def test_an_argument_beats_the_variables_of_the_launcher() -> None:
 def test_where_each_setting_came_from_is_told() -> None:
     told = config({"TORCHFT_TIMEOUT_SEC": "5", "RANK": "0"}, timeout=7, port=10).sources
     assert "timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)" in told
-    assert "quorum_timeout=60.0 (default)" in told
+    assert "quorum_timeout=180.0 (default)" in told
     assert "port=10 (argument)" in told
     assert "rank=0 (RANK)" in told
     assert "lighthouse_addr=http://127.0.0.1:1234 (TORCHFT_LIGHTHOUSE)" in told
