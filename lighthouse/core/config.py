@@ -39,8 +39,8 @@ class LighthouseConfig:
 
     join_timeout_ms: _Milliseconds = 60_000
     """How long the replicas that have joined wait for healthy ones that have not, counted from the first join
-    of the round, and from the first of the members of the last quorum. It should be longer than what the steps
-    of replica groups differ by, or slow ones are left behind. One that heals is given its own timeout.
+    of the round, and from that of the first member of the last quorum. It should be longer than what the
+    steps of replica groups differ by, or slow ones are left behind. One that heals is given its own timeout.
     """
 
     quorum_tick_ms: Annotated[int, 1, _DAY_MS] = 100

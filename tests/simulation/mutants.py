@@ -907,7 +907,7 @@ MUTANTS = (
     _mutant(_LeavesNobodyOut, "two who cannot reach each other in one quorum", 7, "progress"),
     _mutant(_LeavesBothEndsOut, "as few as possible are left out", 1, "progress"),
     _mutant(_AwaitsTheIdleForEver, "who does not join counts until join_timeout only", 1, "progress"),
-    _mutant(_ShrinksForEver, "a wish to shrink that no quorum can heed is void", 1, "progress"),
+    _mutant(_ShrinksForEver, "a wish to shrink that no quorum can heed is void", 5, "progress"),
     _mutant(
         _ShrinksToAMinority, "a wish to shrink is void if stragglers are most", 1071, "one_quorum_per_step"
     ),
@@ -928,7 +928,7 @@ MUTANTS = (
     _mutant("says not who it is", "a replica group says whose state it has", 1, "heal_is_clean"),
     _mutant("says once who it is", "a new lighthouse hears whose state it is", 7, "heal_is_clean"),
     _mutant(_LetsThemHold, "who holds when its quorum is given up goes on", 145, "progress"),
-    _mutant("gives up quietly", "a rank that gives a step up releases the others", 587, "progress"),
+    _mutant("gives up quietly", "a rank that gives a step up releases the others", 1205, "progress"),
     _mutant("refuses no votes", "votes on a step that a rank gave up are answered", 0, "progress"),
     _mutant(_AnswersNobodyLate, "a rank that asks when its group has left is told", 2174, "progress"),
     _mutant(_LeavesWithoutAWord, "a leave is told to ranks that wait", 8, "progress"),
