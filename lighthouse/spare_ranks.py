@@ -1,7 +1,8 @@
 """The spare ranks on the network: streams of those that wait, and calls of those that need one.
 
-`core/vacancies.py` decides. A spare whose stream ends without a word is gone; one that ends it in good order
-has taken the place that it was told.
+`core/vacancies.py` decides. A spare says that it has taken the place that it was told. One whose stream ends
+without that is gone: gRPC shows the death of a caller as the end of its messages, as if it had ended in good
+order.
 """
 
 from __future__ import annotations
@@ -56,19 +57,19 @@ class SpareRanks:
         await context.send_initial_metadata(())
         session = ReplicaSession(next(self._numbers), register.spare_id, "", context, queue_max=16)
         self._sessions[session.number] = session
-        has_left = False
+        has_taken = False
         try:
             session.send(pb.SpareResponse(registered=pb.SpareRegistered()).SerializeToString())
             self._events.emit("spare", member=session.replica_id, host=register.host)
             self._apply(self._vacancies.register(session.number, register.spare_id, register.host))
-            has_left = await self._serve(session, context)
+            has_taken = await self._serve(session, context)
         except asyncio.CancelledError:
             if session.ended is None:
                 raise
         finally:
             del self._sessions[session.number]
             session.close()
-            end = self._vacancies.taken if has_left else self._vacancies.lost
+            end = self._vacancies.taken if has_taken else self._vacancies.lost
             self._apply(end(session.number))
         if session.ended is not None:
             raise RefusedError(session.ended)
@@ -100,12 +101,14 @@ class SpareRanks:
         return pb.FillVacancyResponse(spare_id=result).SerializeToString()
 
     async def _serve(self, session: ReplicaSession, context: Context) -> bool:
-        """Hear what a spare says; return whether it has left in good order."""
+        """Hear what a spare says; return whether it has taken its place."""
         while True:
             request = await context.read()
             if request is grpc.aio.EOF:  # type: ignore[attr-defined]
-                return session.ended is None
+                return False
             kind = request.WhichOneof("request") if request is not None else "bytes"
+            if kind == "taken":
+                return session.ended is None
             if kind != "declined":
                 text = f"unexpected {kind or 'empty message'} of the spare {session.replica_id!r:.100}"
                 session.ended = invalid(text).why

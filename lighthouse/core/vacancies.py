@@ -134,7 +134,7 @@ class Vacancies:
         return self._tell()
 
     def taken(self, session: int) -> list[Decision]:
-        """Forget a spare that has left in good order: it has taken the place that it was told, if any."""
+        """Forget a spare that has taken the place that it was told, if any."""
         spare = self._spares.pop(session, None)
         if spare is None or spare.told is None:
             return []

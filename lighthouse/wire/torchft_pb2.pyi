@@ -290,12 +290,14 @@ class MemberLost(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., is_alive: bool = ..., must_answer: bool = ...) -> None: ...
 
 class SpareRequest(_message.Message):
-    __slots__ = ("register", "declined")
+    __slots__ = ("register", "declined", "taken")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     DECLINED_FIELD_NUMBER: _ClassVar[int]
+    TAKEN_FIELD_NUMBER: _ClassVar[int]
     register: SpareRegister
     declined: Declined
-    def __init__(self, register: _Optional[_Union[SpareRegister, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ...) -> None: ...
+    taken: Taken
+    def __init__(self, register: _Optional[_Union[SpareRegister, _Mapping]] = ..., declined: _Optional[_Union[Declined, _Mapping]] = ..., taken: _Optional[_Union[Taken, _Mapping]] = ...) -> None: ...
 
 class SpareRegister(_message.Message):
     __slots__ = ("spare_id", "host")
@@ -310,6 +312,10 @@ class Declined(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     reason: str
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Taken(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class SpareResponse(_message.Message):
     __slots__ = ("registered", "vacancy")

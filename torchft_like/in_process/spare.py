@@ -212,6 +212,7 @@ async def _until_taken(address: Address, connect_s: float, take: Callable[[Place
                     logger.warning("the place of rank %d is not taken: %s", rank, error)
                     call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))
                     continue
+                call.send(pb.SpareRequest(taken=pb.Taken()))
                 await call.finish()
                 return taken
             reason = "it has ended the stream"

@@ -62,6 +62,17 @@ def waiting_spare(address: Address, take: Callable[[Place], T]) -> Future[T]:
     return outcome
 
 
+def test_a_spare_that_ends_on_its_way_has_not_taken_the_place(lighthouse: Lighthouse) -> None:
+    def take(_: Place) -> None:
+        raise KeyboardInterrupt
+
+    spare = waiting_spare(lighthouse.address, take)
+    assert waiting(lighthouse, 1)
+    assert ask().result(WAIT_LIMIT_S).startswith("no spare rank is free")
+    with pytest.raises(KeyboardInterrupt):
+        spare.result(WAIT_LIMIT_S)
+
+
 def test_a_place_to_which_there_is_no_way_harms_no_spare(lighthouse: Lighthouse) -> None:
     def take(place: Place) -> str:
         assert threading.current_thread().name == "a spare", "a signal that ends the wait ends this, too"
