@@ -125,8 +125,6 @@ _NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
 
 _REFUSED_TOLD_MAX = 8  # refused replicas that the explanation names
 
-_HEAL_MS_MAX = 3_600_000  # for which others wait for one that heals, whatever it says
-
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
 
@@ -745,11 +743,14 @@ class QuorumCore:
         )
 
     def _await_healing(self, members: Sequence[Member], now: float) -> None:
-        """Record which members of the quorum that is formed heal in it, and how long the others wait."""
+        """Record which members of the new quorum heal in it, and how long the others wait for them: no longer
+        than any of these would for an operation, whatever one that heals says.
+        """
         newest = max(member.version for member in members)
         behind = {member.replica_id: member.timeout_ms for member in members if member.version < newest}
+        others = (member.timeout_ms for member in members if member.version == newest)
         self._healing = set(behind)
-        self._heal_until = now + min(max(behind.values(), default=0), _HEAL_MS_MAX) / 1000
+        self._heal_until = now + min(max(behind.values(), default=0), *others) / 1000
 
     def _next_id(self, chosen: dict[str, _Join]) -> int:
         failed = any(join.member.commit_failures > 0 for join in chosen.values())

@@ -627,7 +627,8 @@ class Twin:
             self.end_call(replica_id, now)
         members = tuple(j.believed for j in chosen)
         behind = {m.replica_id: m.timeout_ms for m in members if (m.step, m.commit_quorum_id) < max(versions)}
-        self.healing = set(behind), now + min(3600.0, max([*behind.values(), 0]) / 1000)
+        others = [m.timeout_ms for m in members if m.replica_id not in behind]
+        self.healing = set(behind), now + min([max([*behind.values(), 0]), *others]) / 1000
         self.reports = {i: report for i, report in self.reports.items() if i not in ids}
         self.quorums.append(Quorum(quorum_id, self.highest_round, members, stands, self.job_began))
         return QuorumFormed(
