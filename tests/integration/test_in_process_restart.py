@@ -5,16 +5,15 @@ from __future__ import annotations
 import json
 import re
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from lighthouse.address import LOOPBACK
 from lighthouse.events import read_events
-from tests.integration.cluster import also_slow
-from torchft_like.testing.cluster import Cluster, Group, LighthouseProcess
+from tests.integration.cluster import PATIENT_MS, Cluster, also_slow
+from tests.ports import free_ports
+from torchft_like.testing.cluster import Group, LighthouseProcess
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
@@ -176,12 +175,14 @@ def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_o
 @pytest.mark.parametrize("stopped", [0, also_slow(1)], ids=str)
 def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, stopped: int) -> None:
     """When it goes on again it finds that the others have gone on without it, and ends."""
-    with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
+    patient = [f"--keepalive_timeout_ms={PATIENT_MS}"]  # or the lighthouse forgets the spare
+    with Cluster(tmp_path, limit_s=LIMIT_S, lighthouse_flags=patient, is_patient=False) as cluster:
         go = tmp_path / "go"
         waits = "--fault=waits", f"--go={go}", "--fault-at=1", "--fault-on", "0", "1", "2"
         job = [JOB, "--steps=60", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits]
         variables = {"TORCHFT_DEAD_AFTER_SEC": "3"}
-        spare = cluster.launch("spare", job, variables={**variables, "TORCHFT_SPARE": "rank"}).ranks[0]
+        own = {"TORCHFT_SPARE": "rank", "TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENT_MS)}
+        spare = cluster.launch("spare", job, variables={**variables, **own}).ranks[0]
         cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
         group = cluster.launch("a", job, size=3, variables={**variables, "REPLICA_GROUP_ID": "a"})
         for rank in (*group.ranks, spare):
@@ -206,9 +207,8 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
 def test_torchrun_leaves_the_neighbours_alone_where_each_rank_has_an_agent_of_its_own(
     processes: Processes,
 ) -> None:
-    with LighthouseProcess("--min_replicas=1") as lighthouse, socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
-        taken.close()
+    (port,) = free_ports()
+    with LighthouseProcess("--min_replicas=1") as lighthouse:
         job = JOB, "--name=a", "--groups=1", "--steps=30", "--pause=0.05"
         fault = "--fault-at=5", "--fault-on=0", "--fault=deadly"
         variables = {"TORCHFT_LIGHTHOUSE": lighthouse.url, "OMP_NUM_THREADS": "1"}
