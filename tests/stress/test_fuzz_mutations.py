@@ -503,6 +503,7 @@ CALLS: list[tuple[str, list[Any]]] = [
         [
             pb.SpareRequest(register=pb.SpareRegister(spare_id="s", host="h")),
             pb.SpareRequest(declined=pb.Declined(reason="it is taken")),
+            pb.SpareRequest(taken=pb.Taken()),
         ],
     ),
     ("FillVacancy", [pb.FillVacancyRequest(vacancy=VACANCY, waits=True)]),
