@@ -72,6 +72,8 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
     name = os.environ.get("REPLICA_GROUP_ID", args.name)
     error = restart.error and restart.error.__name__
     say(attempt=restart.attempt, error=error, spare=restart.is_replacement, time=time.time())
+    if restart.attempt == args.dies_in_try and rank in args.fault_on:
+        die(args.go)
     torch.manual_seed(7)
     manager = Manager(
         pg=ProcessGroupGloo(),
@@ -131,6 +133,7 @@ def parse_args() -> argparse.Namespace:
         "--fault-at", type=int, default=-1, help="the first step in which all groups are there"
     )
     parser.add_argument("--fault-on", type=int, nargs="+", default=[1], help="the ranks")
+    parser.add_argument("--dies-in-try", type=int, help="in which those ranks die before they have a Manager")
     parser.add_argument(
         "--inner", help="the backend of the groups inside the replica group; torch's by default"
     )

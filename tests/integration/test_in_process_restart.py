@@ -142,6 +142,22 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
         }
 
 
+@pytest.mark.parametrize("dies_in_try", [0, also_slow(1)], ids=str)
+def test_a_rank_that_dies_before_it_has_a_manager_holds_nobody_up(tmp_path: Path, dies_in_try: int) -> None:
+    """The others wait for it in torch's `init_process_group`, without a limit to speak of."""
+    with Cluster(tmp_path, limit_s=LIMIT_S, is_patient=True) as cluster:
+        options = "--name=a", "--groups=1", "--steps=6", "--fault-at=2", f"--dies-in-try={dies_in_try}"
+        spare = cluster.launch("spare", [JOB, *options], variables={"TORCHFT_SPARE": "rank"}).ranks[0]
+        cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
+        group = cluster.launch("a", [JOB, *options], size=3)
+        lives = [rank for rank in group.ranks if rank.number != 1]
+        for rank in (*group.ranks, spare):
+            rank.may_end = True
+        cluster.wait_until(lambda: all(rank.exit_code == 0 for rank in (*lives, spare)), "all ranks end")
+        assert next(line["attempt"] for line in said(spare.output, "attempt")) == dies_in_try + 1
+        assert {said(rank.output, "finished")[0]["finished"] for rank in (*lives, spare)} == {6}
+
+
 @pytest.mark.parametrize("min_replicas", [2, also_slow(1)], ids=str)
 def test_a_rank_takes_the_state_that_it_has_kept_where_no_other_group_could_go_on(
     tmp_path: Path, min_replicas: int

@@ -324,6 +324,17 @@ class MeetingProtocol:
             except StoreLostError as error:
                 raise GroupLostError(_lost_store(host, error)) from error
 
+    def has_said(self, attempt: int, process: RankProcess) -> Steps[bool]:
+        """Return whether a rank's process, which has ended, had said before how its try has ended."""
+        for host in [each for each in self._hosts() if each != process][:TELL_MAX]:
+            try:
+                yield Open(host.address, briefly=True)
+                if (yield Check([_ended(attempt, process.rank)])):
+                    return True
+            except (NewsError, StoreLostError):
+                continue
+        return False
+
     # ----------------------------------------------------------------- one meeting
 
     def _meet(self, attempt: int, told: Told) -> Steps[tuple[int, list[Told]]]:

@@ -258,6 +258,8 @@ class Try:
         living.end_since(self._made_until)
         if dist.is_initialized():
             _destroy_torchs_groups()
+        # torch names groups by their number, and counts a default group that could not be made.
+        dist.distributed_c10d._world.group_count = 0
         for each in _with_causes(error):
             traceback.clear_frames(each.__traceback__)
         gc.collect()

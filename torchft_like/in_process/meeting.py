@@ -48,6 +48,7 @@ from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAborted
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
 from torchft_like.manager.group_store import is_listening
+from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.process_group.store import AbortableStore, StoreAddress, answers, serve_store
 from torchft_like.runtime.environment import environment
@@ -155,19 +156,23 @@ class RestartGroup:
         if self._meets_at is None:
             yield
             return
-        served: object = None
-        if self._rank > 0 and self._meeting is not None:
-            address = parse_address(self._meeting.find(attempt), "the address of the store of a try")
-        else:
-            served, address = serve_store(_own_host(self._meets_at), self._limit)
-            if self._meeting is not None:
-                self._meeting.publish(attempt, str(address))
-        of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
-        try:
-            with environment(of_try):
-                yield
-        finally:
-            del served  # an error of the block keeps this frame for a while
+        with contextlib.ExitStack() as stack:
+            if self._rank > 0 and self._meeting is not None:
+                address = parse_address(self._meeting.find(attempt), "the address of the store of a try")
+            else:
+                *served, address = serve_store(_own_host(self._meets_at), self._limit)
+                stack.callback(served.clear)  # an error of the block keeps this frame for a while
+
+                def lost(process: RankProcess) -> None:
+                    served.clear()  # who waits for that rank in there hears it, and so do the other ranks
+                    end_all(GroupLostError(f"rank {process.rank}: its process has ended"))
+
+                if self._meeting is not None:
+                    self._meeting.publish(attempt, str(address))
+                    stack.enter_context(self._meeting.noticing(attempt, lost))
+            of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
+            stack.enter_context(environment(of_try))
+            yield
 
     def say(self, attempt: int, told: Told) -> None:
         """Say how this rank's last try has ended; a rank that is alone says nothing."""
@@ -270,6 +275,39 @@ class Meeting:
         """
         with self._watching():
             return self._run(self._protocol.find(attempt))
+
+    @contextlib.contextmanager
+    def noticing(self, attempt: int, lost: Callable[[RankProcess], None]) -> Iterator[None]:
+        """Call `lost`, in another thread, where the process of another rank ends in a block, which is a try,
+        and has not said before that its own has ended.
+
+        A Manager notices that once it is connected. A try may wait for ranks before, or elsewhere: torch's
+        `init_process_group` for 30 minutes. Rank 0 has a connection to each of the others for that.
+        """
+        lock, is_over = threading.Lock(), False
+        protocol = MeetingProtocol(self._protocol.own, self._protocol.processes.values())
+
+        def look(process: RankProcess) -> None:
+            asks = Meeting(self._group_id, protocol, BRIEFLY, self._ask_for_spare)
+            has_said = asks._run(protocol.has_said(attempt, process))
+            with lock:
+                if not (has_said or is_over):
+                    lost(process)
+
+        async def watch(process: RankProcess) -> None:
+            await until_refused(parse_address(process.address))
+            await asyncio.to_thread(look, process)
+
+        async def watch_all() -> None:
+            await asyncio.gather(*map(watch, protocol.others))
+
+        watching = asyncio.run_coroutine_threadsafe(watch_all(), coordination_loop().loop)
+        try:
+            yield
+        finally:
+            watching.cancel()
+            with lock:
+                is_over = True
 
     # ----------------------------------------------------------------- the protocol's steps
 

@@ -430,6 +430,13 @@ class QuorumDriver:
         self._exchange.end_fetch(str(error))
 
 
+def end_all(error: FaultToleranceError) -> None:
+    """End all Managers of this process, which cannot go on."""
+    for driver in list(_drivers):
+        if driver.fatal is None:
+            driver.end(error, str(error))
+
+
 def _leave_to_the_parent() -> None:
     """End the Manager in a fork, which has none of its threads, so that its shutdown at exit does nothing."""
     for driver in list(_drivers):
