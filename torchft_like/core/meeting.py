@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from lighthouse.core.json_text import read_json
-from torchft_like.core.restarts import VACANT, Ending, RankProcess, Told, all_start_again, why_not
+from torchft_like.core.restarts import RETURNED, VACANT, Ending, RankProcess, Told, all_start_again, why_not
 from torchft_like.errors import GroupLostError
 
 TELL_MAX = 3  # stores in which a rank that leaves for good says so
@@ -324,13 +324,15 @@ class MeetingProtocol:
             except StoreLostError as error:
                 raise GroupLostError(_lost_store(host, error)) from error
 
-    def has_said(self, attempt: int, process: RankProcess) -> Steps[bool]:
-        """Return whether a rank's process, which has ended, had said before how its try has ended."""
+    def has_returned(self, attempt: int, process: RankProcess) -> Steps[bool]:
+        """Return whether a process, which has ended, had said before that its function has returned."""
+        key = _ended(attempt, process.rank)
         for host in [each for each in self._hosts() if each != process][:TELL_MAX]:
             try:
                 yield Open(host.address, briefly=True)
-                if (yield Check([_ended(attempt, process.rank)])):
-                    return True
+                if (yield Check([key])):
+                    (said,) = yield from _read([key])
+                    return (said.ending, said.reason) == (RETURNED.ending.value, RETURNED.reason)
             except (NewsError, StoreLostError):
                 continue
         return False

@@ -79,6 +79,9 @@ class Told:
     reason: str
 
 
+RETURNED = Told(Ending.LAST, "its function has returned")
+
+
 @dataclass(frozen=True)
 class RankProcess:
     """The process in the place of a rank, as all ranks of its group know it.

@@ -40,6 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchft_like.core.restarts import (
     OF_THE_RUN,
+    RETURNED,
     SPARE_ENV,
     Ending,
     Restart,
@@ -188,7 +189,7 @@ class _Tries:
                 except BaseException as error:  # noqa: BLE001 - it is raised again, unless all start again
                     failure = error
                 else:
-                    group.say(restart.attempt, Told(Ending.LAST, "its function has returned"))
+                    group.say(restart.attempt, RETURNED)
                     return result
                 restart = self._next(restart.attempt, group, this_try, failure)
                 del failure, this_try

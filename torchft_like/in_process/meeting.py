@@ -279,7 +279,7 @@ class Meeting:
     @contextlib.contextmanager
     def noticing(self, attempt: int, lost: Callable[[RankProcess], None]) -> Iterator[None]:
         """Call `lost`, in another thread, where the process of another rank ends in a block, which is a try,
-        and has not said before that its own has ended.
+        and has not said before that its function has returned.
 
         A Manager notices that once it is connected. A try may wait for ranks before, or elsewhere: torch's
         `init_process_group` for 30 minutes. Rank 0 has a connection to each of the others for that.
@@ -289,9 +289,9 @@ class Meeting:
 
         def look(process: RankProcess) -> None:
             asks = Meeting(self._group_id, protocol, BRIEFLY, self._ask_for_spare)
-            has_said = asks._run(protocol.has_said(attempt, process))
+            has_returned = asks._run(protocol.has_returned(attempt, process))
             with lock:
-                if not (has_said or is_over):
+                if not (has_returned or is_over):
                     lost(process)
 
         async def watch(process: RankProcess) -> None:
