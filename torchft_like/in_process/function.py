@@ -221,7 +221,8 @@ class _Tries:
             ending = Ending.LAST
         if ending is not Ending.LAST and self._budget.is_spent(time.monotonic()):
             ending = Ending.SPENT
-        told = Told(ending, reason)
+        has_returned = isinstance(failure, SystemExit) and not failure.code
+        told = RETURNED if has_returned else Told(ending, reason)
         if ending is Ending.LAST:
             group.say(attempt, told)
             raise failure
