@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -120,11 +123,20 @@ def test_an_unknown_format_is_refused() -> None:
         quantization.format_named("int4")
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of a NaN, whose code no one reads
-@pytest.mark.parametrize("to", FORMATS.values(), ids=FORMATS)
-def test_kernels_do_what_torch_does(to: Format, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In triton's interpreter, which cuts numbers off where it converts them to bfloat16."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    pytest.importorskip("triton", reason="triton is not installed")
-    kernels = importlib.import_module("torchft_like.quantization_kernels")
-    assert quantization.agree(kernels, torch.device("cpu"), to, (torch.float32, torch.float16))
+COMPARE = """
+import torch
+from torchft_like import quantization, quantization_kernels as kernels
+dtypes = (torch.float32, torch.float16)
+format = quantization.format_named("{to}")
+print(quantization.agree(kernels, torch.device("cpu"), format, dtypes))
+"""
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+@pytest.mark.parametrize("to", FORMATS)
+def test_kernels_do_what_torch_does(to: str) -> None:
+    """In triton's interpreter, for which the process must be set up before anything in it imports triton."""
+    env = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", COMPARE.format(to=to)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
+    assert done.stdout == "True\n", done.stderr
