@@ -317,11 +317,10 @@ class ManagedProcessGroup(SwallowingGroup):
 
     Args:
         manager: the Manager of this rank.
-        pg: the group that the manager configures; by default `manager.process_group`.
     """
 
-    def __init__(self, manager: GroupManager, pg: ProcessGroup | None = None) -> None:
-        super().__init__(pg=pg or manager.process_group)
+    def __init__(self, manager: GroupManager) -> None:
+        super().__init__(pg=manager.process_group)
         self._manager = manager
 
     supports_reconfigure = False

@@ -256,10 +256,6 @@ class RemoteCudaOperation(RemoteOperation):
 
     _call_tensors: _CudaCallTensors
 
-    @property
-    def _devices(self) -> list[torch.device]:  # type: ignore[override] # no caller sets it
-        return [self._call_tensors.device]
-
     def wait_until(self, deadline: float) -> None:
         super().wait_until(deadline)
         blocks = deadline < FOREVER or self._call_tensors.is_barrier
@@ -283,7 +279,8 @@ class RemoteCudaOperation(RemoteOperation):
         """Return -1: NCCL has no receive from any source."""
         return -1
 
-    def _complete(self, future: Future[Any]) -> None:
+    def _complete_by_waiting(self, future: Future[Any]) -> None:
+        self._requests.wait(self._request, FOREVER)
         if (error := self._error_of_request()) is not None:
             future.set_exception(error)
             return

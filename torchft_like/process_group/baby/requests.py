@@ -3,8 +3,7 @@ behind them.
 
 The waiting threads read the answers themselves: one waiter at a time reads, for all of them, and the others
 sleep until their answer has come or it is their turn to read. So an answer wakes only the thread that waits
-for it. If requests have futures, a thread of this module reads while no waiter does, and only that thread
-runs the callbacks of futures. It starts with the first future.
+for it. A future has a thread of its own, which waits as any other does.
 
 A subprocess is silent when it has answered nothing at all for longer than it may take over one request.
 Whether it runs is asked every LOOK_EVERY_S seconds of a wait in which no answer comes.
@@ -16,17 +15,12 @@ keeps its tensors alive, even if the caller has dropped its work.
 from __future__ import annotations
 
 import itertools
-import logging
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import torch
-from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.heartbeat import LOOK_EVERY_S
@@ -46,8 +40,6 @@ from torchft_like.process_group.work import FOREVER, ExplainedOperation
 LAST_CHANCE_S = 1.0
 NOT_DONE = "the operation is not done after the timeout of this wait; it goes on"
 _OUTCOMES = {outcome.value: outcome for outcome in Outcome}
-
-_logger = logging.getLogger(__name__)
 
 # A function of the request, called by the thread that reads its answer or finds that none will come.
 Settled = Callable[["Request"], None]
@@ -72,7 +64,6 @@ class Request:
     is_settled: bool = False
     outcome: Outcome | None = None
     answer: tuple[Any, ...] = ()
-    followers: list[Settled] = field(default_factory=list)
 
 
 # Stands for no request: it is never sent, and never settled.
@@ -115,9 +106,6 @@ class Requests:
         self._numbers = itertools.count(UNASKED + 1)
         self._is_being_read = False
         self._waiters = 0
-        self._followed = 0
-        self._follower: threading.Thread | None = None
-        self._due: deque[tuple[Settled, Request]] = deque()
         self._is_over = False
         self.last_words: str | None = None
 
@@ -142,24 +130,6 @@ class Requests:
             if not request.is_settled and time.monotonic() >= deadline:
                 return False
         return True
-
-    def follow(self, request: Request, settled: Settled) -> None:
-        """Call `settled` once, when the request is settled; at once if it is settled already.
-
-        The call comes from a thread of this object's own, and may wait for another request.
-        """
-        with self._lock:
-            is_settled = request.is_settled
-            if not is_settled:
-                request.followers.append(settled)
-                self._followed += 1
-                if self._follower is None:
-                    self._follower = threading.Thread(target=self._read_for_followers, daemon=True)
-                    self._follower.name = "torchft-baby-answers"
-                    self._follower.start()
-                self._turn.notify_all()
-        if is_settled:
-            settled(request)
 
     def look(self) -> None:
         """Read the answers that are there, without waiting."""
@@ -215,7 +185,7 @@ class Requests:
         finally:
             with self._lock:
                 self._is_being_read = False
-                if self._waiters or self._followed:
+                if self._waiters:
                     self._turn.notify_all()
 
     def _give_last_chance(self) -> None:
@@ -271,35 +241,8 @@ class Requests:
         finally:
             with self._lock:
                 request.is_settled = True
-                self._followed -= len(request.followers)
-                self._due.extend((settled, request) for settled in request.followers)
-                if self._waiters or request.followers:
+                if self._waiters:
                     self._turn.notify_all()
-                request.followers.clear()
-
-    def _read_for_followers(self) -> None:
-        while True:
-            with self._lock:
-                self._turn.wait_for(self._followers_need_something)
-                due = self._due.popleft() if self._due else None
-                if due is None and self._is_over and not self._followed:
-                    self._follower = None  # a request that is being settled may still get a future
-                    return
-                is_my_turn = due is None and self._is_free()
-                self._is_being_read |= is_my_turn
-            if is_my_turn:
-                self._read_in_turn(FOREVER)
-            elif due is not None:
-                settled, request = due
-                try:
-                    settled(request)
-                except Exception:
-                    _logger.exception("completing a future")
-
-    def _followers_need_something(self) -> bool:
-        if self._due:
-            return True
-        return self._is_free() if self._followed else self._is_over
 
 
 class RemoteOperation(ExplainedOperation):
@@ -311,7 +254,6 @@ class RemoteOperation(ExplainedOperation):
     """
 
     _error: Exception | None = None
-    _devices: Sequence[int | str | torch.device] = ()
 
     def __init__(
         self, requests: Requests, request: Request, result: list[Any], describe: Describe, tensors: Any
@@ -340,12 +282,6 @@ class RemoteOperation(ExplainedOperation):
     def result(self) -> list[Any]:
         return self._result
 
-    def get_future(self) -> Future[Any]:
-        """Return a future that the thread which reads for followers completes."""
-        future: Future[Any] = Future(devices=[*self._devices])
-        self._requests.follow(self._request, lambda _: self._complete(future))
-        return future
-
     def _source_rank(self) -> int:
         """Return the rank of the sender as the subprocess answered it; -1 if it did not."""
         is_done = self.is_completed() and self._request.outcome is Outcome.DONE
@@ -359,12 +295,6 @@ class RemoteOperation(ExplainedOperation):
             was_refused = self._request.outcome is Outcome.REFUSED
             self._error = error if was_refused else self.explain(error) or error
         return self._error
-
-    def _complete(self, future: Future[Any]) -> None:
-        if (error := self._error_of_request()) is None:
-            future.set_result(self._result)
-        else:
-            future.set_exception(error)
 
 
 def _read_answer(message: Message, descriptors: list[int]) -> tuple[int, Outcome, tuple[Any, ...]]:

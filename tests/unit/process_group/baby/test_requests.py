@@ -83,67 +83,11 @@ def test_a_wait_ends_at_its_deadline_and_the_request_goes_on(talk: Correspondenc
     assert talk.silences.acquire(blocking=False) is False
 
 
-def test_a_follower_that_comes_late_is_told_at_once(talk: Correspondence) -> None:
-    request = talk.requests.add(FOREVER)
-    talk.answer(request)
-    talk.requests.wait(request, limit())
-    told: list[Request] = []
-    talk.requests.follow(request, told.append)
-    assert told == [request]
-
-
-def test_a_follower_may_wait_for_another_request(talk: Correspondence) -> None:
-    first, second = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
-    done = threading.Event()
-
-    def wait_for_second(_: Request) -> None:
-        talk.requests.wait(second, limit())
-        done.set()
-
-    talk.requests.follow(first, wait_for_second)
-    talk.answer(first)
-    talk.answer(second)
-    assert done.wait(LIMIT_S)
-
-
-def test_a_follower_that_comes_as_its_request_is_settled_is_told(talk: Correspondence) -> None:
-    settling, copied = threading.Event(), threading.Event()
-
-    def copy_back(_: Request) -> None:
-        settling.set()
-        copied.wait(LIMIT_S)
-
-    first, second = talk.requests.add(FOREVER), talk.requests.add(FOREVER, copy_back)
-    told = [threading.Event() for _ in range(2)]
-    talk.requests.follow(first, lambda _: told[0].set())
-    idle = talk.requests._follower
-    assert idle is not None
-    talk.answer(first)
-    assert told[0].wait(LIMIT_S)
-    with ThreadPoolExecutor(2) as pool:
-        try:
-            wait = pool.submit(talk.requests.wait, second, limit())
-            talk.answer(second)
-            assert settling.wait(LIMIT_S)
-            end = pool.submit(talk.requests.end)
-            idle.join(LIMIT_S)
-            assert not idle.is_alive()
-            talk.requests.follow(second, lambda _: told[1].set())
-        finally:
-            copied.set()
-        assert wait.result(LIMIT_S)
-        end.result(LIMIT_S)
-    assert told[1].wait(LIMIT_S)
-
-
 def test_the_end_of_the_subprocess_settles_everything_once(talk: Correspondence) -> None:
     settled: list[Request] = []
     requests = [talk.requests.add(FOREVER, settled.append) for _ in range(3)]
-    told = threading.Event()
-    talk.requests.follow(requests[2], lambda _: told.set())
     talk.far.close()
     assert all(talk.requests.wait(request, limit()) for request in requests)
-    assert told.wait(LIMIT_S)
     assert sorted(r.number for r in settled) == sorted(r.number for r in requests)
     assert {request.outcome for request in requests} == {None}
 
@@ -155,41 +99,24 @@ def test_a_request_after_the_end_is_settled_at_once(talk: Correspondence) -> Non
     assert request.outcome is None
 
 
-@pytest.mark.parametrize("is_followed", [False, True], ids=["waited for", "followed"])
 def test_a_request_that_is_not_answered_in_time_is_reported_once(
-    talk: Correspondence, is_followed: bool, monkeypatch: pytest.MonkeyPatch
+    talk: Correspondence, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.01)
     request = talk.requests.add(patience_s=0.2)
     with ThreadPoolExecutor(1) as pool:
-        if is_followed:
-            talk.requests.follow(request, lambda _: None)
-        else:
-            pool.submit(talk.requests.wait, request, limit())
+        pool.submit(talk.requests.wait, request, limit())
         assert talk.silences.acquire(timeout=LIMIT_S)
         assert not talk.silences.acquire(blocking=False)
         talk.answer(request)
 
 
-def test_a_follower_notices_silence_by_itself(talk: Correspondence, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requests, "LAST_CHANCE_S", 0.01)
-    patient = talk.requests.add(FOREVER)
-    with ThreadPoolExecutor(1) as pool:
-        wait = pool.submit(talk.requests.wait, patient, limit())
-        talk.requests.follow(talk.requests.add(patience_s=0.05), lambda _: None)
-        assert talk.silences.acquire(timeout=LIMIT_S)
-        talk.answer(patient)
-        assert wait.result(LIMIT_S)
-
-
-@pytest.mark.parametrize("how", ["waits", "follows", "looks"])
+@pytest.mark.parametrize("how", ["waits", "looks"])
 def test_whether_the_subprocess_runs_is_asked_while_somebody_waits(talk: Correspondence, how: str) -> None:
     request = talk.requests.add(FOREVER)
     assert not talk.pauses.acquire(timeout=2 * LOOK_EVERY_S), "nobody waits"
     with ThreadPoolExecutor(1) as pool:
         wait = pool.submit(talk.requests.wait, request, limit()) if how == "waits" else None
-        if how == "follows":
-            talk.requests.follow(request, lambda _: None)
         paused, end = 0, limit()
         while paused < 2 and time.monotonic() < end:
             paused += talk.pauses.acquire(timeout=0.01)
@@ -231,34 +158,3 @@ def test_an_error_in_what_settles_a_request_frees_who_waits(talk: Correspondence
     assert talk.requests.wait(request, limit())
     assert request.outcome is Outcome.FAILED
     assert request.answer == ("ValueError", "no room for the copy")
-
-
-def test_a_follower_that_raises_harms_nobody(talk: Correspondence, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(_: Request) -> None:
-        raise ValueError("a future that is complete")
-
-    told = threading.Event()
-    requests_ = [talk.requests.add(FOREVER) for _ in range(2)]
-    talk.requests.follow(requests_[0], fail)
-    talk.requests.follow(requests_[1], lambda _: told.set())
-    for request in requests_:
-        talk.answer(request)
-    assert told.wait(LIMIT_S)
-    assert "a future that is complete" in caplog.text
-
-
-def test_what_follows_runs_on_no_thread_that_waits_for_something_else(talk: Correspondence) -> None:
-    followed, waited = talk.requests.add(FOREVER), talk.requests.add(FOREVER)
-    threads: list[threading.Thread] = []
-    told = threading.Event()
-
-    def note(_: Request) -> None:
-        threads.append(threading.current_thread())
-        told.set()
-
-    talk.requests.follow(followed, note)
-    talk.answer(followed)
-    talk.answer(waited)
-    talk.requests.wait(waited, limit())
-    assert told.wait(LIMIT_S)
-    assert threads[0] is not threading.current_thread()
