@@ -259,7 +259,13 @@ class KeyValueStore:
                 self._answer(client, _integer(total))
                 self._put(*places[0], str(total).encode())
             case Query.COMPARE_SET:
-                self._compare_set(client, places[0], *values)
+                (room, key), (expected, desired) = places[0], values
+                before = room.values.get(key)
+                is_expected = not expected if before is None else before == expected
+                after = desired if is_expected else expected if before is None else before
+                self._answer(client, *_with_length(after))
+                if is_expected:
+                    self._put(room, key, after)
             case Query.GET | Query.MULTI_GET:
                 found = map(self._value, places)
                 self._answer(client, *(part for value in found for part in _with_length(value)))
@@ -342,17 +348,6 @@ class KeyValueStore:
         self._size += growth
         for waiting in room.waiting.pop(key, ()):
             self._advance(waiting)
-
-    def _compare_set(
-        self, client: Client, place: tuple[Room, bytes], expected: bytes, desired: bytes
-    ) -> None:
-        room, key = place
-        before = room.values.get(key)
-        is_expected = not expected if before is None else before == expected
-        after = desired if is_expected else expected if before is None else before
-        self._answer(client, *_with_length(after))
-        if is_expected:
-            self._put(room, key, after)
 
     def _delete(self, room: Room, key: bytes) -> int:
         if (value := room.values.pop(key, None)) is None:

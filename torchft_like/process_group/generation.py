@@ -157,7 +157,9 @@ class Operations:
         deadline = time.monotonic() + (LOOKS_S_MAX if seconds_max is None else seconds_max)
         is_safe = False
         while not is_safe and time.monotonic() < deadline:
-            is_safe = not self._is_awaited() or is_still()
+            with self._lock:
+                is_awaited = bool(self._futures) or any(map(_is_open, list(self._issued)))
+            is_safe = not is_awaited or is_still()
             if not is_safe:
                 time.sleep(LOOK_PAUSE_S)
         if not (is_safe or in_any_case):
@@ -175,10 +177,6 @@ class Operations:
             # Entries that were added since are kept.
             self._issued[:issued] = filter(_is_open, self._issued[:issued])
             self._issued_max = max(ISSUED_MIN, 2 * len(self._issued))
-
-    def _is_awaited(self) -> bool:
-        with self._lock:
-            return bool(self._futures) or any(map(_is_open, list(self._issued)))
 
     def _take(self, own: Future[Any]) -> bool:
         """Claim the future; return whether the caller is the one to complete it."""
@@ -496,17 +494,13 @@ class Generation:
             self._failure = failure
             self._gone.set()
         else:
-            if not self._accept(backend):
+            methods = backend.methods()
+            with self._lock:
+                if is_wanted := self.configuration.reason is None:
+                    self._backend, self._methods = backend, methods
+            if not is_wanted:
                 self._dispose(backend)
         self._settled.set()
-
-    def _accept(self, backend: Backend) -> bool:
-        methods = backend.methods()
-        with self._lock:
-            if self.configuration.reason is not None:
-                return False
-            self._backend, self._methods = backend, methods
-            return True
 
     def _dispose(self, backend: Backend) -> None:
         try:

@@ -198,7 +198,13 @@ class ManagedDeviceMesh(DeviceMesh):
 
     def _elastic_size(self) -> int:
         try:
-            return max(1, _size_for_torch(self._group()))
+            group = self._group()
+            size = group.size()
+            if size == 1 and isinstance(group, ManagedProcessGroup):
+                # It is that of all members if only one of them contributes: torch skips a reduction over a
+                # dimension of size one, but the members that do not contribute need the result, too.
+                size = int(group.parent.size())
+            return max(1, size)
         except FaultToleranceError:
             return 1
 
@@ -256,19 +262,16 @@ class ManagedDeviceMesh(DeviceMesh):
         if name not in flattened:
             if name in self._root._names:
                 raise ValueError(f"{name} is a dimension of the mesh already; choose another name")
-            group = self._flat_group(name, backend_override)
+            group = self._group()
+            if (fixed := self._fixed) is not None:
+                within = fixed if fixed.ndim == 1 else fixed._flatten(f"{name}_within", backend_override)
+                inner_size = math.prod(fixed.shape[self._elastic_dim :])
+                group = FlattenedProcessGroup(within.get_group(), group, inner_size)
             flattened[name] = ManagedDeviceMesh(None, (name,), group, 0, parent=self)
             flattened[name]._made_of = self._names
         if flattened[name]._made_of != self._names:
             raise ValueError(f"{name} is what {flattened[name]._made_of} were flattened to already")
         return flattened[name]
-
-    def _flat_group(self, name: str, backend_override: Any) -> ProcessGroup:
-        if (fixed := self._fixed) is None:
-            return self._group()
-        within = fixed if fixed.ndim == 1 else fixed._flatten(f"{name}_within", backend_override)
-        inner_size = math.prod(fixed.shape[self._elastic_dim :])
-        return FlattenedProcessGroup(within.get_group(), self._group(), inner_size)
 
     def _unflatten(
         self,
@@ -359,18 +362,6 @@ def _register(group: ProcessGroup, name: str) -> None:
         group.group_name  # noqa: B018 - it raises if the group has no name
     except ProcessGroupError:
         group.register(f"{name}-{next(_registrations)}")
-
-
-def _size_for_torch(group: ProcessGroup) -> int:
-    """Return the group's size, or the number of members if only one of several members contributes.
-
-    torch skips a reduction over a dimension of size one, but the members that do not contribute need the
-    result, too.
-    """
-    size = group.size()
-    if size == 1 and isinstance(group, ManagedProcessGroup):
-        return max(size, int(group.parent.size()))
-    return size
 
 
 # ------------------------------------------------------- how torch stores a mesh

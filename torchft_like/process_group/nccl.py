@@ -52,7 +52,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, TypeVar, Unpack
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,6 @@ from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.environment import environment
 from torchft_like.runtime.spin_wait import ask_until
 
-POLL_S = 0.002
 PERIOD_S = 0.25
 DECISION_S_MAX = 5.0
 # After so many operations the asking thread sleeps: a thread that merely releases the GIL takes it again
@@ -100,6 +99,7 @@ _environment_lock = lock_of_each_process()
 
 # Returns whether the device is done with an operation; raises if the device failed. It must not block.
 IsOver = Callable[[], bool]
+T = TypeVar("T")
 
 
 class ProcessGroupNCCL(ReconfigurableProcessGroup):
@@ -178,16 +178,14 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
                 backend.wait_still(members.timeout, abort)
                 with contextlib.suppress(ValueError):  # an aborted `configure` may be doing the same
                     self._backends.remove(backend)
-            backend = self._connect(members, abort, device)
+            if members.world_size == 1:
+                backend = _NcclBackend(HashStore(), members, abort, device)
+            else:
+                with meeting_store(members, abort) as store:
+                    meet(store, members)
+                    backend = _NcclBackend(store, members, abort, device)
         self._backends.append(backend)
         return backend
-
-    def _connect(self, members: GroupMembers, abort: AbortSignal, device: torch.device) -> _NcclBackend:
-        if members.world_size == 1:
-            return _NcclBackend(HashStore(), members, abort, device)
-        with meeting_store(members, abort) as store:
-            meet(store, members)
-            return _NcclBackend(store, members, abort, device)
 
 
 class _NcclBackend:
@@ -212,7 +210,10 @@ class _NcclBackend:
         self._shell: Any = _shell_around(self._nccl, members, device)
         abort.add(self.break_off)
         try:
-            self._connect()
+            try:  # it begins to connect, and waits for no peer; an abort of the store ends its waits
+                self._nccl.eager_connect_single_device(device)
+            finally:
+                self._is_in_reach.set()
             self._probe = self._prove_usable()
         except BaseException:
             self.close()
@@ -250,16 +251,14 @@ class _NcclBackend:
             ProcessGroupAbortedError: the group was aborted during the wait.
             ProcessGroupError: an operation still runs after `timeout`.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
-        while not self.is_still():
-            abort.check()
-            if time.monotonic() > deadline:
-                raise ProcessGroupError(
-                    f"NCCL did not end the operations of {self._members} within "
-                    f"{timeout.total_seconds():g} s of the abort: restart this process, or use "
-                    "ProcessGroupBabyNCCL, whose operations end with their subprocess"
-                )
-            time.sleep(POLL_S)
+        limit_s = timeout.total_seconds()
+        if not ask_until(lambda: self.is_still() or abort.reason is not None, time.monotonic() + limit_s):
+            raise ProcessGroupError(
+                f"NCCL did not end the operations of {self._members} within {limit_s:g} s of the abort: "
+                "restart this process, or use ProcessGroupBabyNCCL, whose operations end with their "
+                "subprocess"
+            )
+        abort.check()
 
     def outcome(self) -> Exception | None:
         """Wait for the operations; return an error of the device, or what `lost` returns."""
@@ -304,18 +303,13 @@ class _NcclBackend:
             work = method(*args, **kwargs)
         if work is None:
             return None
-        tensors = (args, kwargs)
-        watched = self.watch.watch(
-            name, lambda: self._is_over(work), lambda: self._settle(work, tensors), self._limit_s(options)
-        )
-        about = self.abort_signal, self._mark, self._error_of
-        return NcclOperation(work, watched, self.watch, *about)
-
-    def _limit_s(self, options: Any) -> float:
-        own = getattr(options, "timeout", None)
+        tensors, own = (args, kwargs), getattr(options, "timeout", None)
         # A timeout that was not set is negative.
         limit = own if own is not None and own > timedelta(0) else self._timeout
-        return limit.total_seconds()
+        watched = self.watch.watch(
+            name, lambda: self._is_over(work), lambda: self._settle(work, tensors), limit.total_seconds()
+        )
+        return NcclOperation(work, watched, self)
 
     def _is_over(self, work: Work) -> bool:
         """Return whether the device is done: torch calls completed, too, what NCCL gave up."""
@@ -324,15 +318,7 @@ class _NcclBackend:
         )
 
     def _error_of(self, work: Work) -> BaseException | None:
-        error: BaseException | None = None
-
-        def has_failed() -> bool:
-            nonlocal error
-            error = error_of(work, self._nccl)
-            return error is not None
-
-        self._questions.ask(has_failed, otherwise=False)
-        return error
+        return self._questions.ask(lambda: error_of(work, self._nccl), otherwise=None)
 
     def _settle(self, work: Work, tensors: object) -> IsOver:
         """Return a function that does as `_is_over`, without a query to NCCL.
@@ -358,13 +344,6 @@ class _NcclBackend:
         self._questions.ask(probe.is_completed, otherwise=True)
         return self._error_of(probe)
 
-    def _connect(self) -> None:
-        """Begin to connect, without waiting for peers; an abort of the store ends its waits."""
-        try:
-            self._nccl.eager_connect_single_device(self._device)
-        finally:
-            self._is_in_reach.set()
-
     def _prove_usable(self) -> Work:
         """Run a first operation: a communicator that does not block is connected only when that is over."""
         deadline = time.monotonic() + self._members.timeout.total_seconds()
@@ -372,11 +351,9 @@ class _NcclBackend:
         with torch.cuda.stream(self._side):
             count = torch.ones(1, device=self._device)
             work: Work = self._nccl.allreduce([count])
-            while not self._questions.ask(work.is_completed, otherwise=True):
-                self.abort_signal.check()
-                if time.monotonic() > deadline:
-                    raise ProcessGroupError(f"NCCL did not connect {self._members} in time")
-                time.sleep(POLL_S)
+            is_over = functools.partial(self._questions.ask, work.is_completed, otherwise=True)
+            if not ask_until(lambda: is_over() or self.abort_signal.reason is not None, deadline):
+                raise ProcessGroupError(f"NCCL did not connect {self._members} in time")
             self.abort_signal.check()
             if (error := self._error_of(work)) is not None:
                 raise ProcessGroupError(f"NCCL did not connect {self._members}: {error}") from error
@@ -411,7 +388,7 @@ class _Questions:
         self._lock = threading.Lock()
         self._are_allowed = True
 
-    def ask(self, question: Callable[[], bool], *, otherwise: bool) -> bool:
+    def ask(self, question: Callable[[], T], *, otherwise: T) -> T:
         """Return the answer; `otherwise` once queries are not allowed any more."""
         with self._lock:
             return question() if self._are_allowed else otherwise
@@ -429,21 +406,15 @@ def error_of(work: Work, backend: Any) -> BaseException | None:
     """Return why an operation of torch's `backend` has failed; None if it has not."""
     try:
         error: BaseException | None = work.exception()
-    except (
-        TypeError
-    ):  # torch 2.11 cannot give the error to Python, nor that there is none: NCCL itself is asked
-        return _error_of_communicator(backend._comm_ptr())
+    except TypeError:  # torch 2.11 gives Python neither an error nor that there is none: NCCL is asked
+        nccl, code = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()  # the one that torch has loaded
+        asked = nccl.ncclCommGetAsyncError(ctypes.c_void_p(backend._comm_ptr()), ctypes.byref(code))
+        failed = asked or code.value
+        if failed in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
+            return None
+        nccl.ncclGetErrorString.restype = ctypes.c_char_p
+        return ProcessGroupError(f"NCCL: {nccl.ncclGetErrorString(failed).decode()} (error {failed})")
     return error
-
-
-def _error_of_communicator(communicator: int) -> ProcessGroupError | None:
-    nccl, code = ctypes.CDLL("libnccl.so.2"), ctypes.c_int()  # the one that torch has loaded
-    asked = nccl.ncclCommGetAsyncError(ctypes.c_void_p(communicator), ctypes.byref(code))
-    failed = asked or code.value
-    if failed in (NCCL_SUCCESS, NCCL_IN_PROGRESS):
-        return None
-    nccl.ncclGetErrorString.restype = ctypes.c_char_p
-    return ProcessGroupError(f"NCCL: {nccl.ncclGetErrorString(failed).decode()} (error {failed})")
 
 
 def naming_even_splits(alltoall_base: Callable[..., Any], world_size: int) -> Callable[..., Any]:
@@ -654,8 +625,10 @@ class DeviceWatch:
     def look(self, rest_s: float = 0.0) -> None:
         """Ask for the state of all operations once; sleep for `rest_s` seconds after every few of them."""
         try:
-            failure = self._failure()
-            late = None if failure is not None else self._late(rest_s)
+            failure, late = self._failure(), None
+            if failure is None:  # the operations that are over are dropped
+                first_ones, now = self._first_ones(rest_s=rest_s), time.monotonic()
+                late = next((first for first in first_ones if first.started + first.limit_s < now), None)
         except Exception as error:  # noqa: BLE001 - any error is passed on as the reason
             failure, late = error, None
         if failure is not None:
@@ -675,7 +648,7 @@ class DeviceWatch:
             self._is_torn = True
             under_way = [watched for line in self._under_way.values() for watched in line]
         for watched in sorted(under_way, key=lambda watched: watched.started):
-            if _is_over(watched, if_failed=False):
+            if _asked(watched, watched.is_over, if_failed=False):
                 watched.is_over = _yes
             else:
                 self._mark_cut_off(watched)
@@ -693,18 +666,13 @@ class DeviceWatch:
 
     def is_idle(self) -> bool:
         """Return whether nothing is under way any more. A device that failed runs nothing, either."""
-        return next(self._first_ones(lambda watched: _is_over(watched, if_failed=True)), None) is None
+        return next(self._first_ones(lambda it: _asked(it, it.is_over, if_failed=True)), None) is None
 
     def close(self) -> None:
         """End the thread, and drop the operations that are still under way."""
         with self._changed:
             self._closed.set()
             self._changed.notify()
-
-    def _late(self, rest_s: float) -> Watched | None:
-        """Drop the operations that are over; return one that is not, but should be."""
-        first_ones = self._first_ones(rest_s=rest_s)
-        return next((first for first in first_ones if first.started + first.limit_s < time.monotonic()), None)
 
     def _first_ones(
         self, is_over: Callable[[Watched], bool] = lambda watched: watched.is_over(), rest_s: float = 0.0
@@ -744,7 +712,7 @@ class DeviceWatch:
 
     def _mark_cut_off(self, watched: Watched) -> None:
         watched.was_cut_off = True
-        watched.is_over = _settled(watched)
+        watched.is_over = _asked(watched, watched.settle, if_failed=_yes)
         with self._changed:
             self._cut_off_names.append(watched.name)
 
@@ -758,17 +726,9 @@ class DeviceWatch:
                 self.look(REST_S)
 
 
-def _settled(watched: Watched) -> IsOver:
+def _asked(watched: Watched, ask: Callable[[], T], *, if_failed: T) -> T:
     try:
-        return watched.settle()
-    except Exception:
-        _logger.exception("the device failed while %s was cut off", watched.name)
-        return _yes
-
-
-def _is_over(watched: Watched, *, if_failed: bool) -> bool:
-    try:
-        return watched.is_over()
+        return ask()
     except Exception:
         _logger.exception("the device failed while %s was under way", watched.name)
         return if_failed
@@ -779,27 +739,13 @@ def _yes() -> bool:
 
 
 class NcclOperation(ExplainedOperation):
-    """An operation on NCCL's stream, which a `DeviceWatch` keeps until it is over. It sets `abort` when a
-    wait lasts too long; `mark` returns a function that tells whether the current stream has passed the point
-    at which it is now, `error_of` why torch's work has failed.
-    """
+    """An operation on NCCL's stream, which the backend's watch keeps until it is over."""
 
-    def __init__(
-        self,
-        work: Work,
-        watched: Watched,
-        watch: DeviceWatch,
-        abort: AbortSignal,
-        mark: Callable[[], IsOver],
-        error_of: Callable[[Work], BaseException | None],
-    ) -> None:
+    def __init__(self, work: Work, watched: Watched, backend: _NcclBackend) -> None:
         super().__init__()
         self._work = work
-        self._error_of = error_of
         self._watched = watched
-        self._watch = watch
-        self._abort = abort
-        self._mark = mark
+        self._backend = backend
         self._blocks_thread = watched.name == "barrier"
 
     def wait_until(self, deadline: float) -> None:
@@ -810,10 +756,16 @@ class NcclOperation(ExplainedOperation):
         # after NCCL's last access to them.
         self._work.block_current_stream()
         if deadline < FOREVER or self._blocks_thread:
-            self._block_thread(deadline)
+            # In short sleeps, which Ctrl-C ends.
+            if not ask_until(
+                lambda: self._watched.is_over() or self._backend.abort_signal.reason is not None, deadline
+            ):
+                self._backend.abort_signal.set(
+                    f"{self._watched.name} was not done before the timeout of a wait for it"
+                )
         else:
             # The watch drops torch's work, and with it the tensors: this stream keeps them safe now.
-            is_past = self._mark()
+            is_past = self._backend._mark()
             self._watched.is_over = is_past
             self._watched.settle = lambda: is_past
         self._check()
@@ -827,7 +779,7 @@ class NcclOperation(ExplainedOperation):
             self._check()
         except ProcessGroupError as error:
             return error
-        return self._error_of(self._work)
+        return self._backend._error_of(self._work)
 
     def result(self) -> list[torch.Tensor]:
         return self._work.result()
@@ -839,15 +791,12 @@ class NcclOperation(ExplainedOperation):
     def synchronize(self) -> None:
         self._work.block_current_stream()
 
-    def _block_thread(self, deadline: float) -> None:
-        """Wait until the operation or the group is over, in short sleeps, which Ctrl-C ends."""
-        if not ask_until(lambda: self._watched.is_over() or self._abort.reason is not None, deadline):
-            self._abort.set(f"{self._watched.name} was not done before the timeout of a wait for it")
-
     def _check(self) -> None:
-        if self._abort.reason is None:
+        if self._backend.abort_signal.reason is None:
             return
-        self._watch.wait_decided()
+        self._backend.watch.wait_decided()
         if self._watched.was_cut_off:
-            error = ProcessGroupError(f"{self._watched.name} was cut off: {self._abort.reason}")
+            error = ProcessGroupError(
+                f"{self._watched.name} was cut off: {self._backend.abort_signal.reason}"
+            )
             raise self.explain(error) or error

@@ -51,9 +51,14 @@ def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
     """
     if pg_options is not None:
         raise NotSupportedError(f"{name} takes no pg_options; leave them out")
-    group = _make(name, wanted.group_rank, wanted.group_size, wanted.timeout)
-    global_ranks = list(wanted.global_ranks_in_group) or None  # empty for the default group
+    origin = BACKENDS[name]
+    if "cpu" not in origin.devices and not torch.cuda.is_available():
+        raise NotSupportedError(f"{name} needs a CUDA device and there is none here; use torchft-gloo")
+    cls = getattr(importlib.import_module(f"torchft_like.process_group.{origin.module}"), origin.class_name)
     seat = wanted.group_rank, wanted.group_size
+    arguments = seat if origin.class_name == "ProcessGroupDummy" else (wanted.timeout,)
+    group: ProcessGroup = cls(*arguments)
+    global_ranks = list(wanted.global_ranks_in_group) or None  # empty for the default group
     awaits_handles = getattr(wanted, "enable_reconfigure", False)  # torch has it from 2.14 on
     try:
         if awaits_handles and isinstance(group, ReconfigurableProcessGroup):
@@ -69,15 +74,6 @@ def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:
         group.shutdown()
         raise
     return group
-
-
-def _make(name: str, rank: int, world_size: int, timeout: timedelta) -> ProcessGroup:
-    origin = BACKENDS[name]
-    if "cpu" not in origin.devices and not torch.cuda.is_available():
-        raise NotSupportedError(f"{name} needs a CUDA device and there is none here; use torchft-gloo")
-    cls = getattr(importlib.import_module(f"torchft_like.process_group.{origin.module}"), origin.class_name)
-    made: ProcessGroup = cls(rank, world_size) if origin.class_name == "ProcessGroupDummy" else cls(timeout)
-    return made
 
 
 @contextlib.contextmanager

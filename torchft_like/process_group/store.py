@@ -40,7 +40,7 @@ from lighthouse.forks import Turn, disown, in_each_fork, replace_sockets
 from lighthouse.listening import listen_tcp
 from lighthouse.tls import connecting
 from torchft_like.core.quorum_secret import shared_key
-from torchft_like.core.store import READY, VALIDATION_MAGIC, WAIT_CANCELED, Query
+from torchft_like.core.store import READY, VALIDATION_MAGIC, Query
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
@@ -268,7 +268,15 @@ class AbortableStore(Store):
         """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
         self._connect(self._deadline(), insists)
         if self._is_tls:
-            self._shake_hands()
+            with self._lock:
+                self._check()
+                plain = self._open_socket()
+                self._socket = connecting(plain, shakes=False)
+                if self._socket is plain:
+                    raise ProcessGroupError(
+                        f"the store at {self._server} speaks TLS, and this process has no certificate: set "
+                        "TORCHFT_TLS"
+                    )
         self._send(Query.VALIDATE, struct.pack("=I", VALIDATION_MAGIC), self._deadline())
         deadline = self._ask(Query.PING, struct.pack("=I", os.getpid()))
         if struct.unpack("=I", self._receive(4, deadline))[0] != os.getpid():
@@ -415,17 +423,6 @@ class AbortableStore(Store):
             raise ProcessGroupError(f"the store at {self._server} announces a value of {count} bytes")
         return self._receive(count, deadline)
 
-    def _shake_hands(self) -> None:
-        with self._lock:
-            self._check()
-            plain = self._open_socket()
-            self._socket = connecting(plain, shakes=False)
-            if self._socket is plain:
-                raise ProcessGroupError(
-                    f"the store at {self._server} speaks TLS, and this process has no certificate: set "
-                    "TORCHFT_TLS"
-                )
-
     def _act(self, act: Callable[[socket.socket], T], event: int, deadline: float) -> T:
         """Do something with the connection, as soon as that can be done."""
         while True:
@@ -480,19 +477,7 @@ class SharedStore(AbortableStore):
         try:
             super()._await(event, deadline)
         except TimeoutError as error:
-            raise DistStoreError(str(error)) from error
-
-    @_in_turn
-    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        deadline = self._ask(Query.WAIT, self._keys(keys), timeout)
-        try:
-            self._receive(1, deadline)
-        except DistStoreError as error:
-            deadline = self._ask(Query.CANCEL_WAIT, b"")
-            while self._receive(1, deadline) != WAIT_CANCELED:
-                pass
-            self._is_asking = False
-            raise DistStoreError(f"nobody has set all of the keys {keys} in time") from error
+            raise DistStoreError(f"{error}, or nobody has set a key that was waited for") from error
 
 
 def _with_length(value: str | bytes) -> bytes:

@@ -20,7 +20,6 @@ import socket
 import weakref
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 from lighthouse.address import Address
@@ -108,7 +107,8 @@ class _Serving:
         self.partial_bytes = 0
         self._listener = listener
         self._connections: dict[Client, _Connection] = {}
-        self._unknown: dict[_Connection, _Doubt] = {}  # the oldest first
+        # Those that have shown no valid key, the oldest first, and the end of their time.
+        self._unknown: dict[_Connection, asyncio.TimerHandle] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._process = os.getpid()
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -144,13 +144,12 @@ class _Serving:
     def doubt(self, connection: _Connection) -> None:
         """Note that a connection has shown no valid key."""
         if connection not in self._unknown:
-            timer = self._loop.call_later(KEY_S, connection.end)
-            self._unknown[connection] = _Doubt(self._loop.time(), timer)
+            self._unknown[connection] = self._loop.call_later(KEY_S, connection.end)
 
     def trust(self, connection: _Connection) -> None:
         """Note that a connection has shown a valid key."""
-        if (doubt := self._unknown.pop(connection, None)) is not None:
-            doubt.timer.cancel()
+        if (end := self._unknown.pop(connection, None)) is not None:
+            end.cancel()
 
     def lost(self, connection: _Connection) -> None:
         """Forget a connection that has ended."""
@@ -217,18 +216,12 @@ class _Serving:
     async def _until_there_is_room(self) -> None:
         await asyncio.sleep(0)  # so that those who have come are heard first
         while len(self._unknown) >= UNKNOWN_MAX:
-            oldest, doubt = next(iter(self._unknown.items()))
-            if (left_s := doubt.since + SILENT_S - self._loop.time()) <= 0:
+            oldest, end = next(iter(self._unknown.items()))
+            if (left_s := end.when() - KEY_S + SILENT_S - self._loop.time()) <= 0:
                 self.trust(oldest)
                 oldest.end()
             else:
                 await asyncio.sleep(left_s)
-
-
-@dataclass(frozen=True)
-class _Doubt:
-    since: float
-    timer: asyncio.TimerHandle
 
 
 class _Connection(asyncio.Protocol):

@@ -371,7 +371,10 @@ class ManagedProcessGroup(SwallowingGroup):
                     f"{collective.name} needs other replicas, which do not read or load a state with this one"
                 )
             return skipped(collective.bind(args, kwargs), self)
-        if self._is_lost(collective, args, kwargs):
+        self._ask(self._manager.wait_quorum, otherwise=lambda: None)
+        if self._manager.errored() is None and (why := self._why_in_vain(collective, args, kwargs)):
+            self._manager.report_error(ProcessGroupError(why))
+        if self._manager.errored() is not None:
             return skipped(collective.bind(args, kwargs), self)
         self._manager.wait_for_turn()
         return self._swallow(collective, args, kwargs)
@@ -393,32 +396,26 @@ class ManagedProcessGroup(SwallowingGroup):
             self._manager.report_error(error)
             return skipped(collective.bind(args, kwargs), self)
 
-    def _is_lost(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether the step is lost, or is now, because this collective can have no right result."""
-        self._ask(self._manager.wait_quorum, otherwise=lambda: None)
-        if self._manager.errored() is None:
-            if collective.everyone:
-                self._check_everyone(collective)
-            elif collective.name == "broadcast":
-                self._check_root(collective.bind(args, kwargs))
-        return self._manager.errored() is not None
-
-    def _check_everyone(self, collective: Collective) -> None:
-        members, participants = self.parent.size(), self._manager.num_participants()
-        if members != participants:
-            error = f"{collective.name} needs all {members} members of the group; {participants} participate"
-            self._manager.report_error(ProcessGroupError(error))
-        elif healing := self._manager.healing_ranks():  # in the first step all members are participants
-            error = (
-                f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get theirs "
-                "in this step: pass the Manager use_async_quorum=False, or init_sync=False"
-            )
-            self._manager.report_error(ProcessGroupError(error))
-
-    def _check_root(self, call: Call) -> None:
-        if (root := call.root) in self._manager.healing_ranks():
-            error = f"rank {root} heals in this step: what it would broadcast is not yet the others' state"
-            self._manager.report_error(ProcessGroupError(error))
+    def _why_in_vain(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> str | None:
+        """Return why a collective can have no right result in this step, if it cannot."""
+        if collective.everyone:
+            members, participants = self.parent.size(), self._manager.num_participants()
+            if members != participants:
+                return (
+                    f"{collective.name} needs all {members} members of the group; {participants} participate"
+                )
+            if healing := self._manager.healing_ranks():  # in the first step all members are participants
+                return (
+                    f"{collective.name} needs the state of all members, and ranks {sorted(healing)} get "
+                    "theirs in this step: pass the Manager use_async_quorum=False, or init_sync=False"
+                )
+        elif collective.name == "broadcast":
+            root = collective.bind(args, kwargs).root
+            if root in self._manager.healing_ranks():
+                return f"rank {root} heals in this step: what it would broadcast is not yet the others' state"
+        return None
 
     def _ask(self, question: Callable[[], T], otherwise: Callable[[], T]) -> T:
         """Return the manager's answer, or that of `otherwise` if the manager has no quorum."""

@@ -364,38 +364,29 @@ def adopt_functions() -> None:
 
     `monitored_barrier` asks for the backend's name, and before torch 2.14 `_set_pg_timeout` for its class.
     """
-    for name, take_over in _TAKEN_OVER.items():
-        torchs = getattr(c10d, name, None)
-        is_newer = name == "_set_pg_timeout" and hasattr(c10d, "set_timeout")
-        if torchs is None or is_newer or torchs.__module__ == __name__:
-            continue
-        ours = take_over(torchs)
+    ours = [monitored_barrier] if hasattr(c10d, "set_timeout") else [monitored_barrier, _set_pg_timeout]
+    for function in ours:
         for module in (c10d, dist):
-            if hasattr(module, name):
-                setattr(module, name, ours)
+            if hasattr(module, function.__name__):
+                setattr(module, function.__name__, function)
 
 
-def _take_barrier(torchs: Callable[..., None]) -> Callable[..., None]:
-    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        if (own := _own(group)) is None:
-            torchs(group, timeout, wait_all_ranks)
-        else:
-            own.monitored_barrier(own.timeout if timeout is None else timeout, wait_all_ranks)
-
-    return monitored_barrier
+_torchs_barrier = c10d.monitored_barrier
+_torchs_set_timeout = getattr(c10d, "_set_pg_timeout", None)
 
 
-def _take_timeout(torchs: Callable[..., None]) -> Callable[..., None]:
-    def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
-        if (own := _own(group)) is None:
-            torchs(timeout, group)
-        else:
-            own.set_timeout(timeout)
-
-    return _set_pg_timeout
+def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+    if (own := _own(group)) is None:
+        _torchs_barrier(group, timeout, wait_all_ranks)
+    else:
+        own.monitored_barrier(own.timeout if timeout is None else timeout, wait_all_ranks)
 
 
-_TAKEN_OVER = {"monitored_barrier": _take_barrier, "_set_pg_timeout": _take_timeout}
+def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
+    if (own := _own(group)) is None:
+        _torchs_set_timeout(timeout, group)  # type: ignore[misc] # this is called where torch has it
+    else:
+        own.set_timeout(timeout)
 
 
 def _own(group: Any) -> Any:

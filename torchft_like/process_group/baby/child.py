@@ -148,7 +148,10 @@ class _Server:
         """Answer operations as they end, until a request comes; leave the rest to the backend's threads."""
         while self._watched:
             started = time.monotonic()
-            has_news = self._spin.watch(self._has_news, math.inf)
+            has_news = self._spin.watch(
+                lambda: any(work.is_completed() for _, work in self._watched) or self._channel.is_ready(),
+                math.inf,
+            )
             self._spin.learn(time.monotonic() - started)
             watched, self._watched = self._watched, []
             for request, work in watched:
@@ -164,9 +167,6 @@ class _Server:
     def _leave_to_backend(self, request: int, work: Work) -> None:
         work.get_future().add_done_callback(lambda done: self._wait(request, done.value))
 
-    def _has_news(self) -> bool:
-        return any(work.is_completed() for _, work in self._watched) or self._channel.is_ready()
-
     def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
         """Wait on a new thread: one of many receives must not keep a send from being answered."""
         threading.Thread(target=self._wait, args=(request, wait, work), daemon=True).start()
@@ -177,7 +177,11 @@ class _Server:
         except Exception as error:  # noqa: BLE001 - the trainer raises it
             self._answer(request, Outcome.FAILED, *answer_for(error))
         else:
-            self._answer(request, Outcome.DONE, *_source_of(work))
+            source: tuple[int, ...] = ()
+            if work is not None:
+                with contextlib.suppress(RuntimeError):  # only receives from any source know it
+                    source = (work._source_rank(),)
+            self._answer(request, Outcome.DONE, *source)
 
     def _end(self) -> None:
         """Tell the trainer why the backend gave up, and end the process with all that the backend does."""
@@ -197,12 +201,3 @@ def _adopt(environment: dict[str, str]) -> None:
 def _load(name: str) -> Any:
     module, _, attribute = name.partition(":")
     return getattr(importlib.import_module(module), attribute)
-
-
-def _source_of(work: Work | None) -> tuple[int, ...]:
-    if work is None:
-        return ()
-    try:
-        return (work._source_rank(),)
-    except RuntimeError:  # only receives from any source know it
-        return ()

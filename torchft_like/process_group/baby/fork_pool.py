@@ -150,7 +150,23 @@ class ForkPool:
         with abort.ends(self._wake), self._changed:
             self._takers += 1
             try:
-                return self._wait_for_fork(abort, timeout_s)
+                server, since = self._running(), time.monotonic()
+                asked = server.asked
+                server.expect(self._takers)
+                while not server.spares:
+                    abort.check()
+                    if server.last_refused > asked:
+                        raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
+                    server.expect(self._takers)  # a fork that was asked for before may have been refused
+                    left_s = server.deadline(since, timeout_s) - time.monotonic()
+                    if server.is_gone or not self._changed.wait(left_s):
+                        server.is_given_up = True
+                        raise SubprocessLostError(
+                            f"the fork server of the Baby groups gave no subprocess in time; {server}. If it "
+                            "left no message on stderr: is the machine out of memory, processes or file "
+                            "descriptors?"
+                        )
+                return server.spares.popleft()
             finally:
                 self._takers -= 1
 
@@ -201,23 +217,6 @@ class ForkPool:
         """Return the process ids of the server and of the spare fork, for measurements."""
         with self._changed:
             return {} if self._server is None else self._server.pids()
-
-    def _wait_for_fork(self, abort: AbortSignal, timeout_s: float) -> Child:
-        server, since = self._running(), time.monotonic()
-        asked = server.asked
-        server.expect(self._takers)
-        while not server.spares:
-            abort.check()
-            if server.last_refused > asked:
-                raise SubprocessLostError(f"no subprocess for a Baby group: {server.why_refused}")
-            server.expect(self._takers)  # a fork that was asked for before may have been refused
-            if server.is_gone or not self._changed.wait(server.deadline(since, timeout_s) - time.monotonic()):
-                server.is_given_up = True
-                raise SubprocessLostError(
-                    f"the fork server of the Baby groups gave no subprocess in time; {server}. If it left "
-                    "no message on stderr: is the machine out of memory, processes or file descriptors?"
-                )
-        return server.spares.popleft()
 
     def _running(self) -> _Server:
         server = self._server
@@ -340,8 +339,11 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
     ours, theirs = Channel.pair()
     with theirs:
         path = [entry for entry in sys.path if isinstance(entry, str)]
+        # This Python's command with its options, but without the working directory.
+        flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
+        interpreter = [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-P"]
         process = subprocess.Popen(  # noqa: S603 - the server is this project's own code
-            [*_interpreter(), "-c", _BOOTSTRAP, json.dumps([theirs.fileno(), os.getpid(), path])],
+            [*interpreter, "-c", _BOOTSTRAP, json.dumps([theirs.fileno(), os.getpid(), path])],
             env={**os.environ, **_SINGLE_THREADED},
             stdin=subprocess.DEVNULL,
             # NCCL's messages go to stdout, which may be a pipe with another purpose
@@ -351,12 +353,6 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
             process_group=0,
         )
     return process, Channel(ours)
-
-
-def _interpreter() -> list[str]:
-    """Return this Python's command with its options, but without the working directory."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined] # as multiprocessing does
-    return [os.fsdecode(multiprocessing.spawn.get_executable()), *flags, "-P"]
 
 
 def _is_open(descriptor: int) -> bool:
@@ -444,7 +440,10 @@ class _ForkServer:
             return None
         if ours is None:
             return None
-        _die_with(server)
+        # The kernel kills this process when the server dies; the server may have died already.
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            os._exit(0)
         self._forget_server()
         channel, heartbeat = ours
         return Channel(channel), heartbeat
@@ -490,10 +489,3 @@ def _watched_fork(pid: int) -> int:
         os.kill(pid, signal.SIGKILL)  # not reaped yet, so the pid is still its own
         os.waitpid(pid, 0)
         raise
-
-
-def _die_with(server: int) -> None:
-    """Make the kernel kill this process when the server dies, and end it if the server has died already."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != server:
-        os._exit(0)

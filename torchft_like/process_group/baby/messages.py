@@ -16,10 +16,8 @@ everything else, so encoded and decoded options are cached.
 from __future__ import annotations
 
 import builtins
-import contextlib
 import errno
 import functools
-import mmap
 import operator
 import os
 import select
@@ -115,8 +113,10 @@ class Channel:
         if len(data) <= MESSAGE_BYTES_MAX:
             self._send(data, descriptors, deadline, while_full)
             return
-        with _file_with(data) as file:
-            self._send(_LONG, [*descriptors, file], deadline, while_full)
+        with open(os.memfd_create("torchft-message"), "wb") as file:
+            file.write(data)
+            file.flush()
+            self._send(_LONG, [*descriptors, file.fileno()], deadline, while_full)
 
     def receive(self, deadline: float = FOREVER) -> tuple[Message, list[int]]:
         """Return the next message, with descriptors that now belong to the caller.
@@ -218,7 +218,11 @@ def _decoded(data: bytes, descriptors: list[int]) -> Message:
     """Decode a message; take the file of a long one off `descriptors`."""
     try:
         if data == _LONG:
-            data = _take_file(descriptors.pop())
+            with open(descriptors.pop(), "rb") as file:
+                if (nbytes := os.fstat(file.fileno()).st_size) > _LONG_BYTES_MAX:
+                    raise ValueError(f"a file of {nbytes} bytes")
+                file.seek(0)  # the sender's position is this one's, too
+                data = file.read(nbytes)
         first, second, count = _HEAD.unpack_from(data)
         if not count and len(data) == _HEAD.size:
             return first, second
@@ -233,28 +237,6 @@ def _milliseconds(deadline: float) -> float | None:
     if deadline == FOREVER:
         return None
     return min(max(0.0, deadline - time.monotonic()) * 1000, _POLL_MILLISECONDS_MAX)
-
-
-@contextlib.contextmanager
-def _file_with(data: bytes) -> Any:
-    file = os.memfd_create("torchft-message")
-    try:
-        os.truncate(file, len(data))
-        with mmap.mmap(file, len(data)) as content:
-            content[:] = data
-        yield file
-    finally:
-        os.close(file)
-
-
-def _take_file(file: int) -> bytes:
-    try:
-        if (nbytes := os.fstat(file).st_size) > _LONG_BYTES_MAX:
-            raise ValueError(f"a file of {nbytes} bytes")
-        with mmap.mmap(file, 0, prot=mmap.PROT_READ) as content:
-            return bytes(content)
-    finally:
-        os.close(file)
 
 
 # -- what the messages mean

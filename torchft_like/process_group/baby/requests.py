@@ -133,7 +133,11 @@ class Requests:
 
     def look(self) -> None:
         """Read the answers that are there, without waiting."""
-        while self._open and self._has_news() and self._take_turn(deadline=0):
+        while self._open and (
+            self._channel.has_message() or time.monotonic() >= self._quiet_since + LOOK_EVERY_S
+        ):
+            if not self._take_turn(deadline=0):
+                return
             self._read_in_turn(deadline=0)
 
     def count(self) -> int:
@@ -144,9 +148,6 @@ class Requests:
         self._end()
         with self._lock:
             self._wait_in_line(lambda: not self._is_being_read)
-
-    def _has_news(self) -> bool:
-        return self._channel.has_message() or time.monotonic() >= self._quiet_since + LOOK_EVERY_S
 
     def _take_turn(self, deadline: float, request: Request = NOT_SENT) -> bool:
         """Become the thread that reads; return False once `request` is settled, or the deadline has come."""

@@ -196,7 +196,13 @@ class CheckedBackend:
             try:
                 started = self._start(operation, call)
             except Exception as failure:  # noqa: BLE001 - the error is raised where the call is waited for
-                error = _as_refusal(failure)
+                # It is a refusal, unless it says that the backend is unusable.
+                is_typed = isinstance(failure, ProcessGroupError) and type(failure) is not ProcessGroupError
+                error = failure.with_traceback(None)
+                if isinstance(failure, RuntimeError) and not (
+                    is_typed or isinstance(failure, NotImplementedError)
+                ):
+                    error = CollectiveRefusedError(str(failure))
         with self._lock:
             del self._pending[ticket]
             if problem is None:
@@ -430,14 +436,6 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
 
 # The keys are hashes, because an operation's hash is its number, and its name takes long to find.
 _REDUCE_OPS = {hash(op): name for name, op in ReduceOp.RedOpType.__members__.items()}
-
-
-def _as_refusal(error: Exception) -> Exception:
-    """Return a backend's error as a refusal, unless it says that the backend is unusable."""
-    is_typed = isinstance(error, ProcessGroupError) and type(error) is not ProcessGroupError
-    if isinstance(error, RuntimeError) and not (is_typed or isinstance(error, NotImplementedError)):
-        return CollectiveRefusedError(str(error))
-    return error.with_traceback(None)
 
 
 def _error_for(problem: Problem) -> Exception:

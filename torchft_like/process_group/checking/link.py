@@ -173,7 +173,16 @@ class Link:
     def _read(self, recipient: CheckedBackend) -> None:
         why = End.CLOSED
         try:
-            self._deliver_all(recipient)
+            while True:
+                self._await(recipient)
+                kind, ticket, number, length = ANSWER.unpack(_receive(self._socket, ANSWER.size))
+                if kind not in (RULING, LAST_RULING, QUESTION) or length > BODY_BYTES_MAX:
+                    raise ValueError(f"an answer of kind {kind} and {length} bytes")
+                problem = decode_problem(_receive(self._socket, length))
+                if kind == QUESTION:
+                    recipient.say_when_passed(number)
+                else:
+                    recipient.deliver(ticket, problem, number, kind == LAST_RULING)
         except TimeoutError:
             why = End.SILENT
         except (OSError, ValueError) as error:
@@ -183,18 +192,6 @@ class Link:
             self.cut()
             self._sockets.close()
             recipient.end(why)
-
-    def _deliver_all(self, recipient: CheckedBackend) -> None:
-        while True:
-            self._await(recipient)
-            kind, ticket, number, length = ANSWER.unpack(_receive(self._socket, ANSWER.size))
-            if kind not in (RULING, LAST_RULING, QUESTION) or length > BODY_BYTES_MAX:
-                raise ValueError(f"an answer of kind {kind} and {length} bytes")
-            problem = decode_problem(_receive(self._socket, length))
-            if kind == QUESTION:
-                recipient.say_when_passed(number)
-            else:
-                recipient.deliver(ticket, problem, number, kind == LAST_RULING)
 
     def _await(self, recipient: CheckedBackend) -> None:
         """Wait until a message comes. Only its silence tells that rank 0 is stopped."""
@@ -348,7 +345,10 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
         store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex(), predicts]))
         callers = _Callers(listener, sockets, selector, CALLERS_MAX + members.world_size)
         while len(connections) < members.world_size:
-            for connection, hello in callers.hear(_left_s(deadline_s, members, connections)):
+            if (left_s := deadline_s - time.monotonic()) <= 0:
+                missing = sorted({*range(members.world_size)} - {*connections})
+                raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
+            for connection, hello in callers.hear(left_s):
                 secret, rank, does_predict = _HELLO.unpack(hello)
                 if not (secrets.compare_digest(secret, token) and 0 < rank < members.world_size):
                     sockets.drop(connection)
@@ -414,14 +414,6 @@ class _Callers:
         del self._heard[one]
         self._selector.unregister(one)
         self._sockets.drop(one)
-
-
-def _left_s(deadline_s: float, members: GroupMembers, connections: Iterable[int]) -> float:
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        missing = sorted({*range(members.world_size)} - {*connections})
-        raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
-    return left_s
 
 
 def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:

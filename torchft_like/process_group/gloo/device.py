@@ -97,8 +97,15 @@ class GlooDevice:
 
     def cut(self) -> int:
         """Shut down every connection of the device, and return their number. This never blocks."""
+        count = 0
         with self._lock:
-            return sum(_shut_down(own) for _, own in self._sockets())
+            for _, own in self._sockets():
+                # The listening socket stays: Gloo's thread would end the process over a failed accept.
+                if own is not None and not _listens(own):
+                    count += 1
+                    with contextlib.suppress(OSError):
+                        own.shutdown(socket.SHUT_RDWR)
+        return count
 
     def connections(self) -> int:
         """Return how many connections of the device are open and not silenced."""
@@ -189,7 +196,7 @@ class _Epoll:
             try:
                 os.dup2(entry.fd, self._reserve, inheritable=False)
             except OSError:
-                if _is_open_socket(entry.fd, entry.inode):  # the limit was lowered below the reserve's number
+                if _is_socket(entry.fd, entry.inode):  # the limit was lowered below the reserve's number
                     yield entry, None
                 continue
             try:
@@ -209,7 +216,7 @@ class _Epoll:
         the parent may be reading.
         """
         with open(f"{_descriptor_info}/{self._own}") as info:
-            return [entry.fd for entry in _entries(info) if _is_open_socket(entry.fd, entry.inode)]
+            return [entry.fd for entry in _entries(info) if _is_socket(entry.fd, entry.inode)]
 
     def silence(self, entry: _Registered) -> None:
         """Register the socket for errors and its end only, which are always reported, and only once."""
@@ -290,31 +297,15 @@ def _entries(info: TextIO) -> list[_Registered]:
     return found
 
 
-def _shut_down(own: socket.socket | None) -> bool:
-    """Shut one connection down; return whether it was a connection.
-
-    The listening socket stays as it is: Gloo's thread would end the process over a failed accept.
-    """
-    if own is None or _listens(own):
-        return False
-    with contextlib.suppress(OSError):
-        own.shutdown(socket.SHUT_RDWR)
-    return True
-
-
 def _listens(own: socket.socket) -> bool:
     return own.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) == 1
 
 
-def _is_open_socket(fd: int, inode: int) -> bool:
+def _is_socket(fd: int, inode: int) -> bool:
     try:
-        return _is_socket(fd, inode)
+        status = os.fstat(fd)
     except OSError:
         return False
-
-
-def _is_socket(fd: int, inode: int) -> bool:
-    status = os.fstat(fd)
     return status.st_ino == inode and stat.S_ISSOCK(status.st_mode)
 
 

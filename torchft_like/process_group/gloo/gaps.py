@@ -257,7 +257,9 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
             return copy
 
         positional, named = call.with_tensors(simple)
-        work = _started(row, run, positional, named)
+        # In the mode in which its outputs can be written to: Gloo's thread takes it over.
+        with writing_to(*tensors_of(row.bind(positional, named).outputs)):
+            work = run(*positional, **named)
         back = [(output, copies[id(output)]) for output in tensors_of(call.outputs) if id(output) in copies]
         if not back:
             return work
@@ -265,17 +267,6 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         return JointOperation([work], functools.partial(_copy_back, call, back), waits=waits)
     finally:
         del run  # an error that the caller keeps would keep this frame, and the group with it
-
-
-def _started(
-    row: Collective, run: Callable[..., Work], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Work:
-    """Start a call in the mode in which its outputs can be written to: Gloo's thread takes it over."""
-    try:
-        with writing_to(*tensors_of(row.bind(args, kwargs).outputs)):
-            return run(*args, **kwargs)
-    finally:
-        del run
 
 
 def _copy_back(call: Call, back: list[tuple[Tensor, Tensor]]) -> list[Any]:
@@ -304,7 +295,7 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
                     if is_copied or not _is_simple(item):
                         return False
                 elif is_copied and item.is_inference():
-                    return False  # `_started` sets the mode for such tensors
+                    return False  # `_run_contiguous` sets the mode for such tensors
     return True
 
 

@@ -103,8 +103,14 @@ class _GlooBackend:
         self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
+            options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
+            options._timeout = members.timeout
+            options._threads = GLOO_THREADS_COUNT
+            options._devices = [self._device.torch_device]
+            options.group_name = members.store.name
             with _broken_off(self._device, members, abort):
-                self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
+                made = TorchGloo(store, members.rank, members.world_size, options)
+                self._gloo: TorchGloo | None = made
             self._device.hand_over()
             self._shell: TorchProcessGroup | None = _shell_around(self._gloo, members)
         except BaseException:
@@ -173,15 +179,6 @@ class _GlooBackend:
         self._shell = None
         self._gloo = None
         self._device.close()
-
-
-def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> TorchGloo:
-    options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
-    options._timeout = members.timeout
-    options._threads = GLOO_THREADS_COUNT
-    options._devices = [device.torch_device]
-    options.group_name = members.store.name
-    return TorchGloo(store, members.rank, members.world_size, options)
 
 
 def _shell_around(gloo: TorchGloo, members: GroupMembers) -> TorchProcessGroup:
@@ -289,35 +286,25 @@ class ThreadWatch:
 
 def _activities(name: str) -> Mapping[str, _Activity] | None:
     """Return the activity of each thread; None if there is no descriptor left to look with."""
+    foreign = threading._DummyThread  # stands for a thread that Python has not started
+    own = {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}
     found = {}
     try:
-        for task in set(os.listdir(_TASKS)) - _started_by_python():
+        for task in set(os.listdir(_TASKS)) - own:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-                if _read(task, "comm").strip() == name:
-                    found[task] = _activity(_read(task, "status"))
+                if Path(_TASKS, task, "comm").read_text().strip() == name:
+                    lines = Path(_TASKS, task, "status").read_text().splitlines()
+                    fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+                    found[task] = _Activity(
+                        is_asleep=fields["State"].startswith("S"),
+                        slept=int(fields["voluntary_ctxt_switches"]),
+                        preempted=int(fields["nonvoluntary_ctxt_switches"]),
+                    )
     except OSError as error:
         if error.errno not in (errno.EMFILE, errno.ENFILE):
             raise
         return None
     return found
-
-
-def _started_by_python() -> set[str]:
-    foreign = threading._DummyThread  # stands for a thread that Python has not started
-    return {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}
-
-
-def _read(task: str, name: str) -> str:
-    return Path(_TASKS, task, name).read_text()
-
-
-def _activity(status: str) -> _Activity:
-    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
-    return _Activity(
-        is_asleep=fields["State"].startswith("S"),
-        slept=int(fields["voluntary_ctxt_switches"]),
-        preempted=int(fields["nonvoluntary_ctxt_switches"]),
-    )
 
 
 def adopted(pg: dist.ProcessGroup) -> ProcessGroup:
