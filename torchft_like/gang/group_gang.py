@@ -44,16 +44,14 @@ from torchft_like.communicator.communicator import (
 )
 from torchft_like.communicator.messages import start_broadcast
 from torchft_like.communicator.tensors import is_addable_as_is
-from torchft_like.core.agreement.statements import PAYLOAD_BYTES_MAX, Statement, Terms
+from torchft_like.core.agreement.statements import Statement, Terms
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (
-    BindError,
     CollectiveMismatchError,
     GangError,
     GroupCoordinatorError,
     InvalidOperationError,
     NotSupportedError,
-    ProcessGroupError,
     ProcessGroupNotConfiguredError,
     StaleGangError,
 )
@@ -145,6 +143,8 @@ class GroupGang(Gang):
             try:
                 part = split(self._whole(members), "create_gang", parts)
             except CollectiveMismatchError as error:
+                if error.aspect == "arguments":  # one of them could not serve a store
+                    raise
                 raise ValueError(
                     f"the members were given different ranks for the new gangs: {error}"
                 ) from error
@@ -450,9 +450,6 @@ def _known(place: Callable[[], int]) -> int:
         raise GangError(f"the gang has no members yet: {error}") from error
 
 
-_NOT_SERVED = "!"
-
-
 class Part(NamedTuple):
     """A configured group of some members of `whole`, and the configuration of `whole` with which it ends."""
 
@@ -476,15 +473,15 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
     ending = group.configuration if isinstance(group, ProcessGroup) else Configuration()
     own = next((ranks for ranks in partition if rank in ranks), ())
     with ExitStack() as until_met:
-        text = ""
-        if len(own) > 1 and own[0] == rank:
-            try:
+
+        def prepare() -> tuple[Statement, int, bytes, None]:
+            text = ""
+            if len(own) > 1 and own[0] == rank:
                 text = str(until_met.enter_context(serving_store(own_host(_store_of(group)))))
-            except (BindError, RuntimeError) as error:
-                text = f"{_NOT_SERVED}{error}"
-        statement = Statement(operation, terms=(("ranks", str([list(ranks) for ranks in partition])),))
-        payload = text.encode()[:PAYLOAD_BYTES_MAX]
-        records, _ = communicator.agree(operation, lambda: (statement, 0, payload, None))
+            terms = (("ranks", str([list(ranks) for ranks in partition])),)
+            return Statement(operation, terms=terms), 0, text.encode(), None
+
+        records, _ = communicator.agree(operation, prepare)
         if not own:
             return None
         made = make_like(group, communicator.device)
@@ -498,9 +495,6 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
 
 
 def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:
-    if address.startswith(_NOT_SERVED):
-        why = address.removeprefix(_NOT_SERVED)
-        raise ProcessGroupError(f"rank {own[0]} could not serve a store for the ranks {list(own)}: {why}")
     ranks = ranks_in_job(part.whole)
     known = address or str(Address("127.0.0.1", 1))  # a group of one member uses no store
     place = own.index(communicator.rank)

@@ -245,16 +245,11 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         """Return `rank()`, for C++."""
         return self.rank()
 
-    def _get_backend_name(self) -> str:
-        return self.getBackendName()
-
     def name(self) -> str:
         """Return `getBackendName()`."""
         return self.getBackendName()
 
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    _get_backend_name = name
 
 
 _TORCHFT_ORDER = (

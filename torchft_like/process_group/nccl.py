@@ -118,6 +118,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
     """
 
     divides = True
+    _backend_name = "torchft-nccl"
+    _device_type = "cuda"
 
     def _set_up(self) -> None:
         require_nccl()
@@ -163,13 +165,6 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             if backend.abort_signal is generation.configuration:
                 return backend.outcome() or generation.error()
         return generation.error()
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "torchft-nccl"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda")]
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _NcclBackend:
         device = self._device or torch.device("cuda", torch.cuda.current_device())

@@ -180,6 +180,8 @@ class ProcessGroupDummy(ProcessGroup):
         ValueError: another rank or world was given.
     """
 
+    _backend_name = "torchft-dummy"
+
     def __init__(self, rank: int, world: int) -> None:
         if (rank, world) != (0, 1):
             raise ValueError(f"a dummy group is rank 0 of a world of 1, not rank {rank} of {world}")
@@ -221,9 +223,6 @@ class ProcessGroupDummy(ProcessGroup):
 
     def make_alike(self) -> ProcessGroupDummy:
         return ProcessGroupDummy(0, 1)
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "torchft-dummy"
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         self.calls[collective.name] += 1

@@ -52,6 +52,8 @@ class TorchInterface:
     _backend_for_torch: GroupBackend | None = None
     _description = "undefined"
     _was_registered_here = False
+    _backend_name: str  # in messages and registrations
+    _device_type = "cpu"  # of the tensors that the group moves
 
     def register(self, name: str) -> Self:
         """Make the group known to torch, as functional collectives and device meshes need it.
@@ -106,7 +108,11 @@ class TorchInterface:
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
         """Return the group's name in messages and registrations."""
-        raise NotImplementedError
+        return self._backend_name
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(self._device_type)]
 
     def _set_group_name(self, name: str) -> None:
         """Set the name; torch calls this for a group that it made, before it looks for its backends."""

@@ -132,6 +132,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     most uses ProcessGroupGloo, which needs no subprocess to be aborted, is the better choice.
     """
 
+    _backend_name = "torchft-baby-gloo"
     GROUP = "torchft_like.process_group.gloo.group:ProcessGroupGloo"
     IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
@@ -143,9 +144,6 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     def shutdown(self) -> None:
         super().shutdown()
         self._staging.close()
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "torchft-baby-gloo"
 
     def _exporter(self) -> CpuExporter:
         return CpuExporter(self._staging)
@@ -165,6 +163,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     """
 
     divides = True
+    _backend_name = "torchft-baby-nccl"
+    _device_type = "cuda"
     GROUP = "torchft_like.process_group.nccl:ProcessGroupNCCL"
     IMPORTER = "torchft_like.process_group.baby.cuda_sharing:CudaImporter"
 
@@ -201,13 +201,6 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         if isinstance(error, ProcessGroupAbortedError) and count:
             return SubprocessLostError(f"{count} operations were not over when the group ended: {error}")
         return error
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "torchft-baby-nccl"
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cuda")]
 
     def _exporter(self) -> CudaExporter:
         if self._device is None:

@@ -181,7 +181,10 @@ class Requests:
                 if now >= self._quiet_since + LOOK_EVERY_S:
                     self._quiet_since = now
                     self._on_pause()
-                if now >= self._quiet_until():
+                with self._lock:
+                    requests = list(self._open.values())
+                limits = (max(r.since, self._heard) + r.patience_s for r in requests)
+                if now >= min(limits, default=FOREVER):  # it is silent, unless an answer comes now
                     self._give_last_chance()
         finally:
             with self._lock:
@@ -195,12 +198,6 @@ class Requests:
         except TimeoutError:
             self._heard = time.monotonic()  # the subprocess's end is the next event
             self._on_silence()
-
-    def _quiet_until(self) -> float:
-        """Return when the subprocess counts as silent if it sends nothing more."""
-        with self._lock:
-            requests = list(self._open.values())
-        return min((max(r.since, self._heard) + r.patience_s for r in requests), default=FOREVER)
 
     def _read_one(self, deadline: float) -> None:
         try:

@@ -141,14 +141,6 @@ class GlooDevice:
                 visitor.connect(self._address)
                 visitor.sendall(struct.pack("=q", number))
 
-    def hand_over(self) -> None:
-        """Drop torch's object, so that only Gloo's group keeps it.
-
-        The last owner destroys it, which takes Gloo up to 10 ms: the group does so without the GIL, this
-        object would do so with it.
-        """
-        self.torch_device = None
-
     def close(self) -> None:
         """Release the descriptors; `cut` reaches the connections no more."""
         self.torch_device = None

@@ -74,11 +74,10 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         ConfigError: the environment asks for a transport (GLOO_DEVICE_TRANSPORT) that this torch has not.
     """
 
+    _backend_name = "torchft-gloo"
+
     def _set_up(self) -> None:
         require_transport()
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "torchft-gloo"
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _GlooBackend:
         if members.world_size == 1:
@@ -111,7 +110,9 @@ class _GlooBackend:
             with _broken_off(self._device, members, abort):
                 made = TorchGloo(store, members.rank, members.world_size, options)
                 self._gloo: TorchGloo | None = made
-            self._device.hand_over()
+            # Only Gloo's group keeps torch's device now. The last owner destroys it, which takes Gloo up to
+            # 10 ms: the group does so without the GIL, this object would do so with it.
+            self._device.torch_device = None
             self._shell: TorchProcessGroup | None = _shell_around(self._gloo, members)
         except BaseException:
             self.close()
@@ -346,15 +347,14 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
         gloo: the backend of that group.
     """
 
+    _backend_name = "native-gloo"
+
     def __init__(self, pg: Any, gloo: Any) -> None:
         super().__init__(gloo.options._timeout)
         self._torchs = pg
         self._gloo = gloo
         self._meeting = threading.Lock()  # torch has one configuration at a time
         self._latest: _NativeBackend | None = None
-
-    def getBackendName(self) -> str:  # noqa: N802
-        return "native-gloo"
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _NativeBackend:
         with self._meeting:
