@@ -5,9 +5,9 @@ knows a Manager.
 """
 
 from torchft_like.errors import GangError, StaleGangError, TopologyError
-from torchft_like.gang.arguments import ReduceOperation
 from torchft_like.gang.base import (
     Gang,
+    ReduceOperation,
     all_sum,
     broadcast_flag,
     raise_operational_gang_error,

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from torchft_like import plain_data
 from torchft_like.errors import NotSupportedError
-from torchft_like.gang.arguments import (
+from torchft_like.gang.base import (
+    Gang,
     ReduceOperation,
     check_dense,
     check_gather,
@@ -26,7 +27,6 @@ from torchft_like.gang.arguments import (
     effective,
     reducible,
 )
-from torchft_like.gang.base import Gang
 
 
 @final

@@ -55,7 +55,8 @@ from torchft_like.errors import (
     ProcessGroupNotConfiguredError,
     StaleGangError,
 )
-from torchft_like.gang.arguments import (
+from torchft_like.gang.base import (
+    Gang,
     ReduceOperation,
     as_moved,
     check_gather,
@@ -65,8 +66,8 @@ from torchft_like.gang.arguments import (
     dense,
     effective,
     reducible,
+    with_index,
 )
-from torchft_like.gang.base import Gang, with_index
 from torchft_like.plain_data import LEAF_BYTES_MAX
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import Configuration

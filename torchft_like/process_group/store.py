@@ -477,7 +477,13 @@ class SharedStore(AbortableStore):
         try:
             super()._await(event, deadline)
         except TimeoutError as error:
-            raise DistStoreError(f"{error}, or nobody has set a key that was waited for") from error
+            raise DistStoreError(str(error)) from error
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        try:
+            super().wait(keys, timeout)
+        except DistStoreError as error:
+            raise DistStoreError(f"nobody has set all of the keys {keys} in time") from error
 
 
 def _with_length(value: str | bytes) -> bytes:
