@@ -146,7 +146,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     def abort(self, reason: str = "abort() was called") -> None:
         """Abort; TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace first."""
-        if is_wanted_on_abort() and (generation := self._generation) is not None:
+        is_wanted = os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
+        if is_wanted and (generation := self._generation) is not None:
             rank = dist.get_rank() if dist.is_initialized() else generation.members.rank
             trigger_nccl_fr_trace_through_pipe(rank)
         super().abort(reason)
@@ -526,11 +527,6 @@ def trigger_nccl_fr_trace_through_pipe(rank: int) -> bool:
         return False
     _logger.info("asked for a flight recorder trace through %s", pipe)
     return True
-
-
-def is_wanted_on_abort() -> bool:
-    """Return whether the operator wants a trace whenever a group is aborted."""
-    return os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
 
 
 def send_traces_to(prefix: str | None, quorum_id: int | None, rank: int) -> None:

@@ -195,10 +195,6 @@ class Arena(Blocks):
             self._late.append((is_past, list(blocks)))
             _with_late_blocks.add(self)
 
-    def lose(self) -> None:
-        """Keep the arena for ever, because a subprocess that cannot be killed maps it."""
-        _lost.append(self)
-
     def _take(self, nbytes: int) -> Block:
         with _settling:
             for arena in tuple(_with_late_blocks):
@@ -347,7 +343,7 @@ class CudaExporter(Exporter):
     def abandon(self) -> None:
         """Keep the arena for ever. The caller's tensors are safe: the subprocess sees only the arena."""
         super().abandon()
-        self._arena.lose()
+        _lost.append(self._arena)
 
     def close(self) -> None:
         with beside_captures(self.device):

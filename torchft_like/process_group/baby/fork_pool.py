@@ -216,7 +216,10 @@ class ForkPool:
     def pids(self) -> dict[str, int]:
         """Return the process ids of the server and of the spare fork, for measurements."""
         with self._changed:
-            return {} if self._server is None else self._server.pids()
+            if (server := self._server) is None:
+                return {}
+            spares = {"spare": server.spares[0].pid} if server.spares else {}
+            return {"server": server.pid, **spares}
 
     def _running(self) -> _Server:
         server = self._server
@@ -280,9 +283,9 @@ class _Server:
         while self.spares:
             self.spares.popleft().close()
 
-    def pids(self) -> dict[str, int]:
-        spares = {"spare": self.spares[0].pid} if self.spares else {}
-        return {"server": self._process.pid, **spares}
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     def __str__(self) -> str:
         code = self._process.poll()
@@ -347,20 +350,12 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
             env={**os.environ, **_SINGLE_THREADED},
             stdin=subprocess.DEVNULL,
             # NCCL's messages go to stdout, which may be a pipe with another purpose
-            stdout=_STDERR if _is_open(_STDERR) else subprocess.DEVNULL,
+            stdout=_STDERR if os.path.exists(f"/proc/self/fd/{_STDERR}") else subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             # Signals to the trainer's group, from a terminal or a scheduler, must not reach the server.
             process_group=0,
         )
     return process, Channel(ours)
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-    except OSError:
-        return False
-    return True
 
 
 fork_pool = ForkPool()
@@ -444,7 +439,12 @@ class _ForkServer:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != server:
             os._exit(0)
-        self._forget_server()
+        # What belongs to the server, or to another fork, is closed.
+        self._control.close()
+        self._events.close()
+        for watch in self._forks:
+            os.close(watch)
+        Path("/proc/self/comm").write_text("torchft-baby")
         channel, heartbeat = ours
         return Channel(channel), heartbeat
 
@@ -463,14 +463,6 @@ class _ForkServer:
             theirs = [end.fileno() for end, _ in pairs]
             self._control.send((FromServer.FORKED.value, pid), [*theirs, watch])
         return None
-
-    def _forget_server(self) -> None:
-        """Close everything that belongs to the server or to another fork; runs in a fork."""
-        self._control.close()
-        self._events.close()
-        for watch in self._forks:
-            os.close(watch)
-        Path("/proc/self/comm").write_text("torchft-baby")
 
     def _reap(self, watch: int) -> None:
         self._events.unregister(watch)

@@ -41,7 +41,7 @@ from torchft_like.process_group.baby.messages import (
     error_from,
 )
 from torchft_like.process_group.baby.requests import Request, Requests
-from torchft_like.process_group.baby.tensor_sharing import CallTensors, CpuExporter, Exporter, Staging, drop
+from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Exporter, Staging, drop
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
@@ -316,7 +316,13 @@ class RemoteBackend:
         refuse_overlap(call)  # the subprocess may work on copies, in which an overlap would be lost
         with self._sending:
             call_tensors = self._exporter.export(call)
-            details = self._encoded(call, call_tensors)
+            try:
+                data = encode_call(call.collective.name, call.args, call.kwargs, call_tensors.locate)
+                context = call_tensors.context()
+            except BaseException:
+                call_tensors.settle(Request(UNASKED))
+                raise
+            details = (data,) if context is None else (data, context)
             request = self._requests.add(self._patience_s(call), call_tensors.settle)
             self._send((ToChild.RUN.value, request.number, *details))
         operation = self._exporter.OPERATION(
@@ -326,15 +332,6 @@ class RemoteBackend:
             return operation
         operation.wait()
         return None
-
-    def _encoded(self, call: Call, call_tensors: CallTensors) -> tuple[Any, ...]:
-        try:
-            data = encode_call(call.collective.name, call.args, call.kwargs, call_tensors.locate)
-            context = call_tensors.context()
-            return (data,) if context is None else (data, context)
-        except BaseException:
-            call_tensors.settle(Request(UNASKED))
-            raise
 
     def _send(self, message: Message, descriptors: tuple[int, ...] = ()) -> None:
         """Send a message; if only a part of it can be sent, end the subprocess, and the requests with it."""

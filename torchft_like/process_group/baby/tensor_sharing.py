@@ -23,7 +23,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,15 +109,11 @@ class Blocks(ABC):
     def _take(self, nbytes: int) -> Block:
         size = self._size(nbytes)
         with self._lock:
-            if not self._free[size]:
-                self._free[size].extend(self._make(size))
-            return self._free[size].pop()
-
-    def _make(self, size: int) -> Iterator[Block]:
-        slab = max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX))
-        segment, storage = self._make_segment(slab)
-        for start in range(0, slab, size):
-            yield Block(segment, storage, start, size, self._life)
+            if not (free := self._free[size]):
+                slab = max(size, min(SLAB_BLOCKS_MAX * size, SLAB_BYTES_MAX))
+                segment, storage = self._make_segment(slab)
+                free += [Block(segment, storage, start, size, self._life) for start in range(0, slab, size)]
+            return free.pop()
 
 
 class CallTensors(ABC):
@@ -141,8 +137,18 @@ class CallTensors(ABC):
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """Return where the subprocess finds the tensor, from now on until `settle`."""
-        if (spec := self._located.get(id(tensor))) is None:
-            spec = self._located[id(tensor)] = self._exporter.find(tensor) or self._stage(tensor)
+        if (spec := self._located.get(id(tensor))) is not None:
+            return spec
+        if (spec := self._exporter.find(tensor)) is None:
+            block, spec = self._exporter.stage(tensor)
+            self._blocks.append(block)
+            staged = tensor_at(block.storage, spec)
+            inputs, outputs = self._places
+            if id(tensor) in inputs:
+                self._inputs.append((staged, tensor))
+            if id(tensor) in outputs:
+                self._outputs.append((tensor, staged))
+        self._located[id(tensor)] = spec
         return spec
 
     @abstractmethod
@@ -152,17 +158,6 @@ class CallTensors(ABC):
     @abstractmethod
     def settle(self, request: Request) -> None:
         """Give the tensors back to the caller: the request is over, or was never sent."""
-
-    def _stage(self, tensor: Tensor) -> TensorSpec:
-        block, spec = self._exporter.stage(tensor)
-        self._blocks.append(block)
-        staged = tensor_at(block.storage, spec)
-        inputs, outputs = self._places
-        if id(tensor) in inputs:
-            self._inputs.append((staged, tensor))
-        if id(tensor) in outputs:
-            self._outputs.append((tensor, staged))
-        return spec
 
 
 def copy_all(copies: Copies) -> None:

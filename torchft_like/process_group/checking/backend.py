@@ -338,7 +338,9 @@ class CheckedOperation(DeferredOperation, ExplainedOperation):
         self, call: Call, statement: Statement, timeout_s: float, overdue: Callable[[], None] | None
     ) -> None:
         self.deadline_s = math.inf if overdue else time.monotonic() + timeout_s
-        self.streams = _streams_of(call)
+        # The caller's current streams, on which the backend has to find the inputs ready.
+        devices = {tensor.device for tensor in tensors_of((call.outputs, call.inputs)) if tensor.is_cuda}
+        self.streams = tuple(torch.cuda.current_stream(device) for device in devices)
         super().__init__(stream.device for stream in self.streams)
         self.statement = statement
         self._timeout_s = timeout_s
@@ -444,9 +446,3 @@ def _error_for(problem: Problem) -> Exception:
     if problem.lost:
         return PeerLostError(problem.ranks, problem.waiting)
     return CollectiveTimeoutError(problem.seconds, problem.ranks, problem.waiting)
-
-
-def _streams_of(call: Call) -> tuple[torch.cuda.Stream, ...]:
-    """Return the caller's current streams, on which the backend has to find the inputs ready."""
-    devices = {tensor.device for tensor in tensors_of((call.outputs, call.inputs)) if tensor.is_cuda}
-    return tuple(torch.cuda.current_stream(device) for device in devices)

@@ -242,7 +242,13 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
             return run(*args)
         call = row.bind(args, kwargs)
         refuse_overlap(call)
-        _refuse_device(call)
+        if row.name in POINT_TO_POINT:  # Gloo copies only the tensors of collectives to the CPU
+            for tensor in tensors_of((call.outputs, call.inputs)):
+                if not tensor.is_cpu:
+                    raise CollectiveRefusedError(
+                        f"Gloo sends and receives the memory of a CPU, and the tensor is on {tensor.device}: "
+                        f"move it to the CPU, or {row.name} it over NCCL"
+                    )
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
@@ -305,18 +311,6 @@ def _is_simple(nested: Any) -> bool:
         is_own = nested.is_cpu and nested.layout is torch.strided
         return is_own and _is_plain(nested) and not nested.requires_grad
     return all(map(_is_simple, nested))
-
-
-def _refuse_device(call: Call) -> None:
-    """Refuse a message of another device: Gloo copies only the tensors of collectives to the CPU."""
-    if call.collective.name not in POINT_TO_POINT:
-        return
-    for tensor in tensors_of((call.outputs, call.inputs)):
-        if not tensor.is_cpu:
-            raise CollectiveRefusedError(
-                f"Gloo sends and receives the memory of a CPU, and the tensor is on {tensor.device}: move it "
-                f"to the CPU, or {call.collective.name} it over NCCL"
-            )
 
 
 def _is_plain(tensor: Tensor) -> bool:
