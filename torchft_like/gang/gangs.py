@@ -141,16 +141,13 @@ def create_fsdp_gangs(gangs: Gangs, intra_node_size: int | None = None) -> Gangs
     """
     dp = gangs.dp
     alone = FakeGang(dp.device)
-    if intra_node_size is None:
-        return _sharded(gangs, dp, alone)
-    size = dp.size
-    _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang", least=2)
-    sdp = _part(dp, neighbours(size, intra_node_size), alone)
-    return _sharded(gangs, sdp, _second_part(dp, counterparts(size, intra_node_size), alone, sdp))
-
-
-def _sharded(gangs: Gangs, sdp: Gang, rdp: Gang) -> Gangs:
-    """Put these gangs in place of those that an earlier call has made, and close the latter."""
+    sdp: Gang = dp
+    rdp: Gang = alone
+    if intra_node_size is not None:
+        size = dp.size
+        _check_divides("intra_node_size", intra_node_size, size, "the data parallel gang", least=2)
+        sdp = _part(dp, neighbours(size, intra_node_size), alone)
+        rdp = _second_part(dp, counterparts(size, intra_node_size), alone, sdp)
     before = gangs.sdp, gangs.rdp
     gangs.sdp, gangs.rdp = sdp, rdp
     kept = _unique(gangs.root, gangs.dp, gangs.tp, gangs.pp, sdp, rdp)

@@ -478,7 +478,11 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
         def prepare() -> tuple[Statement, int, bytes, None]:
             text = ""
             if len(own) > 1 and own[0] == rank:
-                text = str(until_met.enter_context(serving_store(own_host(_store_of(group)))))
+                met_at = group.store_address if isinstance(group, ProcessGroup) else None
+                store = met_at.server if met_at is not None else None
+                if store is None and dist.is_initialized():
+                    store = server_of(dist.distributed_c10d._get_default_store())
+                text = str(until_met.enter_context(serving_store(own_host(store))))
             terms = (("ranks", str([list(ranks) for ranks in partition])),)
             return Statement(operation, terms=terms), 0, text.encode(), None
 
@@ -527,12 +531,3 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     options = getattr(group._get_backend(device), "options", None)
     timeout = getattr(options, "_timeout", None)
     return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
-
-
-def _store_of(group: dist.ProcessGroup) -> Address | None:
-    """Return the address of the store in which the members of a group have met, if it is known."""
-    if isinstance(group, ProcessGroup) and (met_at := group.store_address) is not None:
-        return met_at.server
-    if not dist.is_initialized():
-        return None
-    return server_of(dist.distributed_c10d._get_default_store())

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -26,7 +27,7 @@ from torchft_like.process_group.collectives import Collective, install_collectiv
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
 from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.store import StoreAddress
-from torchft_like.process_group.torch_interface import TorchInterface, is_nan_check_wanted
+from torchft_like.process_group.torch_interface import TorchInterface
 from torchft_like.process_group.work import JointOperation
 
 
@@ -63,7 +64,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         super().__init__(0, 1)  # type: ignore[call-arg] # the stub lacks it
         self._configuration = Configuration()
         self._global_ranks: Sequence[int] | None = None
-        self._checks_nan = is_nan_check_wanted()
+        self._checks_nan = os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"  # as torch from 2.14 on
         self._batches: dict[int, list[tuple[Work, list[Any]]]] = {}  # operations being coalesced, by thread
 
     def __init_subclass__(cls) -> None:

@@ -17,13 +17,12 @@ with every `configure`, and those of a managed group without a call to it.
 from __future__ import annotations
 
 import functools
-import os
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -72,7 +71,16 @@ class TorchInterface:
                 raise ProcessGroupError(f"the group is registered already, as {known!r}")
             if full_name in c10d._world.pg_names.values():
                 raise ProcessGroupError(f"a group is registered already as {full_name!r}")
-            _enter(self, full_name)
+            world, tag, backend = c10d._world, f"ptd:{full_name}", self.getBackendName()
+            group: Any = self
+            kinds = [device.type for device in self._device_types]
+            _register_process_group(full_name, group)  # type: ignore[arg-type] # a name is more than a string to the stub
+            world.pg_names[group] = full_name  # type: ignore[assignment]
+            world.pg_map[group] = _BackendAndStore(group, backend)  # type: ignore[assignment]
+            world.pg_backend_config[group] = ",".join(f"{kind}:{backend}" for kind in kinds)
+            world.pg_group_ranks[group] = _RanksOf(group)  # type: ignore[assignment]
+            world.pg_to_tag[group] = tag
+            world.tags_to_pg.setdefault(tag, []).append(group)
             self._set_group_name(full_name)
             self._was_registered_here = True
         return self
@@ -87,8 +95,17 @@ class TorchInterface:
                 return
             self._was_registered_here = False
             name, self._name = self._name, None
-            if c10d._world.pg_names.get(self) == name:  # type: ignore[call-overload]
-                _leave(self)
+            world, group = c10d._world, cast("Any", self)
+            if world.pg_names.get(group) == name:
+                tables: tuple[dict[Any, Any], ...] = (
+                    world.pg_map,
+                    world.pg_backend_config,
+                    world.pg_group_ranks,
+                )
+                _unregister_process_group(world.pg_names.pop(group))
+                for table in tables:
+                    table.pop(group, None)
+                world.tags_to_pg.pop(world.pg_to_tag.pop(group, ""), None)
 
     @property
     def group_name(self) -> str:
@@ -117,7 +134,13 @@ class TorchInterface:
     def _set_group_name(self, name: str) -> None:
         """Set the name; torch calls this for a group that it made, before it looks for its backends."""
         self._name = name
-        attach_backend(self)
+        if not _is_open_to_python() or self._backend_for_torch is not None:
+            return
+        kind, group = dist.ProcessGroup.BackendType.CUSTOM, cast("Any", self)
+        self._backend_for_torch = backend = GroupBackend(group)
+        for device in self._device_types:
+            group._register_backend(device, kind, backend)
+        group._set_default_backend(kind)
 
     def _set_group_desc(self, description: str) -> None:
         """Set the description; torch calls this for a group that it made."""
@@ -250,38 +273,6 @@ class _BackendAndStore(Sequence[Any]):
         return 2
 
 
-def _enter(group: Any, name: str) -> None:
-    backend, tag, world = group.getBackendName(), f"ptd:{name}", c10d._world
-    devices: list[torch.device] = group._device_types
-    _register_process_group(name, group)  # type: ignore[arg-type] # a name is more than a string to the stub
-    world.pg_names[group] = name  # type: ignore[assignment]
-    world.pg_map[group] = _BackendAndStore(group, backend)  # type: ignore[assignment]
-    world.pg_backend_config[group] = ",".join(f"{device.type}:{backend}" for device in devices)
-    world.pg_group_ranks[group] = _RanksOf(group)  # type: ignore[assignment]
-    world.pg_to_tag[group] = tag
-    world.tags_to_pg.setdefault(tag, []).append(group)
-
-
-def _leave(group: Any) -> None:
-    world = c10d._world
-    tables: tuple[dict[Any, Any], ...] = (world.pg_map, world.pg_backend_config, world.pg_group_ranks)
-    _unregister_process_group(world.pg_names.pop(group))
-    for table in tables:
-        table.pop(group, None)
-    world.tags_to_pg.pop(world.pg_to_tag.pop(group, ""), None)
-
-
-def attach_backend(group: Any) -> None:
-    """Give the group one backend for all of its devices; a second call changes nothing."""
-    if not _is_open_to_python() or group._backend_for_torch is not None:
-        return
-    kind = dist.ProcessGroup.BackendType.CUSTOM
-    group._backend_for_torch = backend = GroupBackend(group)
-    for device in group._device_types:
-        group._register_backend(device, kind, backend)
-    group._set_default_backend(kind)
-
-
 class GroupBackend(Backend):
     """A backend that runs every call by calling the group to which it belongs.
 
@@ -399,8 +390,3 @@ def _own(group: Any) -> Any:
     """Return the group, or the default one, if this package made it; else None."""
     target = c10d.GroupMember.WORLD if group is None else group
     return target if isinstance(target, TorchInterface) else None
-
-
-def is_nan_check_wanted() -> bool:
-    """Return whether TORCH_DIST_NAN_CHECK asks to check inputs, as torch does from 2.14 on."""
-    return os.environ.get("TORCH_DIST_NAN_CHECK", "0") == "1"
