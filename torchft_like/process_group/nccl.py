@@ -123,7 +123,11 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
 
     def _set_up(self) -> None:
         require_nccl()
-        _prepare_environment(self._timeout)
+        # Every variable is set now, so that later values replace it, and none is added: a replacement leaves
+        # the environment in its place, an addition moves it while native threads may be reading it.
+        os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(self._timeout.total_seconds())))
+        for name, (default, _) in _CONSTRUCTOR_ENVIRONMENT.items():
+            os.environ.setdefault(name, default)
         self._device: torch.device | None = None
         self._traces = os.environ.get(TORCH_FR_DUMP_TEMP_FILE_ENV)
         self._backends: list[_NcclBackend] = []  # the present one and earlier ones
@@ -295,8 +299,15 @@ class _NcclBackend:
                 "configure; keep collectives of a reconfigurable group out of the capture"
             )
         options = next((value for value in (*args, *kwargs.values()) if hasattr(value, "asyncOp")), None)
-        with _asynchronous(options):
+        # By itself torch runs a synchronous call on the current stream and returns no work.
+        is_made_asynchronous = options is not None and not options.asyncOp
+        if is_made_asynchronous:
+            options.asyncOp = True
+        try:
             work = method(*args, **kwargs)
+        finally:
+            if is_made_asynchronous:
+                options.asyncOp = False
         if work is None:
             return None
         tensors, own = (args, kwargs), getattr(options, "timeout", None)
@@ -466,40 +477,12 @@ def _shell_around(nccl: Any, members: GroupMembers, device: torch.device) -> Tor
     return shell
 
 
-def _prepare_environment(timeout: timedelta) -> None:
-    """Set every variable now, so that later values replace it, and none is added.
-
-    A replacement leaves the environment in its place. An addition moves it while native threads may be
-    reading it.
-    """
-    os.environ.setdefault(_CONNECT_TIMEOUT_VARIABLE, str(math.ceil(timeout.total_seconds())))
-    for name, (default, _) in _CONSTRUCTOR_ENVIRONMENT.items():
-        os.environ.setdefault(name, default)
-
-
 @contextlib.contextmanager
 def _constructor_environment() -> Iterator[None]:
     """Make torch create groups without a watchdog, for the time of a block."""
     wanted = {name: value for name, (_, value) in _CONSTRUCTOR_ENVIRONMENT.items()}
     with _environment_lock, environment(wanted):
         yield
-
-
-@contextlib.contextmanager
-def _asynchronous(options: Any) -> Iterator[None]:
-    """Make the call to which `options` belongs run on NCCL's stream and return a work, for the time of a
-    block.
-
-    By itself torch runs a synchronous call on the current stream and returns none.
-    """
-    if options is None or options.asyncOp:
-        yield
-        return
-    options.asyncOp = True
-    try:
-        yield
-    finally:
-        options.asyncOp = False
 
 
 # -- torch's flight recorder keeps a record of a process's last collectives, and writes it when asked
