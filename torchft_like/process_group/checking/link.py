@@ -333,87 +333,63 @@ def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
 
 
 def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
-    """Publish rank 0's address, and accept the connections of all other ranks."""
+    """Publish rank 0's address, and accept the connections of all other ranks.
+
+    Where too many connections have not said which rank they are, the oldest makes room. So whoever connects
+    and says nothing holds nobody up.
+    """
     host = local_host_towards(members.store.server.host, members.store.server.port)
     deadline_s = time.monotonic() + members.timeout.total_seconds()
     token = secrets.token_bytes(TOKEN_BYTES)
     own, theirs = socket.socketpair()
     connections = {0: theirs}
+    unknown: dict[socket.socket, bytes] = {}  # what has come of their hello, the oldest first
     with listen_tcp(Address(host, 0)) as listener, selectors.DefaultSelector() as selector:
         for one in (own, theirs, listener):
             sockets.add(one)
+        listener.setblocking(False)
+        selector.register(listener, selectors.EVENT_READ)
         store.set("referee", json.dumps([host, listener.getsockname()[1], token.hex(), predicts]))
-        callers = _Callers(listener, sockets, selector, CALLERS_MAX + members.world_size)
         while len(connections) < members.world_size:
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 missing = sorted({*range(members.world_size)} - {*connections})
                 raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
-            for connection, hello in callers.hear(left_s):
-                secret, rank, does_predict = _HELLO.unpack(hello)
+            ready = [key.fileobj for key, _ in selector.select(min(left_s, PATIENCE_S_MAX))]
+            for one in [one for one in unknown if one in ready]:
+                unknown[one] += (part := _part_of_hello(one, unknown[one]))
+                if part and len(unknown[one]) < _HELLO.size:
+                    continue
+                selector.unregister(one)
+                hello = unknown.pop(one)
+                secret, rank, does_predict = _HELLO.unpack(hello if part else bytes(_HELLO.size))
                 if not (secrets.compare_digest(secret, token) and 0 < rank < members.world_size):
-                    sockets.drop(connection)
+                    sockets.drop(one)
                     continue
                 if does_predict != predicts:
                     raise ProcessGroupError(f"ranks 0 and {rank} check collectives differently: {_HINT}")
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connections[rank] = connection
-        callers.close()
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                connections[rank] = one
+            with contextlib.suppress(BlockingIOError):
+                if listener in ready:
+                    if len(unknown) >= CALLERS_MAX + members.world_size:
+                        selector.unregister(oldest := next(iter(unknown)))
+                        del unknown[oldest]
+                        sockets.drop(oldest)
+                    one = listener.accept()[0]
+                    sockets.add(one)
+                    one.setblocking(False)
+                    unknown[one] = b""
+                    selector.register(one, selectors.EVENT_READ)
+        for one in unknown:
+            sockets.drop(one)
     return Link(own, Hub([connections[rank] for rank in range(members.world_size)], predicts))
 
 
-class _Callers:
-    """Connections whose hello has not come; where there are too many, the oldest makes room. So whoever
-    connects and says nothing holds nobody up.
-    """
-
-    def __init__(
-        self, listener: socket.socket, sockets: Sockets, selector: selectors.BaseSelector, most: int
-    ) -> None:
-        self._listener, self._sockets, self._selector, self._most = listener, sockets, selector, most
-        self._heard: dict[socket.socket, bytes] = {}  # the oldest first
-        listener.setblocking(False)
-        selector.register(listener, selectors.EVENT_READ)
-
-    def hear(self, limit_s: float) -> list[tuple[socket.socket, bytes]]:
-        """Wait until somebody connects or speaks; return the connections whose whole hello has come."""
-        ready = [key.fileobj for key, _ in self._selector.select(min(limit_s, PATIENCE_S_MAX))]
-        with contextlib.suppress(BlockingIOError):
-            if self._listener in ready:
-                self._accept()
-        return [(one, said) for one in [*self._heard] if one in ready and (said := self._read(one))]
-
-    def close(self) -> None:
-        """Close the connections of those who have not said who they are."""
-        for one in [*self._heard]:
-            self._drop(one)
-
-    def _accept(self) -> None:
-        if len(self._heard) >= self._most:
-            self._drop(next(iter(self._heard)))
-        connection = self._listener.accept()[0]
-        self._sockets.add(connection)
-        connection.setblocking(False)
-        self._heard[connection] = b""
-        self._selector.register(connection, selectors.EVENT_READ)
-
-    def _read(self, one: socket.socket) -> bytes:
-        """Read what has come; return the hello once it is whole."""
-        try:
-            part = one.recv(_HELLO.size - len(self._heard[one]))
-        except OSError:
-            part = b""
-        self._heard[one] += part
-        if not part:
-            self._drop(one)
-        elif len(self._heard[one]) == _HELLO.size:
-            self._selector.unregister(one)
-            return self._heard.pop(one)
-        return b""
-
-    def _drop(self, one: socket.socket) -> None:
-        del self._heard[one]
-        self._selector.unregister(one)
-        self._sockets.drop(one)
+def _part_of_hello(connection: socket.socket, known: bytes) -> bytes:
+    """Return the next part of a hello; nothing once the connection has ended."""
+    with contextlib.suppress(OSError):
+        return connection.recv(_HELLO.size - len(known))
+    return b""
 
 
 def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
