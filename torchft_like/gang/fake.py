@@ -91,13 +91,10 @@ class FakeGang(Gang):
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
         check_reduction(tensor, op)
         with dense(tensor, writes=True) as without_gaps, reducible(without_gaps, op) as numbers:
-            match effective(op, tensor):
-                case ReduceOperation.SUM:
-                    numbers.mul_(self._size)
-                case ReduceOperation.PRODUCT:
-                    numbers.pow_(self._size)
-                case _:
-                    pass
+            if (carried_out := effective(op, tensor)) is ReduceOperation.SUM:
+                numbers.mul_(self._size)
+            elif carried_out is ReduceOperation.PRODUCT:
+                numbers.pow_(self._size)
 
     @torch.no_grad()
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:

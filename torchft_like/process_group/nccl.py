@@ -298,7 +298,7 @@ class _NcclBackend:
                 f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
                 "configure; keep collectives of a reconfigurable group out of the capture"
             )
-        options = next((value for value in (*args, *kwargs.values()) if hasattr(value, "asyncOp")), None)
+        options: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "asyncOp")), None)
         # By itself torch runs a synchronous call on the current stream and returns no work.
         is_made_asynchronous = options is not None and not options.asyncOp
         if is_made_asynchronous:

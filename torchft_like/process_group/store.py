@@ -249,6 +249,8 @@ class AbortableStore(Store):
     belong to another file by the time of the next call.
     """
 
+    _late_error: type[Exception] = TimeoutError
+
     def __init__(self, address: StoreAddress, timeout: timedelta) -> None:
         super().__init__()
         self._server = address.server
@@ -444,7 +446,7 @@ class AbortableStore(Store):
         ready = poll.poll(min(max(0.0, deadline - time.monotonic()) * 1000, POLL_MS_MAX))
         self._check()
         if not ready:
-            raise TimeoutError(f"the store at {self._server} did not answer in time")
+            raise self._late_error(f"the store at {self._server} did not answer in time")
 
     def _open_socket(self) -> socket.socket:
         if self._socket is None:
@@ -465,6 +467,8 @@ class SharedStore(AbortableStore):
     connects again if its connection has ended, and closes with the last reference to it.
     """
 
+    _late_error = DistStoreError
+
     def __del__(self) -> None:
         self.close()
 
@@ -472,12 +476,6 @@ class SharedStore(AbortableStore):
         if self._socket is None:  # an earlier question had no answer in time
             self.connect(insists=False)
         return super()._ask(query, body, timeout)
-
-    def _await(self, event: int, deadline: float) -> None:
-        try:
-            super()._await(event, deadline)
-        except TimeoutError as error:
-            raise DistStoreError(str(error)) from error
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         try:
