@@ -361,6 +361,7 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
                     continue
                 selector.unregister(one)
                 hello = unknown.pop(one)
+                # Zeros stand for the hello of a connection that has ended: they are nobody's secret.
                 secret, rank, does_predict = _HELLO.unpack(hello if part else bytes(_HELLO.size))
                 if not (secrets.compare_digest(secret, token) and 0 < rank < members.world_size):
                     sockets.drop(one)

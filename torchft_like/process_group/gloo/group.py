@@ -102,14 +102,8 @@ class _GlooBackend:
         self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
-            options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
-            options._timeout = members.timeout
-            options._threads = GLOO_THREADS_COUNT
-            options._devices = [self._device.torch_device]
-            options.group_name = members.store.name
             with _broken_off(self._device, members, abort):
-                made = TorchGloo(store, members.rank, members.world_size, options)
-                self._gloo: TorchGloo | None = made
+                self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
             # Only Gloo's group keeps torch's device now. The last owner destroys it, which takes Gloo up to
             # 10 ms: the group does so without the GIL, this object would do so with it.
             self._device.torch_device = None
@@ -180,6 +174,15 @@ class _GlooBackend:
         self._shell = None
         self._gloo = None
         self._device.close()
+
+
+def _make_gloo(store: Store, device: GlooDevice, members: GroupMembers) -> TorchGloo:
+    options = TorchGloo._Options()  # type: ignore[attr-defined] # the stub calls it Options
+    options._timeout = members.timeout
+    options._threads = GLOO_THREADS_COUNT
+    options._devices = [device.torch_device]
+    options.group_name = members.store.name
+    return TorchGloo(store, members.rank, members.world_size, options)
 
 
 def _shell_around(gloo: TorchGloo, members: GroupMembers) -> TorchProcessGroup:
