@@ -527,7 +527,7 @@ class QuorumCore:
             if replica_id not in self._joined:
                 end = self._healthy.since(replica_id) + self._join_timeout
                 if replica_id in self._last and replica_id not in self._given_up:
-                    end = math.inf if self._told_at is None else self._told_at + self._join_timeout
+                    end = math.inf if self._told_at is None else max(end, self._told_at + self._join_timeout)
                 if now < end:
                     until[replica_id] = end
         return until

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Ids = tuple[str, ...]
+TOGETHER = "all:together"  # in the place of a process: a commit in a quorum of all replica groups
 Attempt = tuple[str, int, int, Ids]  # at a try: the launch, the number of the try, a rank, and all processes
 
 
@@ -39,7 +40,7 @@ class Checker:
         # The replica ids that have a session, as the lighthouse sees it, and since when they ask for nothing.
         self._connected: dict[str, float] = {}
         self._waiting: set[str] = set()  # spares that have a session and no place
-        # A quorum of most of the connected replicas, all of which are still there.
+        # The last quorum, if it is of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
         # By quorum that stands, and that no member is known to have left: when one of others was formed.
@@ -136,7 +137,9 @@ class Checker:
             self._told_at = min(self._told_at, self._world.now)
 
     def gave_up(self, replica_id: str, number: QuorumNumber) -> None:
-        """Note that a member says that it commits nothing more in the last quorum."""
+        """Note that a member says that it commits nothing more in a quorum: nor does any other in that."""
+        if number.quorum_id == self._newest:
+            self._stronghold = frozenset()
         if number == self._number:
             self._free.add(replica_id)
             self._given_up.add(replica_id)
@@ -193,8 +196,9 @@ class Checker:
         }
         if stands:
             self._standing[quorum_id, ids] = math.inf
-        if 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids):
-            self._stronghold, self._newest = frozenset(ids), quorum_id
+        # An older one cannot commit any more, as it shares a member with this one.
+        is_most = 2 * len(ids) > len(self._connected) and all(i in self._connected for i in ids)
+        self._stronghold, self._newest = frozenset(ids if is_most else ()), quorum_id
 
     # -- processes
 
@@ -310,7 +314,14 @@ class Checker:
                 "has formed one without any of its members",
             )
         if self._awaited:
+            if self._has_to_be_there() <= set(ids):
+                self._pay(TOGETHER)
             self._pay(rank.name)
+
+    def _has_to_be_there(self) -> set[str]:
+        """Return the replica groups of the job, without spares that wait for a place."""
+        present = [replica for replica in self._world.slots if replica is not None]
+        return {r.replica_id for r in present if not r.is_spare or r.core.last_quorum_id}
 
     def _check_step(self, rank: Rank, step: int, quorum_id: int, ids: Ids) -> None:
         quorums = self._steps.setdefault(step, [])
@@ -390,13 +401,11 @@ class Checker:
                 "agreement", f"{rank.name} decides otherwise than another rank of its group at {step}"
             )
 
-    def released(self, process: str, promised: int, ask_at: int) -> None:
-        """Check the step at which a process is told to ask, while it begins none from the promised one on."""
-        if ask_at < promised:
-            self.violate(
-                "no_zombie",
-                f"{process} is told to ask at attempt {ask_at}, and has begun all before {promised}",
-            )
+    def released_too_late(self, process: str, promised: int, ask_at: int) -> None:
+        """Report a process that is told to ask at a step that it has begun, though it was asked to hold."""
+        self.violate(
+            "no_zombie", f"{process} is told to ask at attempt {ask_at}, and has begun all before {promised}"
+        )
 
     def asked_elsewhere(self, process: str, step: int, named: int) -> None:
         """Report a process that asks at another step than that which it was told, though nothing failed."""
@@ -547,12 +556,15 @@ class Checker:
     # -- the quiet phase
 
     def expect(self, processes: Sequence[str], commits: int, spared: Collection[str] = ()) -> None:
-        """Expect so many commits of each of these processes; the run is over when all have made them.
+        """Expect so many commits of each of these processes, and one of all together; the run is over when
+        all have made them.
 
         Args:
-            spared: the letters of two replica groups, of which only one has to.
+            spared: the letters of two replica groups, of which only one has to, and none together with all.
         """
         self._awaited = dict.fromkeys(processes, commits)
+        if not spared:
+            self._awaited[TOGETHER] = 1
         self._spared = tuple(spared)
         self.is_over = False
 

@@ -95,6 +95,18 @@ class _ForgetsTheMajority(QuorumCore):
         return state
 
 
+class _LeavesTheSlowerBehind(QuorumCore):
+    def _look_for_end(self, now: float) -> None:
+        pass
+
+
+class _GivesTheReconnectedNoTime(QuorumCore):
+    def _awaited(self, now: float) -> dict[str, float]:
+        is_over = self._told_at is not None and now >= self._told_at + self._join_timeout
+        ended = self._last - self._given_up if is_over else frozenset()
+        return {i: end for i, end in super()._awaited(now).items() if i not in ended}
+
+
 class _IgnoresMinReplicas(QuorumCore):
     def _candidates(self, now: float) -> int:
         return max(super()._candidates(now), self._min_replicas)
@@ -510,6 +522,15 @@ class _GoesOnAfterFailures(StepProtocol):
         self._was_bound = True
 
 
+class _FailsForTheQuorumThatIsOver(StepProtocol):
+    def ask_instead(self) -> bool:
+        failure = self._failures.get(self.quorum_id)
+        if not super().ask_instead():
+            return False
+        self._failure_before_quorum = self._failure_before_quorum or failure
+        return True
+
+
 # -- the step protocol
 
 
@@ -906,6 +927,8 @@ MUTANTS = (
     _mutant(_KeepsTheDead, "a lost session ends the membership", 2, "progress"),
     _mutant(_LeavesNobodyOut, "two who cannot reach each other in one quorum", 7, "progress"),
     _mutant(_LeavesBothEndsOut, "as few as possible are left out", 1, "progress"),
+    _mutant(_LeavesTheSlowerBehind, "members of a quorum have the same time to join", 90, "progress"),
+    _mutant(_GivesTheReconnectedNoTime, "a session counts for a while", 2618, "one_quorum_per_step"),
     _mutant(_AwaitsTheIdleForEver, "who does not join counts until join_timeout only", 1, "progress"),
     _mutant(_ShrinksForEver, "a wish to shrink that no quorum can heed is void", 5, "progress"),
     _mutant(
@@ -916,10 +939,10 @@ MUTANTS = (
     _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
     _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),
     _mutant(_BlamesTheVictims, "who is left out is the one that failed by itself", 1, "progress"),
-    _mutant(_LeavesAllSickOut, "min_replicas, and half of those that count, stay", 26, "one_quorum_per_step"),
+    _mutant(_LeavesAllSickOut, "min_replicas, and half of those that count, stay", 29, "one_quorum_per_step"),
     _mutant(_StandsInTheWayOfTheCured, "the end of a pause ends a quorum that stands", 0, "progress"),
     _mutant(_CountsMembersOnly, "a new id where one is out for another one", 169, "progress"),
-    _mutant(_LeavesBehindInSilence, "who was too slow hears that it is over", 250, "progress"),
+    _mutant(_LeavesBehindInSilence, "who was too slow hears that it is over", 122, "progress"),
     _mutant(_KeepsNoDistance, "no id twice where the clock was set back", 14, "monotonic"),
     _mutant(_NamesAnyStep, "who asks at a later step has not come there with others", 46, "progress"),
     _mutant(_LetsAForeignStateIn, "who differs from the job is refused", 1, "heal_is_clean"),
@@ -971,9 +994,9 @@ MUTANTS = (
     _mutant("healing takes part", "who heals adds zeros", 0, "heal_is_clean"),
     _mutant(_CountsWhoHeals, "averages are over those who add something", 0, "no_zombie"),
     _mutant("lets others go on", "who is counted and cannot heal spoils the step", 14, "no_zombie"),
-    _mutant("keeps a torn state", "who has a part of a peer's state has none", 58, "heal_is_clean"),
+    _mutant("keeps a torn state", "who has a part of a peer's state has none", 104, "heal_is_clean"),
     _mutant(_VotesYesAfterAnError, "a failed step is not committed", 0, "heal_is_clean"),
-    _mutant(_KeepsTheOldCommitQuorum, "the quorum of the commit in the version", 189, "heal_is_clean"),
+    _mutant(_KeepsTheOldCommitQuorum, "the quorum of the commit in the version", 58, "heal_is_clean"),
     _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
     _mutant(_LeavesQuietly, "who leaves after a failed step alarms the others", 11, "progress"),
     _mutant(_HidesBrokenGroups, "who needs a new process group says so", 0, "no_zombie"),
@@ -1005,6 +1028,7 @@ MUTANTS = (
     _mutant(_KeepsItsFailuresToItself, "who spoils a quorum by itself says so", 1, "progress"),
     _mutant(_TakesAllErrorsForItsOwn, "what others have caused does not count", 1, "progress"),
     _mutant(_GoesOnAfterFailures, "after a failed step a quorum is asked for", 27, "no_zombie"),
+    _mutant(_FailsForTheQuorumThatIsOver, "what ended a quorum fails no step in the next", 2173, "no_zombie"),
     _mutant(_TakesSuspectsForDead, "a rank that answers again goes on", 2, "suspicion"),
     _mutant(_CommitsWithoutSuspects, "a group commits nothing without a rank", 191, "suspicion"),
     _mutant("lets others wait", "the others go on without a suspect's group", 25, "progress"),

@@ -467,7 +467,7 @@ class Rank(Process):
             protocol.resume()
         elif not protocol.released(quorum_id, ask_at):
             if promised is not None and quorum_id == protocol.quorum_id:
-                self.replica.world.checker.released(self.name, promised, ask_at)
+                self.replica.world.checker.released_too_late(self.name, promised, ask_at)
             self._fail(quorum_id, TOO_LATE)
         if protocol.is_due:
             self._ask_instead()

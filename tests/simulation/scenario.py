@@ -84,6 +84,8 @@ LYING = (14,)  # the seeds, modulo 32, of jobs in which some replica groups lie 
 
 CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which replica groups catch up
 
+LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
+
 # A replica group that has just started says that it is at a step far ahead: counted, not switched on.
 LIE = "lie"
 
@@ -230,7 +232,6 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     haste = 1.0 if "delay" in kinds else 0.5 if "overtake" in kinds else 0.2
     compute_s = 0.002 * 8 ** flip()
     keepalive_s = compute_s * 4 * 4 ** flip()
-    majority = count // 2 + 1
     has_links = "link" in kinds
     one = int(flip() * count)
     other = (one + 1 + int(flip() * (count - 1))) % count
@@ -238,7 +239,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
         seed=seed,
         replicas=count,
         ranks=ranks,
-        min_replicas=majority if flip() < 0.6 else 1 + int(flip() * 2),
+        min_replicas=count // 2 + 1 if flip() < 0.6 else 1 + int(flip() * 2),
         kinds=tuple(kinds if any(kind != "heal_break" for kind in kinds) else [*kinds, "delay"]),
         gap_s=compute_s * haste * 0.25 * 8 ** flip(),
         latency_s=0.0002 * 5 ** flip(),
@@ -283,6 +284,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_syncs(scenario) if seed % 32 == 6 else scenario
     scenario = _with_catching_up(scenario) if seed % 32 in CATCHING_UP else scenario
     scenario = _with_restarts(scenario) if seed % 32 in RESTARTING else scenario
+    scenario = _with_long_steps(scenario) if seed % 32 in LONG_STEPS else scenario
     scenario = replace(scenario, has_liars=seed % 32 in LYING)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
@@ -312,6 +314,15 @@ def _with_few_kinds(scenario: Scenario) -> Scenario:
         kinds = ("delay", "overtake", "lighthouse_crash")
         return replace(scenario, kinds=kinds, gap_s=4 * compute_s, stands=False)
     return scenario
+
+
+def _with_long_steps(scenario: Scenario) -> Scenario:
+    """Return the job with a `join_timeout` longer than messages take, and mostly shorter than a step."""
+    part, delay_s = random.Random(scenario.seed * 3 + 6).random(), scenario.delay_s / 20
+    messages_s = 0.001 + 4 * scenario.latency_s + 2 * scenario.buckets * delay_s
+    # Who is alone as it wishes to shrink goes on from a checkpoint of an earlier run that nobody believes.
+    few = scenario.without(["shrink"])
+    return replace(few, delay_s=delay_s, join_timeout_s=messages_s + part * scenario.compute_s)
 
 
 def _with_spares(scenario: Scenario) -> Scenario:

@@ -260,11 +260,13 @@ class StepProtocol:
 
     def ask_instead(self) -> bool:
         """Turn the attempt into one that asks for a quorum; return False if it has asked, or has a collective
-        with all members. A failure of the attempt stays one.
+        with all members. A failure of the attempt stays one, and what ended the quorum before the attempt
+        was entered is none.
         """
         if not self._has_gone_on or self.is_bound:
             return False
-        self._failure_before_quorum = self._failures.get(self.quorum_id)
+        if self._is_entered:
+            self._failure_before_quorum = self._failures.get(self.quorum_id)
         self._stands = self._agreed = self._has_gone_on = self._is_entered = False
         return True
 
@@ -387,11 +389,13 @@ class StepProtocol:
 
     def fail_current(self, reason: Exception, own: str = "") -> bool:
         """Record an error in the current attempt, whether or not its quorum is known yet."""
-        if self._is_waiting:
-            if self._failure_before_quorum is None:
-                self._failure_before_quorum, self._own_failure_before_quorum = reason, own
-            return False
-        return self.fail(self.quorum_id, reason, own=own)
+        if not self._is_waiting:
+            if self._has_gone_on and not self.is_bound and self._failure_before_quorum is None:
+                self._failure_before_quorum = reason  # the attempt may ask for another quorum yet
+            return self.fail(self.quorum_id, reason, own=own)
+        if self._failure_before_quorum is None:
+            self._failure_before_quorum, self._own_failure_before_quorum = reason, own
+        return False
 
     def _blame_itself(self, quorum_id: int, own: str) -> None:
         """Count an error of this rank, once for each quorum, unless the quorum was spoilt before."""

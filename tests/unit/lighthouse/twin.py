@@ -594,7 +594,7 @@ class Twin:
         young = {i for i in self.healthy() - self.last[1] if now < self.since.get(i, now) + limit}
         members = set(self.last[1] & self.healthy()) - self.given_up
         if self.told is not None and now >= self.told + limit:
-            members = set()
+            members = {i for i in members if now < self.since.get(i, now) + limit}
         released = {i for i in self.given_up & self.healthy() if now < self.since.get(i, now) + limit}
         return joined | members | young | released
 

@@ -54,6 +54,15 @@ class TestRank:
         assert p.failure is ERROR
         assert not p.vote()
 
+    def test_what_ended_the_quorum_before_it_was_entered_fails_no_attempt_in_the_next(self) -> None:
+        p = going_on(standing())
+        p.hold(1)
+        p.fail(1, ERROR)
+        p.released(1, 1)
+        assert p.ask_instead()
+        p.agreed(quorum(2), allow_heal=True)
+        assert p.failure is None
+
     def test_what_is_lost_need_not_be_asked_for(self) -> None:
         p = going_on(standing())
         p.enter()
