@@ -11,6 +11,7 @@ know how bytes move, and what may fail.
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -168,6 +169,7 @@ class Collective:
         name: the method's name; `aliases` are its other names, newer or older.
         alone: the function that writes its result in a group of one, for `Call.apply_locally`.
         output, input: the tensor arguments; None if there is none.
+        options: the other parameters of the full overload, for introspection.
         blocking: whether it returns None once it is over, not a Work.
         agreement: what the members' arguments must have in common: a rule of `agreement.rules`.
     """
@@ -177,6 +179,7 @@ class Collective:
     output: Argument | None = None
     input: Argument | None = None
     aliases: tuple[str, ...] = ()
+    options: str = "opts=None"
     blocking: bool = False
     agreement: str = SAME
 
@@ -201,6 +204,11 @@ class Collective:
     def tensor_names(self) -> frozenset[str]:
         """The names of the tensor arguments in the overloads."""
         return frozenset(name for argument in self._arguments for name in argument.names)
+
+    @property
+    def signature(self) -> str:
+        """The parameters of the full overload."""
+        return f"({', '.join([*(argument.names[0] for argument in self._arguments), self.options])})"
 
     @property
     def _arguments(self) -> tuple[Argument, ...]:
@@ -405,6 +413,8 @@ JOINING = frozenset({"allreduce", "broadcast"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 SPLIT_SIZES = "output_split_sizes", "input_split_sizes"
+_SIZES = f"{', '.join(SPLIT_SIZES)}, opts=None"
+_WAIT_FOR_ALL = "timeout=None, wait_all_ranks=False"
 
 COLLECTIVES: tuple[Collective, ...] = (
     Collective("allreduce", _join, _TENSORS, _TENSORS),
@@ -423,12 +433,14 @@ COLLECTIVES: tuple[Collective, ...] = (
         "reduce_scatter_tensor_coalesced", _own_chunk, *_COALESCED, ("reduce_scatter_single_coalesced",)
     ),
     Collective("alltoall", _own_to_own, _OUTPUTS, _INPUTS, agreement=EXCHANGED),
-    Collective("alltoall_base", _own_split, _OUTPUT, _INPUT, ("all_to_all_single",), agreement=EXCHANGED),
-    Collective("send", _keep, None, _TENSORS, agreement=PAIRED),
-    Collective("recv", _clear, _TENSORS, agreement=PAIRED),
-    Collective("recv_anysource", _clear, _TENSORS, agreement=PAIRED),
+    Collective(
+        "alltoall_base", _own_split, _OUTPUT, _INPUT, ("all_to_all_single",), _SIZES, agreement=EXCHANGED
+    ),
+    Collective("send", _keep, None, _TENSORS, options="dst_rank, tag", agreement=PAIRED),
+    Collective("recv", _clear, _TENSORS, options="src_rank, tag", agreement=PAIRED),
+    Collective("recv_anysource", _clear, _TENSORS, options="tag", agreement=PAIRED),
     Collective("barrier", _keep),
-    Collective("monitored_barrier", _keep, blocking=True),
+    Collective("monitored_barrier", _keep, options=_WAIT_FOR_ALL, blocking=True),
 )
 
 BY_NAME: Mapping[str, Collective] = MappingProxyType(
@@ -482,8 +494,15 @@ def _method(name: str, collective: Collective) -> Callable[..., Any]:
 
     method.__name__ = name
     method.__qualname__ = f"ProcessGroup.{name}"
-    names = [argument.names[0] for argument in collective._arguments]
-    method.__doc__ = (
-        f"torch.distributed.ProcessGroup.{name}({', '.join([*names, '...'])}), with all its overloads."
+    method.__doc__ = f"torch.distributed.ProcessGroup.{name}{collective.signature}, with all its overloads."
+    parameters = collective.signature[1:-1].split(", ")
+    method.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY), *map(_parameter, parameters)]
     )
     return method
+
+
+def _parameter(text: str) -> inspect.Parameter:
+    name, _, default = text.partition("=")
+    values = {"": inspect.Parameter.empty, "None": None, "False": False}
+    return inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=values[default])

@@ -55,11 +55,12 @@ def test_every_method_of_torchs_class_that_returns_work_has_a_row() -> None:
     assert not NOT_COLLECTIVES & set(BY_NAME)
 
 
-def test_every_name_is_a_method_of_its_own_with_name_and_doc() -> None:
-    for name in BY_NAME:
+def test_every_name_is_a_method_of_its_own_with_name_doc_and_signature() -> None:
+    for name, row in BY_NAME.items():
         method = vars(ProcessGroup)[name]
         assert method.__name__ == name
-        assert f".{name}(" in method.__doc__
+        assert row.signature in method.__doc__
+        assert next(iter(inspect.signature(method).parameters)) == "self"
 
 
 def test_every_overload_binds_to_the_same_call() -> None:
