@@ -424,6 +424,8 @@ def test_a_quorum_that_cannot_be_had_is_a_typed_error(lighthouse: LighthouseServ
             manager.start_quorum(timeout=0.1)
             with pytest.raises(QuorumTimeoutError, match="not enough replica groups joined"):
                 manager.wait_quorum()
+        with pytest.raises(QuorumTimeoutError):
+            manager.should_commit()
 
 
 def test_a_manager_that_was_shut_down_says_so(lighthouse: LighthouseServer) -> None:

@@ -17,8 +17,6 @@ from torchft_like.testing.ranks import Act, Rank, RankError, end_all
 pytestmark = pytest.mark.integration
 
 CHUNKS = 4
-COUNT = 30
-SIZES = [1, 1000, 150_000, 7, 20_000]  # elements; a slot, some slots, a file
 
 
 class Cast:
@@ -143,15 +141,6 @@ def test_a_reader_that_just_exits_has_left_in_peace(cast: Cast) -> None:
     assert read(readers[1], CHUNKS) == list(range(CHUNKS))
     writer.ask(End.enqueue, "more")
     assert writer.ask(End.readers) == ([1], [])
-
-
-@pytest.mark.parametrize("remote", [0, 1], ids=["local", "with a remote reader"])
-def test_many_messages_of_all_sizes_arrive_whole_and_in_order(cast: Cast, remote: int) -> None:
-    writer, readers = cast.queue(2, remote)
-    for reader in readers:
-        reader.tell(End.drain, SIZES, COUNT)
-    writer.ask(End.stream, SIZES, COUNT)
-    assert [reader.answer() for reader in readers] == [(COUNT, "")] * len(readers)
 
 
 @pytest.mark.parametrize("after", [1, 10, 30])

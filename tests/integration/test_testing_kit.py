@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from torchft_like.testing.cluster import Cluster
 from torchft_like.testing.faults import Fault
 from torchft_like.testing.journal import Journal, JournalReader
-from torchft_like.testing.ranks import Rank, RankError, running
+from torchft_like.testing.ranks import RankError, running
 
 pytestmark = pytest.mark.integration
 
@@ -71,42 +69,8 @@ def test_replicas_that_differ_after_a_step_fail_the_test(tmp_path: Path) -> None
         cluster.wait_for_quorum_of(*(cluster.launch(name, [script, name]) for name in "ab"))
 
 
-def pid(_: SimpleNamespace, rank: int) -> tuple[int, int]:
-    return rank, os.getpid()
-
-
-def keep(here: SimpleNamespace, rank: int, value: int) -> int:
-    here.kept = getattr(here, "kept", 0) + value
-    return int(here.kept) + rank
-
-
 def fail(_: object) -> None:
     raise ValueError("there is none")
-
-
-class Counter:
-    """What a rank may be asked to make."""
-
-    def __init__(self) -> None:
-        self.count = 40
-
-    def add(self, number: int) -> int:
-        self.count += number
-        return self.count
-
-
-def test_ranks_are_processes_that_keep_what_they_made() -> None:
-    with running(2) as ranks:
-        assert [rank.pid for rank in ranks] == [number for _, number in ranks.ask(pid)]
-        assert [ranks.ask(keep, 5), ranks.ask(keep, 2)] == [[5, 6], [7, 8]]
-
-
-def test_a_rank_is_what_the_caller_has_it_make() -> None:
-    rank = Rank(Counter)
-    try:
-        assert rank.ask(Counter.add, 2) == 42
-    finally:
-        rank.end()
 
 
 def test_what_goes_wrong_in_a_rank_is_told() -> None:

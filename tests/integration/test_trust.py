@@ -137,17 +137,6 @@ def test_the_lighthouse_kills_with_a_token_that_only_its_victim_knows(job: Job) 
     job.killed.clear()
 
 
-def test_this_process_is_served(job: Job) -> None:
-    client = LighthouseClient(job.lighthouse.address(), LIMIT)
-    client.heartbeat("other", LIMIT)
-    assert client.quorum("other", LIMIT).participants[0].replica_id == "other"
-    client.close()
-    caller = ManagerClient(job.manager.address())
-    with pytest.raises(ConnectionError, match="rank 1 of group has not joined yet"):
-        caller._checkpoint_metadata(1, LIMIT)
-    caller.close()
-
-
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients of this process show nothing; its servers know their tokens."""

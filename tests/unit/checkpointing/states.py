@@ -1,4 +1,4 @@
-"""Every dtype, states as one stream of bytes, and a comparison of states, for the tests of checkpoints."""
+"""States as one stream of bytes, for the tests of checkpoints."""
 
 from __future__ import annotations
 
@@ -7,25 +7,8 @@ import struct
 import zlib
 from typing import Any
 
-import torch
-
 from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
 from torchft_like.errors import CheckpointFormatError
-
-DTYPES = [
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
-    *(
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-    ),
-    *(torch.bool, torch.complex64, torch.complex128, torch.complex32),
-]
 
 
 def dump_state(state: object) -> bytes:

@@ -84,25 +84,41 @@ def test_replicas_that_begin_on_their_own_are_compared_at_step_zero() -> None:
     assert assign(7, members, "b", 0, init_sync=False).heal
 
 
-@pytest.mark.parametrize("seed", range(100))
+@pytest.mark.parametrize("seed", range(200))
 def test_all_members_derive_the_same_plan(seed: int) -> None:
-    """Whatever they say of their states, who heals has a source that does not, and both know it."""
+    """Whatever they say of their states, who heals has one source, which is up to date and does not heal, and
+    both know it.
+    """
     rng = random.Random(seed)
     fingerprints = [of_group(rng.randint(1, 3), heals=rng.random() < 0.9) for _ in range(8)] + [b""] * (
         seed % 2
     )
     members = [
-        described(f"r{i}", rng.choice(fingerprints), rng.choice([3, 4]), rng.choice([1, 2]))
+        described(f"r{i}", rng.choice(fingerprints), rng.choice([0, 3, 4]), rng.choice([1, 2]))
         for i in rng.sample(range(20), rng.randint(1, 9))
     ]
-    group_rank = rng.randint(0, 3)
-    seen = [results(rng.sample(members, len(members)), group_rank)[m.replica_id] for m in members]
-    by_rank = {result.replica_rank: result for result in seen}
-    assert len({(r.store_address, r.max_world_size, r.healing_replica_ids, r.divergence) for r in seen}) == 1
-    assert sum(r.max_replica_rank is not None for r in seen) == seen[0].max_world_size > 0
-    for rank, result in by_rank.items():
-        assert result.heal == (result.max_replica_rank is None)
-        if result.recover_src_replica_rank is not None:
-            source = by_rank[result.recover_src_replica_rank]
-            assert not source.heal
-            assert rank in source.recover_dst_replica_ranks
+    group_rank, init_sync = rng.randint(0, 3), rng.random() < 0.5
+    ordered = sorted(members, key=lambda each: each.replica_id)
+    newest = max((each.step, each.commit_quorum_id) for each in members)
+    plans = [
+        assign(7, rng.sample(members, len(members)), each.replica_id, group_rank, init_sync)
+        for each in ordered
+    ]
+    assert (
+        len(
+            {
+                (p.store_address, p.max_step, p.max_world_size, p.healing_replica_ids, p.divergence)
+                for p in plans
+            }
+        )
+        == 1
+    )
+    assert sum(plan.max_replica_rank is not None for plan in plans) == plans[0].max_world_size > 0
+    for rank, plan in enumerate(plans):
+        assert plan.replica_rank == rank
+        assert plan.heal == (plan.max_replica_rank is None) or newest[0] == 0
+        assert all(plans[to].recover_src_replica_rank == rank for to in plan.recover_dst_replica_ranks)
+        if (source := plan.recover_src_replica_rank) is not None:
+            assert not plans[source].heal
+            assert rank in plans[source].recover_dst_replica_ranks
+            assert (ordered[source].step, ordered[source].commit_quorum_id) == newest

@@ -16,21 +16,9 @@ from torch.distributed.tensor import DTensor, Shard
 
 from tests.fake_world import fake_mesh
 from torchft_like.divergence import OnDivergence, StateFingerprint
+from torchft_like.dtypes import DTYPES
 from torchft_like.errors import ConfigError, NotSupportedError
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int16,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-]
 SHAPES = [(), (1,), (3,), (5, 7), (0,), (2, 0, 3)]
 DEVICE_OF_NO_BYTES = torch.device("meta")
 
@@ -57,6 +45,7 @@ def flip(tensor: Tensor, bit: int) -> None:
         tensor.copy_(memory.view(tensor.dtype).reshape(tensor.shape))
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_every_dtype_and_shape_is_read(dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-
 import pytest
 
 from lighthouse.wire import torchft_pb2 as pb
@@ -58,29 +56,3 @@ def test_a_rank_gets_the_handles_of_its_own_rank_in_each_group() -> None:
 def test_a_replica_outside_of_the_quorum_is_an_error_that_names_it() -> None:
     with pytest.raises(NotAMemberError, match="replica z is not in quorum 7: a"):
         result_of([member("a", 0, 0)], "z")
-
-
-@pytest.mark.agreement
-@pytest.mark.parametrize("seed", range(100))
-def test_all_members_derive_the_same_plan(seed: int) -> None:
-    """Sources and destinations match up, every healing member has one source, sources are up to date."""
-    rng = random.Random(seed)
-    members = [
-        member(f"r{i}", rng.choice([0, 3, 4]), rng.choice([1, 2]))
-        for i in rng.sample(range(20), rng.randint(1, 9))
-    ]
-    shuffled = rng.sample(members, len(members))
-    group_rank, init_sync = rng.randint(0, 3), rng.random() < 0.5
-    ordered = sorted(members, key=lambda m: m.replica_id)
-    results = [assign(1, shuffled, m.replica_id, group_rank, init_sync) for m in ordered]
-    newest = max((m.step, m.commit_quorum_id) for m in members)
-    for rank, result in enumerate(results):
-        assert result.replica_rank == rank
-        if result.heal:
-            source = result.recover_src_replica_rank
-            assert source is not None
-            assert rank in results[source].recover_dst_replica_ranks
-            assert (ordered[source].step, ordered[source].commit_quorum_id) == newest
-            assert not results[source].heal
-        assert all(results[dst].recover_src_replica_rank == rank for dst in result.recover_dst_replica_ranks)
-    assert len({(r.store_address, r.max_step, r.max_world_size, r.healing_replica_ids) for r in results}) == 1

@@ -13,7 +13,7 @@ from torchft_like import ProcessGroupGloo
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.errors import ProcessGroupError
 from torchft_like.group_coordinator.elastic import Membership
-from torchft_like.process_group.store import AbortableStore, parse_store_address, serve_store
+from torchft_like.process_group.store import parse_store_address, serve_store
 
 LIMIT = timedelta(seconds=30)
 SECRET = QuorumSecret(bytes(range(32)))
@@ -51,28 +51,6 @@ def test_no_text_for_people_has_a_secret() -> None:
     group.shutdown()
     del server
     assert all(one not in text for text in texts for one in (key, repr(bytes(SECRET))[2:-1]))
-
-
-def test_squatters_of_a_prefix_keep_nobody_from_meeting() -> None:
-    """They know the store, the quorum and the ranks. Without a secret that is enough."""
-    server, address = serve_store(LOOPBACK, LIMIT)
-    plain = f"{address}/torchft/7/0"
-    squatter = AbortableStore(parse_store_address(plain), LIMIT)
-    squatter.connect()
-    for rank in range(2):
-        squatter.add(f"configured/{rank}", 1)
-        squatter.set(f"member/{rank}", b"bytes of a stranger")
-    with pytest.raises(ProcessGroupError, match="has already used the store prefix 'torchft/7/0'"):
-        ProcessGroupGloo(LIMIT).configure(plain, 0, 2)
-    place = quorum_result(store_address=str(address), secret=SECRET).meeting_place("torchft/7/0")
-    groups = [ProcessGroupGloo(LIMIT) for _ in range(2)]
-    with ThreadPoolExecutor(2) as pool:
-        met = [pool.submit(group.configure, place, rank, 2) for rank, group in enumerate(groups)]
-        assert [one.result() for one in met] == [None, None]
-    for group in groups:
-        group.shutdown()
-    squatter.close()
-    del server
 
 
 def test_a_false_member_meets_nobody() -> None:

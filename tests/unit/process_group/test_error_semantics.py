@@ -1,7 +1,7 @@
 """What becomes of a collective that fails, and of those after it: the same for every row of the table.
 
 The inner group fails in the way that is asked for, after it has spoilt the outputs. Real backends,
-real deaths and a real Manager are in tests/integration/test_swallowed_faults.py.
+real deaths and a real Manager are in tests/conformance.
 """
 
 from __future__ import annotations
