@@ -364,7 +364,15 @@ class ManagedProcessGroup(SwallowingGroup):
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
-            return self._allreduce(collective, args, kwargs)
+            if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
+                tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
+            else:
+                tensors, options = collective.bind(args, kwargs).reduction()
+            try:
+                return self._manager.group_allreduce(tensors, options, collective=collective)
+            except UNAVAILABLE as error:
+                self._manager.report_error(error)
+                return skipped(collective.bind(args, kwargs), self)
         if self._manager.is_exchanging_state():
             if collective.everyone:
                 raise CollectiveRefusedError(
@@ -382,19 +390,6 @@ class ManagedProcessGroup(SwallowingGroup):
     def _report_of(self, configuration: Configuration, error: Exception) -> None:
         if self.configuration is configuration:
             self._manager.report_error(error)
-
-    def _allreduce(
-        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Work | None:
-        if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
-            tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
-        else:
-            tensors, options = collective.bind(args, kwargs).reduction()
-        try:
-            return self._manager.group_allreduce(tensors, options, collective=collective)
-        except UNAVAILABLE as error:
-            self._manager.report_error(error)
-            return skipped(collective.bind(args, kwargs), self)
 
     def _why_in_vain(
         self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]
