@@ -293,18 +293,6 @@ def test_configure_is_not_swallowed(party: Party) -> None:
     assert (group.error(), group.errored()) == (None, None)
 
 
-def test_ddp_goes_on_while_its_gradients_are_not_reduced(party: Party) -> None:
-    group = ErrorSwallowingProcessGroupWrapper(party.meet(1)[0])
-    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1, bias=False), process_group=group)
-    group.abort("on purpose")
-    for _ in range(2):
-        model(ones(2)).sum().backward()
-    assert group.error() is not None
-    gradient = next(model.parameters()).grad
-    assert gradient is not None
-    assert gradient.flatten().tolist() == [2.0, 2.0]
-
-
 # Managed alone
 
 
