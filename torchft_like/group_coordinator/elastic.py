@@ -682,23 +682,24 @@ class ElasticCoordinator(EpochCoordinator):
         Raises:
             GroupCoordinatorError: a member died. The others complete a change without it all the same.
         """
-        own = _NOT_READY
+        own, kept, present = _NOT_READY, list[str](), self.membership.members if self.membership else ()
         if change is not None and not change.is_over:
             if change.groups is None:
                 own = _LEAVES
             elif change.has_met and change.membership is not None:
                 own = change.membership.epoch
-        said = self.all_gather(torch.tensor([own], device="cpu"), 0).tolist()
-        who = dict(zip(self.membership.members if self.membership else (), said, strict=True))
-        leaving = [name for name, each in who.items() if each == _LEAVES]
+                kept = [name for name in present if name in change.membership.members]
+        said = self.all_gather(torch.tensor([[own, len(kept)]], device="cpu"), 0).tolist()
+        who = dict(zip(present, map(tuple, said), strict=True))
+        leaving = [name for name, (each, _) in who.items() if each == _LEAVES]
         staying = [name for name in who if name not in leaving]
-        if change is not None and own > 0 and change.membership is not None:
-            kept = [name for name in who if name in change.membership.members]
-            if kept != staying:
-                change.roll_back(f"{', '.join(sorted({*kept} ^ {*staying}))} had asked in another round")
-                return False
+        if change is not None and own > 0 and kept != staying:
+            change.roll_back(f"{', '.join(sorted({*kept} ^ {*staying}))} had asked in another round")
         proposals = {who[name] for name in staying}
-        is_due = len(proposals) <= 1 and _NOT_READY not in proposals
+        # Those who stay are members of a proposal that all of them have. Its number of present members tells
+        # those who leave, too, whether one of these is among them.
+        fits = all(each != _NOT_READY and count == len(staying) for each, count in proposals)
+        is_due = len(proposals) <= 1 and fits
         self._leaving = leaving if is_due else []
         return is_due
 

@@ -327,6 +327,14 @@ def test_who_leaves_stays_if_the_change_is_rolled_back(crew: Crew, monkeypatch: 
     assert crew.sums("abc") == [3, 3, 3]
 
 
+def test_a_proposal_with_one_who_leaves_is_due_for_nobody(crew: Crew) -> None:
+    crew.change("abc")
+    changes = crew.begin("abcd")
+    changes["c"] = crew["c"].begin_change(leaving=True)
+    assert crew.together("abc", lambda c: c.is_due(changes[c.name])) == [False] * 3
+    assert crew.sums("abc") == [3, 3, 3]
+
+
 def test_a_member_that_is_late_is_not_left_out_while_it_answers() -> None:
     crew = Crew("--join_timeout_ms", "500")
     try:
