@@ -190,7 +190,7 @@ def news(of: MemberLost | QuorumOver | QuorumBroken | HoldQuorum | QuorumRelease
         case MemberLost():
             more = {"reason": of.reason}
         case QuorumBroken():
-            reason = "its process group of this quorum broke, and it asks for the next quorum"
+            reason = "its process group of this quorum broke, and it asks for the next quorum, or has left"
             more = {"reason": reason, "is_alive": True}
         case QuorumOver(must_answer=True):
             more = {"reason": "others wait for it, and it is to give this quorum up", "must_answer": True}

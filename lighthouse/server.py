@@ -389,7 +389,7 @@ class Lighthouse:
             return
         reason = leave.reason[: admission.TEXT_MAX]
         self.events.emit("leave", member=session.replica_id, reason=reason)
-        self._apply(self._core.leave(session.number, self._clock.now(), leave.step))
+        self._apply(self._core.leave(session.number, self._clock.now(), leave.step, leave.quorum_id))
         self._answer(session.replica_id, _REPLICA_GONE)
 
     def _admit(self, replica_id: str, complaint: str | None) -> None:

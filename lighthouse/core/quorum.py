@@ -308,9 +308,13 @@ class QuorumCore:
             self._form(now, decisions)
         return decisions
 
-    def leave(self, session: int, now: float, step: int = 0) -> list[Decision]:
+    def leave(self, session: int, now: float, step: int = 0, quorum_id: int = 0) -> list[Decision]:
         """Handle the orderly end of a replica before this step, which alarms no other that has not begun
         it.
+
+        Args:
+            quorum_id: of the last quorum in which nobody waits for the replica, negative if it was in none:
+                the others are told not to wait for it in a later one. 0 if it does not say.
         """
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
@@ -319,6 +323,8 @@ class QuorumCore:
             self._forget(replica_id)
             self._goes_on_no_more(replica_id)
             if replica_id in self._last:
+                if quorum_id not in (0, self._number.quorum_id):
+                    self._break(replica_id, decisions)
                 self._departed.add(replica_id)
                 self._stand_no_more(replica_id, step, now, decisions)
             self._form(now, decisions)

@@ -206,12 +206,14 @@ class Register(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., world_size: _Optional[int] = ..., last_quorum_id: _Optional[int] = ..., last_quorum_replica_ids: _Optional[_Iterable[str]] = ..., last_quorum_round: _Optional[int] = ..., last_quorum_stands: bool = ..., spare: bool = ..., kill_token: _Optional[str] = ..., last_quorum_statement: _Optional[_Union[Statement, _Mapping]] = ...) -> None: ...
 
 class Leave(_message.Message):
-    __slots__ = ("reason", "step")
+    __slots__ = ("reason", "step", "quorum_id")
     REASON_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     reason: str
     step: int
-    def __init__(self, reason: _Optional[str] = ..., step: _Optional[int] = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, reason: _Optional[str] = ..., step: _Optional[int] = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class SessionResponse(_message.Message):
     __slots__ = ("registered", "quorum", "member_lost", "config_changed", "left_out", "hold", "release")

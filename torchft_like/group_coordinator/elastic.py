@@ -33,6 +33,7 @@ from typing import NamedTuple
 import torch
 from torch._C._distributed_c10d import BarrierOptions
 
+from lighthouse.core.decisions import NO_QUORUM
 from torchft_like.communicator.communicator import Communicator, CoordinatorOptions
 from torchft_like.communicator.handle import Epoch, Handle
 from torchft_like.core.assignment import QuorumResult
@@ -412,7 +413,7 @@ class Member:
             if change is not None and not change.is_over:
                 change.end(reason, Answer.IN_DOUBT)
         if link is not None and in_order:
-            link.leave(reason)
+            link.leave(reason, quorum_id=self._candidate.epoch or NO_QUORUM)  # nor is it awaited in a proposal
         elif link is not None:
             link.close()
 

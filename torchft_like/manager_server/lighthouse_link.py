@@ -100,11 +100,11 @@ class LighthouseLink:
         """When members go on no longer, in the loop's time; None while the lighthouse is not silent."""
         return None if self._lease is None else self._lease.when()
 
-    async def leave(self, reason: str, step: int) -> None:
+    async def leave(self, reason: str, step: int, quorum_id: int = 0) -> None:
         """Send a leave before this step, so that no replica that has not begun it is alarmed, and close."""
         self._leaving = True
         if self._say is not None:
-            self._say(pb.SessionRequest(leave=pb.Leave(reason=reason, step=step)))
+            self._say(pb.SessionRequest(leave=pb.Leave(reason=reason, step=step, quorum_id=quorum_id)))
             await asyncio.wait([self._task], timeout=LEAVE_ANSWER_S)
         await self.close()
 

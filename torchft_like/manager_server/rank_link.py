@@ -92,8 +92,8 @@ class RankLink(Protocol):
     def vote(self, group_rank: int, vote: Verdict) -> None:
         """Vote on a step: the verdict that this rank wants."""
 
-    def leave(self, reason: str, step: int = 0) -> None:
-        """Leave in good order before this step, and close."""
+    def leave(self, reason: str, step: int = 0, quorum_id: int = 0) -> None:
+        """Leave in good order before this step, and close; see `ManagerServer.leave`."""
 
     def close(self) -> None:
         """Close without a leave: the others take that for this rank's death."""
@@ -156,9 +156,10 @@ class SessionLink:
         request = pb.ShouldCommitRequest(group_rank=group_rank, **verdict_fields(vote))
         self._send(pb.RankSessionRequest(vote=request))
 
-    def leave(self, reason: str, step: int = 0) -> None:
+    def leave(self, reason: str, step: int = 0, quorum_id: int = 0) -> None:
         self._closing = True
-        self._send(pb.RankSessionRequest(leave=pb.Leave(reason=reason, step=step)))
+        leave = pb.Leave(reason=reason, step=step, quorum_id=quorum_id)
+        self._send(pb.RankSessionRequest(leave=leave))
         self._loop.run(self._end(LEAVE_ANSWER_S))
 
     def close(self) -> None:

@@ -148,9 +148,14 @@ class ManagerServer:
         """Leave the lighthouse in good order and stop serving. Safe to call again."""
         self.leave("shutdown")
 
-    def leave(self, reason: str, step: int = 0) -> None:
-        """Leave in good order before this step, without disturbing other groups that have not begun it."""
-        self._stop_once(reason, step)
+    def leave(self, reason: str, step: int = 0, quorum_id: int = 0) -> None:
+        """Leave in good order before this step, without disturbing other groups that have not begun it.
+
+        Args:
+            quorum_id: of the last quorum in which nobody waits for this group, negative if it was in none;
+                0 says nothing of that.
+        """
+        self._stop_once(reason, step, quorum_id)
 
     def close(self) -> None:
         """Close without a leave: all others take that for this replica group's death."""
@@ -211,11 +216,12 @@ class ManagerServer:
         """Handle a rank that has not begun this step, and does not until it is told more."""
         self._perform(self.group.rank_holds(group_rank, quorum_id, step))
 
-    def rank_left(self, group_rank: int, reason: str, step: int) -> None:
+    def rank_left(self, group_rank: int, reason: str, step: int, quorum_id: int) -> None:
         """Handle a rank that left in good order before this step, and with which the whole group leaves."""
         self._forget(group_rank)
         self._perform(self.group.rank_left(group_rank, reason))
-        asyncio.ensure_future(self._link.leave(reason, step))  # noqa: RUF006 - it ends with the link
+        leaving = self._link.leave(reason, step, quorum_id)
+        asyncio.ensure_future(leaving)  # noqa: RUF006 - it ends with the link
 
     def rank_silent(self, group_rank: int, listener: RankListener, address: Address | None) -> None:
         """Handle a rank's session that ended without a leave; ignored for a listener that was replaced.
@@ -447,12 +453,12 @@ class ManagerServer:
             "own address, not its page's, that both have TORCHFT_TLS or neither, that no firewall is between"
         )
 
-    def _stop_once(self, reason: str | None, step: int = 0) -> None:
+    def _stop_once(self, reason: str | None, step: int = 0, quorum_id: int = 0) -> None:
         if not self._is_shut_down:
             self._is_shut_down = True
-            self._loop.run(self._stop(reason, step))
+            self._loop.run(self._stop(reason, step, quorum_id))
 
-    async def _stop(self, reason: str | None, step: int = 0) -> None:
+    async def _stop(self, reason: str | None, step: int = 0, quorum_id: int = 0) -> None:
         for task in list(self._tasks):
             task.cancel()
         if reason is None:
@@ -461,7 +467,7 @@ class ManagerServer:
             await self._link.close()
         else:
             self._perform(self.group.rank_left(LOCAL_RANK, reason))
-            await self._link.leave(reason, step)
+            await self._link.leave(reason, step, quorum_id)
             await self._wait_for_other_ranks()
         await self._server.stop(STOP_GRACE_S)
 

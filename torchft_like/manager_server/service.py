@@ -143,7 +143,8 @@ class _Handlers:
                         self._server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
                     case "leave":
                         leave = request.leave
-                        self._server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step)
+                        reason = leave.reason[:TEXT_MAX]
+                        self._server.rank_left(group_rank, reason, leave.step, leave.quorum_id)
                         return  # the rank waits for this side to end the stream
                 if line.conversation.owes_count:
                     connection.put_nowait(pb.RankSessionResponse())

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch
 
-from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
+from tests.unit.group_coordinator.elastic_crew import LIMIT_S, PAUSE_S, Crew
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
@@ -333,6 +334,21 @@ def test_a_proposal_with_one_who_leaves_is_due_for_nobody(crew: Crew) -> None:
     changes["c"] = crew["c"].begin_change(leaving=True)
     assert crew.together("abc", lambda c: c.is_due(changes[c.name])) == [False] * 3
     assert crew.sums("abc") == [3, 3, 3]
+
+
+@pytest.mark.parametrize("how", ["leaves", "is destroyed"])
+def test_nobody_waits_for_who_goes_while_it_is_in_a_proposal(crew: Crew, how: str) -> None:
+    crew.hire("b", 10 * LIMIT_S)
+    if how == "leaves":
+        crew.change("a")
+    joining = crew.aside(crew["b"].follow, LIMIT_S)
+    while (change := crew["a"].begin_change()).membership is None or change.membership.members != ("a", "b"):
+        time.sleep(PAUSE_S)
+    if how == "leaves":
+        crew["a"].begin_change(leaving=True).complete()
+    else:
+        crew["a"].destroy()
+    assert joining.result(2 * LIMIT_S).members == ("b",)
 
 
 def test_a_member_that_is_late_is_not_left_out_while_it_answers() -> None:

@@ -12,7 +12,7 @@ is kept. Run the tests with UPDATE_GOLDEN=1 to write the transcripts anew, then 
     hold R ID/ROUND STEP            R has not begun this step of a quorum that stands; the same
     giveup R ID/ROUND               R commits nothing more in this quorum; the same
     identify R [job=ID] [first=ID] [NAME=SIZE ...]          who R is, and the tensors of its state; the same
-    leave R [STEP], lost R          the same
+    leave R [STEP [QUORUM]], lost R the same
     gone R                          the process of R is known to be gone
     call R [FIELD=VALUE ...], withdraw R, heartbeat R       torchft's unary calls
     deadline, describe
@@ -132,8 +132,8 @@ class _Player:
         forms = (form_of_rows((name, f"[{size}]") for name, size in tensors.items()),) if tensors else ()
         return self._core.identify(self._session(who)[1], Identity(job, int(first), forms), self._now)
 
-    def _leave(self, who: str, step: str = "0") -> list[Decision]:
-        return self._core.leave(self._session(who)[1], self._now, int(step))
+    def _leave(self, who: str, step: str = "0", quorum_id: str = "0") -> list[Decision]:
+        return self._core.leave(self._session(who)[1], self._now, int(step), int(quorum_id))
 
     def _lost(self, who: str) -> list[Decision]:
         return self._core.lost(self._session(who)[1], "connection closed", self._now)
