@@ -413,7 +413,8 @@ class Member:
             if change is not None and not change.is_over:
                 change.end(reason, Answer.IN_DOUBT)
         if link is not None and in_order:
-            link.leave(reason, quorum_id=self._candidate.epoch or NO_QUORUM)  # nor is it awaited in a proposal
+            # Others may be about to meet it in another quorum.
+            link.leave(reason, quorum_id=self._candidate.epoch or NO_QUORUM)
         elif link is not None:
             link.close()
 
