@@ -30,7 +30,7 @@ one may fall below `min_replicas`, a wish to shrink is never void, and that of a
 
 Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left out,
 and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer than
-`min_replicas`, or no more than half of the healthy, would stay, no replica is left out.
+`min_replicas`, or than half of those that count, would stay, no replica is left out.
 
 Nor is a replica in a quorum that has spoilt several by itself, until its pause is over (`sickness.py`): it
 stays joined, and ends a quorum that stands only then. As many as `min_replicas`, and half of those that
@@ -670,16 +670,15 @@ class QuorumCore:
         INVARIANT: those that are left out are no majority of the replicas that count: they cannot form a
         quorum beside the others.
         """
-        chosen = self._joined
+        chosen, counted = self._joined, self._counted(now)
+        at_least = max(self._min_replicas, counted - counted // 2)
         if self._is_shrinking(now):
             chosen = {i: join for i, join in chosen.items() if i in self._last}
         if sick := self._sick(now, chosen):
-            at_least = max(self._min_replicas, self._counted(now) - self._counted(now) // 2)
             out = leave_out_sick({i: join.as_believed for i, join in chosen.items()}, sick, at_least)
             chosen = {i: join for i, join in chosen.items() if i not in out}
         links = self._links.among(chosen) if self._links else ()
         if links:
-            at_least = max(self._min_replicas, self._majority(now))
             out = leave_out({i: join.as_believed for i, join in chosen.items()}, links, at_least)
             chosen = {i: join for i, join in chosen.items() if i not in out}
         return chosen, links

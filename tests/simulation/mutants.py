@@ -913,7 +913,7 @@ def _mutant(core: type[Any] | str, lacks: str, seed: int, invariant: str) -> Mut
 # The seed, counted from 0, is the first one that catches the mutant.
 MUTANTS = (
     _mutant(_ReusesIds, "a new id for new members", 0, "monotonic"),
-    _mutant(_BelievesClaims, "a step counts where history shows it", 46, "no_regress"),
+    _mutant(_BelievesClaims, "a step counts where history shows it", 334, "no_regress"),
     _mutant("forgets reported ids", "ids above all that replicas have seen", 5, "monotonic"),
     _mutant(
         _ForgetsTheMajority, "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"
@@ -934,7 +934,7 @@ MUTANTS = (
     _mutant(
         _ShrinksToAMinority, "a wish to shrink is void if stragglers are most", 1071, "one_quorum_per_step"
     ),
-    _mutant(_LeavesTooManyOut, "more than half stay where some are left out", 271, "one_quorum_per_step"),
+    _mutant(_LeavesTooManyOut, "more than half stay where some are left out", 1071, "one_quorum_per_step"),
     _mutant(_NeverLetsBack, "whoever can be reached again is let in", 3, "progress"),
     _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
     _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),

@@ -491,7 +491,7 @@ class Twin:
             goes = [end for end in ends if count[end] == max(count.values())]
             goes = [end for end in goes if versions[end] == min(versions[i] for i in goes)]
             stay.remove(max(goes))
-        if len(stay) < self.config.min_replicas or len(stay) <= len(counted) / 2:
+        if len(stay) < self.config.min_replicas or 2 * len(stay) < len(counted):
             stay = set(members)
         return [j for j in joined if j.member.replica_id in stay], sorted(links)
 
