@@ -934,7 +934,7 @@ MUTANTS = (
     _mutant(
         _ShrinksToAMinority, "a wish to shrink is void if stragglers are most", 1071, "one_quorum_per_step"
     ),
-    _mutant(_LeavesTooManyOut, "more than half stay where some are left out", 1071, "one_quorum_per_step"),
+    _mutant(_LeavesTooManyOut, "at least half stay where some are left out", 1071, "one_quorum_per_step"),
     _mutant(_NeverLetsBack, "whoever can be reached again is let in", 3, "progress"),
     _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
     _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),
