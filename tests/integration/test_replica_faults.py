@@ -289,13 +289,3 @@ def test_a_rank_that_waits_for_a_stopped_one_within_its_group_is_released(
         cluster.wait_until(lambda: left_over.exit_code is not None, "the other rank of the group ends")
         assert left_over.exit_code == 1
         assert f"rank 1 of replica group {b.replica_id} is gone" in left_over.output
-
-
-def test_a_group_that_is_restarted_as_a_whole_heals_every_rank(tmp_path: Path) -> None:
-    with Cluster(tmp_path) as cluster:
-        a, b = cluster.start_all("ab", size=2)
-        b.kill()
-        again = cluster.start("b", size=2)
-        cluster.wait_for_quorum_of(a, again)
-        for rank in again.ranks:
-            assert rank.events("heal")

@@ -33,18 +33,6 @@ def test_shard_is_group_rank_plus_ranks_of_the_groups_before() -> None:
     assert (sampler.rank, sampler.num_replicas) == (9, 12)
 
 
-def test_every_sample_belongs_to_exactly_one_rank() -> None:
-    seen = [
-        index
-        for replica_rank in range(3)
-        for group_rank in range(2)
-        for index in DistributedSampler(
-            Numbers(60), replica_rank, 3, group_rank=group_rank, num_replicas=2, shuffle=True, seed=7
-        )
-    ]
-    assert sorted(seen) == list(range(60))
-
-
 def test_keyword_arguments_reach_torchs_sampler() -> None:
     sampler = DistributedSampler(
         Numbers(10), 0, 4, group_rank=0, num_replicas=1, shuffle=False, drop_last=True
