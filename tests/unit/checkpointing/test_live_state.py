@@ -142,25 +142,6 @@ class TestFastReceivers:
         assert not copied
 
 
-@pytest.mark.progress
-def test_a_receiver_that_dies_is_not_waited_for_and_another_one_gets_a_copy(
-    transports: Make, pool: ThreadPoolExecutor, copied: list[Piece]
-) -> None:
-    source, state = transports(), make_state()
-    expected = {key: tensor.clone() for key, tensor in state.items()}
-    sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)
-    with connect(parse_address(source.metadata()), LIMIT_S) as client:
-        client.sendall(asking("/checkpoint/5/header?wait_ms=5000"))
-        assert b" 200 " in client.recv(1 << 16)
-        client.sendall(asking("/checkpoint/5/payload?from=0&to=4194304", "a 20000000"))
-        client.recv(1 << 16)
-    sending.result(LIMIT_S)
-    for tensor in state.values():
-        tensor.zero_()
-    assert same(transports().recv_checkpoint(0, source.metadata(), 5, LIMIT), expected)
-    assert copied
-
-
 def test_without_receivers_nothing_is_waited_for(transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "wait_s", pytest.fail)
     source, state = transports(), make_state()

@@ -161,28 +161,22 @@ def test_a_state_that_does_not_travel_is_refused_before_anything_is_sent(party: 
 
 
 @pytest.mark.parametrize("reason", ["RuntimeError: no memory for a copy", "\x1b[2J" + "x" * 1000])
-def test_a_source_without_a_state_tells_all_receivers_why(party: Party, reason: str) -> None:
+def test_a_source_without_a_state_tells_all_receivers_why_and_sends_the_next_one(
+    party: Party, reason: str
+) -> None:
     def act(rank: int, group: ProcessGroup) -> str:
+        own = transport(group)
         if rank == 1:
-            transport(group).refuse_checkpoint([0, 2], 5, reason)
+            own.refuse_checkpoint([0, 2], 5, reason)
+            own.send_checkpoint([0, 2], 6, state_of(0), LIMIT)
             return reason
         with pytest.raises(CheckpointError, match="replica 1 refused: ") as caught:
-            transport(group).recv_checkpoint(1, "", 5, LIMIT)
+            own.recv_checkpoint(1, "", 5, LIMIT)
+        assert own.recv_checkpoint(1, "", 6, LIMIT)["step"] == 3
         return str(caught.value).partition("refused: ")[2]
 
     for told in party.together(party.meet(3), act):
         assert told in (reason, printable(reason[:400]))
-
-
-def test_after_a_refusal_the_group_carries_the_next_state(party: Party) -> None:
-    sender, receiver = map(transport, party.meet(2))
-    refusing = party.aside(sender.refuse_checkpoint, [1], 5, "not now")
-    with pytest.raises(CheckpointError, match="not now"):
-        receiver.recv_checkpoint(0, "", 5, LIMIT)
-    refusing.result(60)
-    sending = party.aside(sender.send_checkpoint, [1], 6, state_of(0), LIMIT)
-    assert receiver.recv_checkpoint(0, "", 6, LIMIT)["step"] == 3
-    sending.result(60)
 
 
 def test_a_transfer_that_has_failed_is_not_followed_by_a_refusal(party: Party) -> None:
