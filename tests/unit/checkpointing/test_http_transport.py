@@ -111,7 +111,7 @@ class TestTransfer:
     def test_a_slow_fetch_goes_on_with_the_offer_with_which_it_began(
         self, transports: Make, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, then: str
     ) -> None:
-        """Its checksums included, which it asks for last."""
+        """Its checksums included, for which it connects anew."""
         monkeypatch.setattr(http_fetch, "KEPT_OPEN_S", 0.01)
         begun, is_over, may_go_on = threading.Semaphore(0), threading.Event(), threading.Event()
         fill, read_sums = state_stream._fill, Fetch._read_sums
@@ -124,6 +124,7 @@ class TestTransfer:
 
         def read_sums_then(of: Fetch, incoming: Any, line: _Line) -> bytes:
             assert is_over.wait(LIMIT.total_seconds())
+            line.close()  # as one is that had no request for a while
             sums = read_sums(of, incoming, line)
             may_go_on.set()
             return sums
