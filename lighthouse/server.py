@@ -495,13 +495,12 @@ class Lighthouse:
         self.history.stepped(member.replica_id, member.step, time.time(), self._loop.time())
 
     async def _find(self, replica_ids: Sequence[str]) -> None:
-        """Tell the core of the first of these replicas whose process is gone."""
+        """Tell the core which of these replicas' processes are gone."""
         for first in range(0, len(replica_ids), _FIND_AT_ONCE):
             some = replica_ids[first : first + _FIND_AT_ONCE]
             are_gone = await asyncio.gather(*map(self._is_gone, some))
             for replica_id in itertools.compress(some, are_gone):
                 self._apply(self._core.gone(replica_id, self._clock.now()))
-                return
 
     async def _is_gone(self, replica_id: str) -> bool:
         try:

@@ -109,6 +109,14 @@ class Claims:
             self._versions = {i: v for i, v in self._versions.items() if i in members}
             self._anew = {i: number for i, number in self._anew.items() if i in members}
 
+    @property
+    def newest(self) -> Version:
+        """The newest state with which the last quorum began, as far as that is known."""
+        if self._past:
+            return self._newest[next(reversed(self._past))]
+        last = max(self._reports, key=lambda past: past[::2], default=None)
+        return (0, 0) if last is None else (last.step, 0)
+
     def unproven(self, joined: Sequence[Member]) -> frozenset[str]:
         """Return which of those that have joined are not believed."""
         ids = {m.replica_id for m in joined}

@@ -22,6 +22,10 @@ Their servers answer, also for a training thread that hangs: they commit nothing
 more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
 counts as little as one that answers no PING.
 
+But nobody begins the job anew while steps are left. Where the last quorum had some, and no member of it that
+still has them has joined, others wait for the members that are there, however long they hang; and for those
+that are silent, as for members of a quorum that stands (below).
+
 A quorum takes all replicas that have joined, or, if a member of the last quorum asked to `shrink_only`,
 those that were in that; the others stay joined for the next round. The wish is void where too few of these
 are there for any quorum, and where some of them have not joined by `join_timeout` and the rest is no
@@ -181,6 +185,7 @@ class QuorumCore:
         # told to.
         self._given_up: set[str] = set()
         self._told_at: float | None = None
+        self._silent: set[str] = set()  # members of the last quorum whose sessions ended without a leave
         self._ended_at: float | None = None  # when the first of its members had joined, or was gone
         # Its members that heal in it, as far as they are awaited, and until when.
         self._healing: set[str] = set()
@@ -338,6 +343,8 @@ class QuorumCore:
             decisions.append(MemberLost(NO_QUORUM, spare.replica_id, reason, ()))
         if replica_id is not None:
             self._lose(replica_id, reason, now, decisions)
+            if replica_id in self._last:
+                self._silent.add(replica_id)
             self._form(now, decisions)
         return decisions
 
@@ -345,6 +352,7 @@ class QuorumCore:
         """Handle that the process of a member is gone: nobody goes on in a quorum with it."""
         decisions = self.advance(now)
         if self.session_of(replica_id) is None:
+            self._silent.discard(replica_id)
             self._goes_on_no_more(replica_id)
             self._form(now, decisions)
         return decisions
@@ -466,9 +474,34 @@ class QuorumCore:
         if state.forms and self._of_one_job()[0] < self._min_replicas:
             return QuorumState.DIVIDED
         if self._may_go_on and state in (QuorumState.COMPLETE, QuorumState.LATE):
-            is_over = self._find_at is not None and now >= self._heard_at + self._lease
-            return state if is_over else QuorumState.LEASED
-        return state
+            state = state if self._is_lease_over(now) else QuorumState.LEASED
+        return QuorumState.BEHIND if state.forms and self._would_go_back(now) else state
+
+    def _is_lease_over(self, now: float) -> bool:
+        return self._find_at is not None and now >= self._heard_at + self._lease
+
+    def _would_go_back(self, now: float) -> bool:
+        """Return whether the steps would be lost that the last quorum began with, and a member that may have
+        them is there, or is silent.
+
+        In a first quorum there are none: one that hangs before its first step keeps nobody waiting.
+        """
+        newest = self._claims.newest
+        joined = [join.member for i in self._last if (join := self._joined.get(i)) is not None]
+        if newest[0] == 0 or any(member.version >= newest for member in joined):
+            return False
+        is_there = any(i in self._healthy and i not in self._joined for i in self._last)
+        return is_there or self._awaits_silent(now)
+
+    def _awaits_silent(self, now: float) -> bool:
+        """Return whether members of the last quorum may be alive of which nothing is heard."""
+        may_live = self._lease > 0 and any(i not in self._healthy for i in self._silent)
+        return may_live and not self._is_lease_over(now)
+
+    def _looks_for_members(self, state: QuorumState, now: float) -> bool:
+        """Return whether it counts whether the processes of members live."""
+        is_behind = state is QuorumState.BEHIND and self._awaits_silent(now)
+        return is_behind or state is QuorumState.LEASED
 
     def _state_but_for_leases(self, now: float) -> QuorumState:
         joined, healthy = len(self._joined), len(self._healthy)
@@ -542,7 +575,7 @@ class QuorumCore:
         self._look_for_end(now)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
-        if self._may_go_on and self._state(now) is QuorumState.LEASED:
+        if (self._may_go_on or self._silent) and self._looks_for_members(self._state(now), now):
             self._find_members(now, decisions)
         self._fill_places(now, decisions)
         while (state := self._state(now)).forms:
@@ -575,7 +608,7 @@ class QuorumCore:
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
-        if state is QuorumState.LEASED and self._find_at is not None:
+        if self._find_at is not None and self._looks_for_members(state, now):
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
 
     def _look_for_end(self, now: float) -> None:
@@ -955,7 +988,7 @@ class QuorumCore:
 
     def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
         self._number, self._last = number, ids
-        self._departed = set()
+        self._departed, self._silent = set(), set()
         self._given_up, self._told_at, self._ended_at, self._healing = set(), None, None, set()
         self._alarms = 0
 

@@ -94,6 +94,21 @@ def test_one_goes_on_alone_while_the_training_threads_of_the_two_others_hang(tmp
         cluster.wait_for_quorum_of(*groups)
 
 
+def test_a_newcomer_waits_for_the_only_replica_that_has_the_steps_while_that_is_silent(tmp_path: Path) -> None:
+    """It would begin the job anew, and the other one would be foreign to that."""
+    with Cluster(tmp_path, is_patient=False) as cluster:
+        a, b = cluster.start_all("ab")
+        a.signal(signal.SIGSTOP)
+        b.kill()
+        told = cluster.lighthouse_events
+        cluster.wait_until(lambda: len(told.records("loss")) > 1, "the lighthouse misses both")
+        again = cluster.start("b")
+        cluster.wait_until(lambda: again.ranks[0].records("attempt"), "it has joined")
+        a.signal(signal.SIGCONT)
+        cluster.wait_for_quorum_of(a, again)
+        assert again.events("heal")
+
+
 def test_training_waits_while_there_are_fewer_than_min_replicas(tmp_path: Path) -> None:
     with Cluster(tmp_path, min_replicas=2) as cluster:
         a, b = cluster.start_all("ab")

@@ -255,14 +255,13 @@ class SimLighthouse(Process):
         self._arm()
 
     def _find(self, replica_ids: Sequence[str], life: int) -> None:
-        """Tell the core of the first whose process is gone, among those that can be reached."""
+        """Tell the core whose processes are gone, among those that can be reached."""
         world = self._world
         for replica_id in replica_ids if life == self._life else ():
             replica = world.homes[f"http://{replica_id}"]
             if not replica.is_alive and not world.is_cut(replica.slot, LIGHTHOUSE):
                 world.tell("lighthouse", "finds that", replica_id, "is gone")
                 self._apply(self._core.gone(replica_id, self._now))
-                return
 
     def _alarm(self, decision: MemberLost | QuorumBroken | QuorumOver, numbers: Iterable[int]) -> None:
         for number in numbers:
@@ -300,6 +299,7 @@ class SimLighthouse(Process):
     def _announce(self, formed: QuorumFormed) -> None:
         world, quorum = self._world, formed.quorum
         self._look_for_liars(quorum)
+        self._look_for_lost_steps(quorum)
         self.quorum = quorum
         ids = tuple([member.replica_id for member in quorum.participants])
         if world.story is not None:
@@ -333,6 +333,17 @@ class SimLighthouse(Process):
             if any(world.homes[f"http://{i}"].shows(step) for i in ids):
                 world.checker.violate("no_regress", f"{liar} is believed, and others show more than it")
             world.after(TINY_S, world.nobody, world.homes[f"http://{liar}"].die, "it has no state")
+
+    def _look_for_lost_steps(self, quorum: Quorum) -> None:
+        """Check that no steps are lost that a member of the last quorum has which is there, and stays."""
+        world, last = self._world, self.quorum.participants if self.quorum is not None else ()
+        step = max((member.step for member in last), default=0)
+        ids = {member.replica_id for member in quorum.participants}
+        if any(member.step >= step for member in quorum.participants):
+            return
+        for absent in sorted({member.replica_id for member in last} - ids):
+            if self._core.session_of(absent) is not None and world.homes[f"http://{absent}"].shows(step):
+                world.checker.violate("no_regress", f"{absent} has step {step}, and a quorum begins before it")
 
     def _end(self, session: Session) -> None:
         """End a session from this side."""

@@ -107,6 +107,11 @@ class _GivesTheReconnectedNoTime(QuorumCore):
         return {i: end for i, end in super()._awaited(now).items() if i not in ended}
 
 
+class _GoesBack(QuorumCore):
+    def _would_go_back(self) -> bool:
+        return False
+
+
 class _IgnoresMinReplicas(QuorumCore):
     def _candidates(self, now: float) -> int:
         return max(super()._candidates(now), self._min_replicas)
@@ -918,6 +923,7 @@ MUTANTS = (
     _mutant(
         _ForgetsTheMajority, "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"
     ),
+    _mutant(_GoesBack, "newcomers wait for a member that alone has the steps", 373, "no_regress"),
     _mutant(_IgnoresMinReplicas, "quorums of min_replicas and more", 3, "one_quorum_per_step"),
     _mutant(_KeepsTheIdAfterAFailure, "a new id after a failed commit", 0, "progress"),
     _mutant(_ForgetsRounds, "telling apart two quorums with one id", 447, "progress"),

@@ -86,6 +86,7 @@ class Twin:
         self.joined: list[Joined] = []
         self.last: tuple[QuorumNumber, frozenset[str]] = (QuorumNumber(NO_QUORUM, 0), frozenset())
         self.departed: list[str] = []
+        self.silent: set[str] = set()  # members whose sessions have ended
         self.alarms = 0
         self.highest_id = first_quorum_id - 1
         self.leap = first_quorum_id % 1_000_003
@@ -191,7 +192,7 @@ class Twin:
     ) -> None:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
-        self.last, self.departed, self.alarms = (last, ids), [], 0
+        self.last, self.departed, self.silent, self.alarms = (last, ids), [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.standing = Standing() if stands else None
         self.cut_off, self.heard, self.looked = stands, now, None
@@ -214,6 +215,7 @@ class Twin:
         out = self.advance(now)
         if not self.has_session(replica_id):
             self.gave_up(replica_id)
+            self.silent.discard(replica_id)
             out += self.form(now)
         return out
 
@@ -374,6 +376,7 @@ class Twin:
         replica_id = self.owner(number)
         if replica_id is not None:
             self.lose(replica_id, reason, now, out)
+            self.silent |= {replica_id} & self.last[1]
         return out + self.form(now)
 
     def call(self, member: Member, now: float) -> list[Decision]:
@@ -434,7 +437,8 @@ class Twin:
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
         is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
-        if is_ready and self.may_go_on(now):
+        is_behind = self.would_go_back(now) and self.awaits_silent(now)
+        if is_ready and (self.may_go_on(now) or is_behind):
             out += self.look_for_members(now)
         while self.is_quorum(now) and not self.is_divided():
             if foreign := self.foreign():
@@ -528,9 +532,25 @@ class Twin:
         joined, last = {j.member.replica_id for j in self.joined}, self.last[1]
         if last and last <= joined and len(self.chosen(now)) >= self.config.min_replicas:
             return True
-        if not self.has_majority(now):
+        if not self.has_majority(now) or self.would_go_back(now):
             return False
         return self.all_have_joined(now) and not self.may_go_on(now)
+
+    def would_go_back(self, now: float) -> bool:
+        """Return whether the last quorum had steps that nobody who has joined has, and others may have."""
+        known = [(m.step, m.commit_quorum_id) for m in self.quorums[-1].participants] if self.quorums else []
+        if not known and self.reports:
+            known = [(max((past.quorum_id, past.step) for past in self.reports.values())[1], 0)]
+        newest = max(known, default=(0, 0))
+        joined = {j.member.replica_id: (j.member.step, j.member.commit_quorum_id) for j in self.joined}
+        have = [i for i in self.last[1] if i in joined and joined[i] >= newest]
+        are_there = bool((self.last[1] & self.healthy()) - joined.keys()) or self.awaits_silent(now)
+        return newest[0] > 0 and not have and are_there
+
+    def awaits_silent(self, now: float) -> bool:
+        """Return whether there are members without a session whose processes may live."""
+        lease = self.config.standing_lease_ms > 0 and not self.is_lease_over(now)
+        return lease and bool(self.silent - self.healthy())
 
     def has_majority(self, now: float) -> bool:
         return self.is_large_enough(now) and len(self.joined) > len(self.counted(now)) // 2
@@ -557,13 +577,13 @@ class Twin:
 
     def may_go_on(self, now: float) -> bool:
         """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
-        lease, ping = (
-            self.config.standing_lease_ms,
-            self.config.keepalive_time_ms + self.config.keepalive_timeout_ms,
+        return self.cut_off and self.config.standing_lease_ms > 0 and not self.is_lease_over(now)
+
+    def is_lease_over(self, now: float) -> bool:
+        ping = self.config.keepalive_time_ms + self.config.keepalive_timeout_ms
+        return self.looked is not None and now >= (
+            self.heard + (self.config.standing_lease_ms + 2 * ping) / 1000
         )
-        if not self.cut_off or lease == 0:
-            return False
-        return self.looked is None or now < self.heard + (lease + 2 * ping) / 1000
 
     def look_for_members(self, now: float) -> list[Decision]:
         out = self.tell_to_give_up(now) if self.looked is None else []
@@ -611,7 +631,7 @@ class Twin:
         began = [self.identities[i].first_quorum_id for i in sorted(ids) if i in self.identities]
         self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
-        self.departed, self.alarms = [], 0
+        self.departed, self.silent, self.alarms = [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
