@@ -643,6 +643,7 @@ class QuorumCore:
         return (
             state is QuorumState.TOO_FEW
             and is_over
+            and not self._would_go_back(now)
             and len(self._joined) + self._spares.joined >= self._min_replicas
         )
 

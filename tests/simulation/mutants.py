@@ -108,7 +108,7 @@ class _GivesTheReconnectedNoTime(QuorumCore):
 
 
 class _GoesBack(QuorumCore):
-    def _would_go_back(self) -> bool:
+    def _would_go_back(self, now: float) -> bool:
         return False
 
 
