@@ -63,6 +63,7 @@ class SimLighthouse(Process):
         self._life = 0
         self.sessions: dict[int, Session] = {}
         self.quorum: Quorum | None = None  # the last one
+        self._last: tuple[Member, ...] = ()  # its members, if it was formed since the start
         self._opening: dict[Session, None] = {}  # connected, not registered yet
         self._core: QuorumCore
         self.desk: Desk  # for spare ranks
@@ -84,6 +85,7 @@ class SimLighthouse(Process):
         """Start with nothing but the wall clock."""
         world = self._world
         self.state = RUNNING
+        self._last = ()
         self._life += 1
         self._armed = float("inf")
         first_id = int((world.now + world.wall_clock_s) * 1000)
@@ -300,7 +302,7 @@ class SimLighthouse(Process):
         world, quorum = self._world, formed.quorum
         self._look_for_liars(quorum)
         self._look_for_lost_steps(quorum)
-        self.quorum = quorum
+        self.quorum, self._last = quorum, quorum.participants
         ids = tuple([member.replica_id for member in quorum.participants])
         if world.story is not None:
             verb = "forms, to stand," if quorum.stands else "forms"
@@ -335,8 +337,10 @@ class SimLighthouse(Process):
             world.after(TINY_S, world.nobody, world.homes[f"http://{liar}"].die, "it has no state")
 
     def _look_for_lost_steps(self, quorum: Quorum) -> None:
-        """Check that no steps are lost that a member of the last quorum has which is there, and stays."""
-        world, last = self._world, self.quorum.participants if self.quorum is not None else ()
+        """Check that no steps are lost that a member of the last quorum has which is there, and stays. A
+        lighthouse that was restarted may have heard of an earlier quorum only.
+        """
+        world, last = self._world, self._last
         step = max((member.step for member in last), default=0)
         ids = {member.replica_id for member in quorum.participants}
         if any(member.step >= step for member in quorum.participants):
