@@ -193,6 +193,9 @@ class _FormsBesideTheSilent(QuorumCore):
         super()._stands(stands, now)
         self._may_go_on = False
 
+    def _awaits_silent(self, now: float) -> bool:
+        return False
+
 
 class _NeverLetsBack(QuorumCore):
     def report_links(self, session: int, unreachable: Sequence[str], now: float) -> list[Decision]:
@@ -941,7 +944,7 @@ MUTANTS = (
         _ShrinksToAMinority, "a wish to shrink is void if stragglers are most", 1071, "one_quorum_per_step"
     ),
     _mutant(_LeavesTooManyOut, "at least half stay where some are left out", 1071, "one_quorum_per_step"),
-    _mutant(_NeverLetsBack, "whoever can be reached again is let in", 3, "progress"),
+    _mutant(_NeverLetsBack, "whoever can be reached again is let in", 67, "progress"),
     _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
     _mutant(_LeavesTheSickOutForEver, "who was left out is tried again", 0, "progress"),
     _mutant(_BlamesTheVictims, "who is left out is the one that failed by itself", 1, "progress"),
@@ -950,7 +953,7 @@ MUTANTS = (
     _mutant(_CountsMembersOnly, "a new id where one is out for another one", 169, "progress"),
     _mutant(_LeavesBehindInSilence, "who was too slow hears that it is over", 122, "progress"),
     _mutant(_KeepsNoDistance, "no id twice where the clock was set back", 14, "monotonic"),
-    _mutant(_NamesAnyStep, "who asks at a later step has not come there with others", 46, "progress"),
+    _mutant(_NamesAnyStep, "who asks at a later step has not come there with others", 27054, "progress"),
     _mutant(_LetsAForeignStateIn, "who differs from the job is refused", 1, "heal_is_clean"),
     _mutant(_RefusesAtTheFirstQuorumOnly, "the job is that of the members", 1, "heal_is_clean"),
     _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 32, "progress"),
@@ -991,7 +994,7 @@ MUTANTS = (
     _mutant(_SpeaksForItsFirstRank, "the state of all ranks in the join", 0, "heal_is_clean"),
     _mutant("survives its ranks", "a lost rank ends its group", 0, "progress"),
     _mutant(_ProbesNobody, "the search for a link after a failed step", 7, "progress"),
-    _mutant("probes once", "whoever could not be reached is probed again", 3, "progress"),
+    _mutant("probes once", "whoever could not be reached is probed again", 67, "progress"),
     _mutant(_NeverTriesAgain, "a step that waits for long for a known link is given up", 64, "progress"),
     _mutant(_GivesNothingUp, "a step that waits for whom it cannot reach is given up", 64, "progress"),
     _mutant("reports links once", "links are reported again after a reconnect", 65, "progress"),
@@ -1011,7 +1014,7 @@ MUTANTS = (
     _mutant("leaves places empty", "a spare takes a free place", 4, "progress"),
     _mutant(_HoldsNobodyForSpares, "a free place ends a quorum that stands", 4604, "progress"),
     _mutant("holds nobody", "a newcomer ends a quorum that stands", 0, "progress"),
-    _mutant("asks nobody again", "a new session is told what the last one missed", 2017, "progress"),
+    _mutant("asks nobody again", "a new session is told what the last one missed", 11425, "progress"),
     _mutant(_ForgetsThatItStands, "a restart, while a quorum stands", 857, "progress"),
     _mutant(_NamesTheFirstStep, "no member has begun the step that is named", 8, "no_zombie"),
     _mutant(_WaitsForOneAnswer, "every member answers before a step is named", 8, "no_zombie"),
@@ -1028,7 +1031,7 @@ MUTANTS = (
     _mutant(_AnswersForOneRank, "the steps of all ranks in the answer", 8, "no_zombie"),
     _mutant("holds without a lighthouse", "who holds goes on when nobody tells when", 851, "progress"),
     _mutant(_TellsOneRankOnly, "all ranks ask at the same step", 0, "progress"),
-    _mutant(_DoesNotHold, "who was asked to hold begins no step", 383, "no_zombie"),
+    _mutant(_DoesNotHold, "who was asked to hold begins no step", 1023, "no_zombie"),
     _mutant(_ForgetsWhatItBegan, "the answer counts the step that was begun", 0, "no_zombie"),
     _mutant(_AsksAtOnce, "all members ask at the step that was named", 8, "no_zombie"),
     _mutant(_KeepsItsFailuresToItself, "who spoils a quorum by itself says so", 1, "progress"),
