@@ -29,7 +29,7 @@ class QuorumState(enum.Enum):
     NO_MAJORITY = "no more than half of the healthy have joined"
     STRAGGLERS = "not all of the healthy have joined"
     DIVIDED = "those who have joined are not of one job, and fewer than min_replicas are of any"
-    BEHIND = "none of those who have joined has the state of the last quorum, and members of it are still there"
+    BEHIND = "nobody who has joined has the steps of the last quorum, and a member of it may have them"
     LEASED = "members of a quorum that stands may be training, cut off from this lighthouse"
     FAST = "every member of the last quorum has joined"
     COMPLETE = "all of the healthy have joined"
@@ -188,8 +188,8 @@ class QuorumReleased(NamedTuple):
 
 
 class FindMembers(NamedTuple):
-    """Find out which of these replicas' processes are gone: their quorum cannot go on, and others need not wait
-    for what they have.
+    """Find out which of these replicas' processes are gone: their quorum cannot go on, and others need not
+    wait for what they have.
     """
 
     replica_ids: tuple[str, ...]

@@ -94,7 +94,7 @@ def test_one_goes_on_alone_while_the_training_threads_of_the_two_others_hang(tmp
         cluster.wait_for_quorum_of(*groups)
 
 
-def test_a_newcomer_waits_for_the_only_replica_that_has_the_steps_while_that_is_silent(tmp_path: Path) -> None:
+def test_a_newcomer_waits_for_the_only_one_that_has_the_steps_while_that_is_silent(tmp_path: Path) -> None:
     """It would begin the job anew, and the other one would be foreign to that."""
     with Cluster(tmp_path, is_patient=False) as cluster:
         a, b = cluster.start_all("ab")

@@ -347,7 +347,7 @@ class SimLighthouse(Process):
             return
         for absent in sorted({member.replica_id for member in last} - ids):
             if self._core.session_of(absent) is not None and world.homes[f"http://{absent}"].shows(step):
-                world.checker.violate("no_regress", f"{absent} has step {step}, and a quorum begins before it")
+                world.checker.violate("no_regress", f"{absent} has step {step}, a quorum begins before it")
 
     def _end(self, session: Session) -> None:
         """End a session from this side."""
