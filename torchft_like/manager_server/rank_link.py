@@ -141,7 +141,7 @@ class SessionLink:
         self._is_suspect = False
         self._is_distrusted = False  # from the start; later, tokens may be about to be replaced
         try:
-            self._loop.run(self._start(connect_timeout_s))
+            self._loop.run(self._start(connect_timeout_s), cancels=True)
         except BaseException:
             self._sign_of_life.close()
             raise
@@ -185,10 +185,15 @@ class SessionLink:
         """Open the first session, again and again until it is accepted: the server may still be starting."""
         self._task = asyncio.create_task(self._keep_open())
         registered = asyncio.ensure_future(self._registered.wait())
-        await asyncio.wait(
-            [registered, self._task], timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
-        )
-        registered.cancel()
+        try:
+            await asyncio.wait(
+                [registered, self._task], timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+        except asyncio.CancelledError:
+            self._task.cancel()
+            raise
+        finally:
+            registered.cancel()
         if self._registered.is_set():
             return
         self._task.cancel()

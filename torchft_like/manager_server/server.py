@@ -136,7 +136,8 @@ class ManagerServer:
         self._loop = coordination_loop()
         self._is_shut_down = False
         self._loop.run(
-            self._start(parse_address(bind, "bind"), seconds_of(connect_timeout, "connect_timeout"))
+            self._start(parse_address(bind, "bind"), seconds_of(connect_timeout, "connect_timeout")),
+            cancels=True,
         )
         living.lives(self)
 
@@ -441,10 +442,14 @@ class ManagerServer:
         self._address = Address(self._hostname, bound.port)
         await self._server.start()
         self._link = LighthouseLink(self._lighthouse, self, self._heartbeat_interval_s)
-        if await self._link.wait_connected(connect_timeout_s):
-            return
-        reason, is_distrusted = self._link.last_error, self._link.is_distrusted
-        await self._stop(None)
+        is_connected = False
+        try:
+            if is_connected := await self._link.wait_connected(connect_timeout_s):
+                return
+            reason, is_distrusted = self._link.last_error, self._link.is_distrusted
+        finally:  # also after Ctrl-C: the others would wait for a server that nobody has
+            if not is_connected:
+                await self._stop(None)
         if is_distrusted:
             raise TrustError(f"the lighthouse at {self._lighthouse} refuses this replica group: {reason}")
         raise ConnectError(

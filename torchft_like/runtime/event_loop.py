@@ -34,8 +34,13 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
+    def run(
+        self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancels: bool = False
+    ) -> T:
         """Run the coroutine on the loop and wait for its result; never call this from the loop's own thread.
+
+        Args:
+            cancels: whether the coroutine ends, too, if the wait is interrupted; otherwise it goes on.
 
         Raises:
             ForkError: this process is a fork of the one that has the thread.
@@ -46,7 +51,13 @@ class LoopThread:
                 f"process {self._process} made this before it forked process {os.getpid()}, which has none "
                 "of its threads: make a Manager, a server or a client in the process that uses it"
             )
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout)
+        running = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return running.result(timeout)
+        except BaseException:
+            if cancels:
+                running.cancel()
+            raise
 
     def is_current(self) -> bool:
         """Return whether the caller runs on this loop's thread."""

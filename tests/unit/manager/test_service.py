@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
+import signal
 import socket
+import threading
 from collections.abc import AsyncIterator, Iterator
 from datetime import timedelta
 from typing import Any
@@ -31,6 +33,7 @@ from torchft_like.core.replica_group import (
 from torchft_like.errors import ConnectError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
+from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.service import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
@@ -92,6 +95,25 @@ def server(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
     )
     yield server
     server.close()
+
+
+@pytest.mark.no_leak
+def test_a_start_that_ctrl_c_interrupts_leaves_no_session(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected = LighthouseLink.wait_connected
+
+    async def interrupted(link: LighthouseLink, timeout_s: float) -> bool:
+        assert await connected(link, timeout_s)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        return await asyncio.Event().wait()
+
+    given = "g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1
+    with monkeypatch.context() as patch:
+        patch.setattr(LighthouseLink, "wait_connected", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ManagerServer(*given)
+    ManagerServer(*given, connect_timeout=timedelta(seconds=LIMIT_S)).close()  # the name is free again
 
 
 @pytest.mark.progress
