@@ -113,7 +113,7 @@ class HealthyReplicas(Beside):
 
     def _join(self) -> None:
         for client in self._clients:
-            client.join(step=STEP)
+            client.join()
         for client in self._clients:
             quorum = client.quorum()
             assert ids_of(quorum) == self._names
