@@ -26,7 +26,7 @@ class Origin(NamedTuple):
 
 BACKENDS = MappingProxyType(
     {
-        "torchft-gloo": Origin("gloo.group", "ProcessGroupGloo", ("cpu",)),
+        "torchft-gloo": Origin("gloo", "ProcessGroupGloo", ("cpu",)),
         "torchft-baby-gloo": Origin("baby.group", "ProcessGroupBabyGloo", ("cpu",)),
         "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
         "torchft-baby-nccl": Origin("baby.group", "ProcessGroupBabyNCCL", ("cuda",)),

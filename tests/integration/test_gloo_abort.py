@@ -16,9 +16,8 @@ import pytest
 
 from tests.unit.process_group.conftest import Party, allreduced, wait_until
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
-from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, gloo
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo import group as gloo
 from torchft_like.testing.processes import RunningProcess
 from torchft_like.testing.ranks import Rank
 
@@ -177,7 +176,7 @@ ENDS = """
 import time
 import torch.distributed as dist
 from torchft_like.process_group import ProcessGroupGloo
-from torchft_like.process_group.gloo import group as gloo
+from torchft_like.process_group import gloo
 
 close = gloo._GlooBackend.close
 

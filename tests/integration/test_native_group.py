@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from torchft_like.errors import ConfigError
 from torchft_like.process_group import ProcessGroupDummy
-from torchft_like.process_group.gloo.group import adopted
+from torchft_like.process_group.gloo import adopted
 
 from .cluster import CHECKED, Cluster
 from .options import WorkerOptions

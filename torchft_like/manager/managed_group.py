@@ -22,7 +22,7 @@ from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import MemberLostError, describe_own_error, is_own_error
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo.group import adopted
+from torchft_like.process_group.gloo import adopted
 
 Emit = Callable[..., None]
 

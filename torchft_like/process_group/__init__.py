@@ -13,7 +13,7 @@ from torchft_like.process_group.baby.group import (
     ProcessGroupXCCL,
 )
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.gloo.group import ProcessGroupGloo
+from torchft_like.process_group.gloo import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
 from torchft_like.process_group.nccl import (

@@ -23,7 +23,7 @@ from tests.versions import NEEDS_A_GLOO_THAT_IS_SILENCED
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, generation
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo.device import GlooDevice
+from torchft_like.process_group.gloo import GlooDevice
 from torchft_like.process_group.store import AbortableStore, parse_store_address
 
 from .conftest import LIMIT_S, Party, allreduced, wait_until

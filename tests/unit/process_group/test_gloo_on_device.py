@@ -19,7 +19,7 @@ from torchft_like import devices
 from torchft_like.errors import CollectiveRefusedError
 from torchft_like.manager.managed_work import Reduction
 from torchft_like.process_group.generation import Operations
-from torchft_like.process_group.gloo.gaps import GlooGaps
+from torchft_like.process_group.gloo import GlooGaps
 from torchft_like.process_group.work import JointOperation
 
 

@@ -21,7 +21,7 @@ from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, Proce
 from torchft_like.process_group import generation as generation_module
 from torchft_like.process_group.collectives import BY_NAME
 from torchft_like.process_group.generation import ISSUED_MIN, Generation, GroupOperation, Operations
-from torchft_like.process_group.gloo.group import ThreadWatch
+from torchft_like.process_group.gloo import ThreadWatch
 from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
 from torchft_like.process_group.work import Explain, FinishedOperation

@@ -45,7 +45,7 @@ from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo.device import require_transport
+from torchft_like.process_group.gloo import require_transport
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import FOREVER, Operation
@@ -133,7 +133,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     """
 
     _backend_name = "torchft-baby-gloo"
-    GROUP = "torchft_like.process_group.gloo.group:ProcessGroupGloo"
+    GROUP = "torchft_like.process_group.gloo:ProcessGroupGloo"
     IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
     def _set_up(self) -> None:

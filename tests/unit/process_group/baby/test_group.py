@@ -40,7 +40,7 @@ from torchft_like.process_group.baby.child import WATCHED_MAX
 from torchft_like.process_group.baby.fork_pool import fork_pool
 from torchft_like.process_group.baby.group import RemoteBackend
 from torchft_like.process_group.baby.heartbeat import Heartbeat
-from torchft_like.process_group.gloo.group import GLOO_THREADS_COUNT
+from torchft_like.process_group.gloo import GLOO_THREADS_COUNT
 from torchft_like.testing.processes import wait_ended
 
 pytestmark = pytest.mark.usefixtures("no_operator")
