@@ -105,14 +105,14 @@ MAKERS = {
     "wrap_socket": {"lighthouse/tls.py"},
     "SSLContext": {"lighthouse/tls.py"},
     "connect_tcp": {
-        "torchft_like/checkpointing/http_fetch.py",
+        "torchft_like/checkpointing/http_transport.py",
         "torchft_like/in_process/health.py",
         "torchft_like/parameter_server.py",
         "torchft_like/process_group/checking/link.py",
     },
     "listen_tcp": {
         "lighthouse/page/server.py",
-        "torchft_like/checkpointing/http_server.py",
+        "torchft_like/checkpointing/http_transport.py",
         "torchft_like/doctor.py",
         "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
         "torchft_like/parameter_server.py",

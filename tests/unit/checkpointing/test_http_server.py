@@ -14,8 +14,8 @@ from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
 from tests.unit.checkpointing.clients import asking, drain, request
 from tests.waiting import wait_for
-from torchft_like.checkpointing import http_server
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing import http_transport
+from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Snapshot
 
 CONNECTIONS = 8
@@ -124,7 +124,7 @@ class TestHostileClients:
             assert drain(client) > 0
 
     def test_a_wait_is_bounded(self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
+        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5/header?wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
 
@@ -215,7 +215,7 @@ class TestWaitForReceivers:
 @pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
-    monkeypatch.setattr(http_server, "listen_tcp", lambda _: listener)
+    monkeypatch.setattr(http_transport, "listen_tcp", lambda _: listener)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

@@ -10,7 +10,7 @@ import torch
 from lighthouse.address import LOOPBACK, Address
 from tests.unit.checkpointing.clients import request
 from tests.unit.checkpointing.conftest import LIMIT, Make
-from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
