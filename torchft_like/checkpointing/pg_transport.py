@@ -3,7 +3,7 @@
 The bytes are those of `state_stream`, cut into messages: first one of four numbers (format, step, bytes that
 follow, how many of them are the header), then messages of 4 MiB, of which the last of the header, of the
 payload and of the sums are shorter. After the header comes the offer of a block on the sender's device
-(`device_block`), or zeros: if all receivers can map it, the payload comes through the block, and a hash of
+(`DeviceBlock`), or zeros: if all receivers can map it, the payload comes through the block, and a hash of
 each part of it instead of the sums. Where there is no state to send, the third number is negative, and so
 many bytes of the reason follow. The first number says what the others are, so every other format has to begin
 with a message of that length. The sender sends from its own tensors, to all receivers at the same time, and a
@@ -15,6 +15,7 @@ quorum.
 from __future__ import annotations
 
 import logging
+import struct
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -23,10 +24,11 @@ from itertools import cycle
 from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
-from torchft_like.checkpointing.device_block import NO_OFFER, OFFER_BYTES, DeviceBlock, hash_of, mapped
+from torchft_like.checkpointing.copy_ahead import aligned
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     CORRUPT,
@@ -39,7 +41,15 @@ from torchft_like.checkpointing.state_stream import (
 )
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.devices import beside_captures
-from torchft_like.errors import CheckpointError, CheckpointFormatError, CheckpointTimeoutError
+from torchft_like.divergence.words import word_sum
+from torchft_like.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointTimeoutError,
+    NotSupportedError,
+)
+from torchft_like.runtime.hosts import own_place
+from torchft_like.shared_memory import Export, cuda
 
 T = TypeVar("T")
 MESSAGE_BYTES = CHUNK_BYTES
@@ -334,3 +344,80 @@ class _Arriving:
         self._line.receive(message)
         self._sections[0] -= size
         self._message = message.cpu().numpy().data
+
+
+BLOCK_BYTES = 256 * 1024 * 1024
+OFFER_BYTES = 512
+NO_OFFER = bytes(OFFER_BYTES)
+# Bytes of the block, its offset in the device's allocation; lengths of the place and of the handle, which
+# follow.
+_OFFER = struct.Struct("<QQII")
+
+
+class DeviceBlock:
+    """A block of a device's memory, through which a state goes from that device to those of other processes
+    of the host, and never through the host's memory.
+
+    The sender makes and exports it for a transfer, and each receiver maps it once. It has two halves, which
+    are filled in turn: one when all receivers have taken what was in it before, so that it is filled while
+    they take the other. What is in a half is hashed on both sides, where it lies. Receivers only read.
+
+    INVARIANT: the block is given back to torch when no receiver maps it. After a transfer that has failed
+    nobody knows: the block is kept for the next one.
+
+    Args:
+        device: where it lies.
+        nbytes: the bytes of the state; the block is no larger than is of use for them.
+
+    Attributes:
+        device: where it lies.
+        halves: its halves.
+        offer: what the receivers need to map it, in OFFER_BYTES.
+
+    Raises:
+        NotSupportedError: the memory cannot be shared.
+        torch.OutOfMemoryError: the device has none left.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self.device = device
+        half = min(aligned(nbytes), BLOCK_BYTES // 2)
+        memory = torch.empty(2 * half, dtype=torch.uint8, device=device)
+        self.halves = memory[:half], memory[half:]
+        self._export = Export(memory.untyped_storage())
+        _, handle, size, offset = self._export.details
+        place = own_place()
+        offer: bytes = _OFFER.pack(size, offset, len(place), len(handle)) + place + handle
+        if len(offer) > OFFER_BYTES:
+            self.release()
+            raise NotSupportedError(f"the handle of the device's memory has {len(handle)} bytes")
+        self.offer = offer.ljust(OFFER_BYTES, b"\0")
+
+    def release(self) -> None:
+        """Give the memory back: no receiver maps it any more."""
+        self._export.release()
+
+
+def mapped(offer: bytes, device: torch.device) -> tuple[Tensor, ...] | None:
+    """Return the halves of a block of another process, mapped for a device of this one; None if that process
+    is on another host.
+
+    Raises:
+        CheckpointFormatError: the offer is malformed.
+        RuntimeError: CUDA or torch cannot map it.
+    """
+    nbytes, offset, place_bytes, handle_bytes = _OFFER.unpack_from(offer)
+    end = _OFFER.size + place_bytes
+    if nbytes > BLOCK_BYTES or nbytes % 2 or end + handle_bytes > OFFER_BYTES:
+        raise CheckpointFormatError("the offer of a device's memory is malformed")
+    if offer[_OFFER.size : end] != own_place():
+        return None
+    # CUDA reaches the sender's device from this one; that has a number of its own in each process.
+    storage = cuda.open(device.index, offer[end : end + handle_bytes], nbytes, offset)
+    memory = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return memory[: nbytes // 2], memory[nbytes // 2 :]
+
+
+def hash_of(half: Tensor) -> int:
+    """Return a hash of the bytes, once the current stream has come to it."""
+    return int(word_sum(half).item())

@@ -20,7 +20,7 @@ import torch
 from tests.equality import same
 from tests.unit.checkpointing.devices import PlayedDevice, played
 from tests.unit.process_group.conftest import Party
-from torchft_like.checkpointing import PGTransport, device_block
+from torchft_like.checkpointing import PGTransport, pg_transport
 from torchft_like.checkpointing.state_stream import LiveState
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError, CheckpointFormatError
@@ -76,9 +76,9 @@ def device() -> Iterator[PlayedDevice]:
 def cuda() -> Iterator[SharedMemory]:
     cuda = SharedMemory()
     with ExitStack() as patches:
-        for module in ("torchft_like.shared_memory", "torchft_like.checkpointing.device_block"):
+        for module in ("torchft_like.shared_memory", "torchft_like.checkpointing.pg_transport"):
             patches.enter_context(patch(f"{module}.cuda", cuda))
-        patches.enter_context(patch.object(device_block, "BLOCK_BYTES", 4096))
+        patches.enter_context(patch.object(pg_transport, "BLOCK_BYTES", 4096))
         yield cuda
 
 
@@ -140,7 +140,7 @@ def test_where_the_block_cannot_be_mapped_the_state_goes_through_the_host(
     cuda.refusal = why, RuntimeError("peer access is not supported")
     if why == "elsewhere":
         places = iter([b"here", b"there", b"here", b"here"])
-        monkeypatch.setattr(device_block, "own_place", lambda: next(places))
+        monkeypatch.setattr(pg_transport, "own_place", lambda: next(places))
     if why == "on the host":
         owns[1]["w"], owns[1]["b"] = torch.zeros(5000), torch.zeros(7, dtype=torch.bfloat16)
     with caplog.at_level(logging.WARNING):
@@ -204,14 +204,14 @@ def test_a_half_is_filled_again_when_all_receivers_have_taken_it(
             if told:
                 block = transport._block
                 assert block is not None
-                taken.append(device_block.hash_of(block.halves[len(taken) % 2]))
+                taken.append(pg_transport.hash_of(block.halves[len(taken) % 2]))
             return [True, True]
 
         def send_numbers(self, *numbers: int) -> None:
             told.extend(numbers)
 
         def send(self, data: bytearray) -> None:
-            assert len(data) == device_block.OFFER_BYTES
+            assert len(data) == pg_transport.OFFER_BYTES
 
     transport = PGTransport[Any](ProcessGroupGloo(30), LIMIT, "cpu")
     assert transport._send_through_block(state, Line())  # type: ignore[arg-type]
