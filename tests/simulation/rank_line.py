@@ -1,6 +1,6 @@
 """The conversation of a rank with its ManagerServer, over the sessions that carry it, one after the other.
 
-It does what `service.py`, `rank_link.py` and `suspicion.py` of `torchft_like/manager_server` do. A session is
+It does what `server.py`, `rank_link.py` and `suspicion.py` of `torchft_like/manager_server` do. A session is
 in order and without losses until it breaks, which loses what is on its way; the conversation repeats that. A
 process that is dead refuses connections, one that is stopped does not.
 """

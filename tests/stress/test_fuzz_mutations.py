@@ -95,8 +95,7 @@ from torchft_like.manager_server.rank_link import (
     quorum_result_to_wire,
     verdict_from_wire,
 )
-from torchft_like.manager_server.server import ManagerServer
-from torchft_like.manager_server.service import rank_join
+from torchft_like.manager_server.server import ManagerServer, rank_join
 from torchft_like.message_queue import remote
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, assembled, reading_ring

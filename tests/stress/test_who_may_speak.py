@@ -28,8 +28,7 @@ from torchft_like.core.conversation import KEPT_MAX
 from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.errors import ConnectError
 from torchft_like.manager.client import ManagerClient
-from torchft_like.manager_server import service
-from torchft_like.manager_server.server import ManagerServer
+from torchft_like.manager_server.server import ManagerServer, _SessionLine
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.cluster import LighthouseProcess
 
@@ -239,7 +238,7 @@ def test_bytes_that_are_no_message_end_the_session_of_a_rank_and_are_felt_by_the
 
 def test_a_rank_that_reads_nothing_is_given_up_after_a_bounded_number_of_messages() -> None:
     async def overfilled() -> list[object]:
-        line = service._SessionLine(b"1", "")
+        line = _SessionLine(b"1", "")
         stream = line.connect()
         for _ in range(10 * KEPT_MAX):
             line.hear(GroupLostNotice("again"))

@@ -35,7 +35,7 @@ from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import SessionLink
-from torchft_like.manager_server.service import _Handlers
+from torchft_like.manager_server.server import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
