@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, 
 
 from benchmarks.report import Result
 from torchft_like.process_group import ProcessGroupGloo as ReconfigurableGloo
-from torchft_like.process_group.checking.backend import Check
+from torchft_like.process_group.checking import Check
 from torchft_like.testing.ranks import running
 
 UNCHECKED, NEW, CHECKED = "unchecked", "new calls (default)", "all calls"

@@ -116,7 +116,7 @@ from torchft_like.plain_data import (
     disassemble,
     encode,
 )
-from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group import ProcessGroup, checking
 from torchft_like.process_group import store as group_store
 from torchft_like.process_group.baby.messages import (
     Channel,
@@ -126,7 +126,6 @@ from torchft_like.process_group.baby.messages import (
     encode_call,
 )
 from torchft_like.process_group.baby.requests import Requests
-from torchft_like.process_group.checking import link
 from torchft_like.process_group.handles import Handle, parse_handle
 from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
 
@@ -407,7 +406,7 @@ STORE_ASKED = asked_of_store(*OPEN_KEYS), asked_of_store(SECRET_KEY)
 
 
 CALL = Statement("allreduce", "same", ("float32[4]",) * 3, ("float32[4]",), 0, "SUM", None, None)
-REQUEST = link.Request(link.CALL, 7, 3, 1.5, statements.encode(CALL)).encode()
+REQUEST = checking.Request(checking.CALL, 7, 3, 1.5, statements.encode(CALL)).encode()
 PROBLEMS = (Disagreement("shape", {0: "a", 1: "b"}), Missing((1,), {0: ("a()",)}, True, 1.5))
 RECORD = Record("spent", "an error", "127.0.0.1:1", "host", 3)
 ADDRESSES = [
@@ -421,7 +420,7 @@ MEETING_HANDLE = Handle("0a1b", "127.0.0.1:29500/torchft/x", 3)
 
 def take_requests(data: bytes) -> None:
     buffer = bytearray(data)
-    while (size := len(buffer)) and link.take_request(buffer) is not None:
+    while (size := len(buffer)) and checking.take_request(buffer) is not None:
         assert len(buffer) < size
 
 
@@ -1013,8 +1012,8 @@ PARSERS = [
     Parser("which ranks are missing", [b"[]", b"[1, 20]"], _ranks_in, (ValueError,), [DEEP, b"[null]"]),
     Parser(
         "where the referee is",
-        [json.dumps(["127.0.0.1", 29500, "0a" * link.TOKEN_BYTES, True]).encode()],
-        link._read_referee,
+        [json.dumps(["127.0.0.1", 29500, "0a" * checking.TOKEN_BYTES, True]).encode()],
+        checking._read_referee,
         (ProcessGroupError,),
         [
             json.dumps(["127.0.0.1", 70000, "00" * 16, True]).encode(),  # an OverflowError of the socket
@@ -1027,12 +1026,12 @@ PARSERS = [
     ),
     Parser(
         "requests to the referee",
-        [REQUEST, REQUEST + link.Request(link.PASSED, 8, 4).encode()],
+        [REQUEST, REQUEST + checking.Request(checking.PASSED, 8, 4).encode()],
         take_requests,
         (ValueError,),
         [
-            struct.pack("<BQQdI", link.CALL, 1, 1, float("nan"), 0),
-            struct.pack("<BQQdI", link.CALL, 1, 1, 1.0, 2**32 - 1),
+            struct.pack("<BQQdI", checking.CALL, 1, 1, float("nan"), 0),
+            struct.pack("<BQQdI", checking.CALL, 1, 1, 1.0, 2**32 - 1),
         ],
     ),
     Parser(
@@ -1054,8 +1053,8 @@ PARSERS = [
     ),
     Parser(
         "a ruling",
-        [link.encode_problem(problem) for problem in PROBLEMS],
-        link.decode_problem,
+        [checking.encode_problem(problem) for problem in PROBLEMS],
+        checking.decode_problem,
         (ValueError,),
         [
             DEEP,

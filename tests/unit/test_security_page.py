@@ -19,9 +19,8 @@ from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.core import conversation, store
 from torchft_like.core.agreement import statements
 from torchft_like.message_queue import remote
+from torchft_like.process_group import checking, store_server
 from torchft_like.process_group import store as store_client
-from torchft_like.process_group import store_server
-from torchft_like.process_group.checking import link
 
 TEXT = (ROOT / "docs" / "security.md").read_text()
 TABLE = TEXT.partition("## Limits\n")[2].partition("## Ports")[0]
@@ -110,8 +109,8 @@ LIMITS: dict[str, list[str]] = {
         f"{store.QUORUMS_MAX} quorums",
     ],
     "a value that": [size(store_client.VALUE_BYTES_MAX)],
-    "connections of those": [f"{link.CALLERS_MAX}"],
-    "a message about": [f"{size(link.BODY_BYTES_MAX)}, {statements.TENSORS_MAX:,} tensors"],
+    "connections of those": [f"{checking.CALLERS_MAX}"],
+    "a message about": [f"{size(checking.BODY_BYTES_MAX)}, {statements.TENSORS_MAX:,} tensors"],
 }
 
 

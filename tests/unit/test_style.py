@@ -108,7 +108,7 @@ MAKERS = {
         "torchft_like/checkpointing/http_transport.py",
         "torchft_like/in_process/health.py",
         "torchft_like/parameter_server.py",
-        "torchft_like/process_group/checking/link.py",
+        "torchft_like/process_group/checking.py",
     },
     "listen_tcp": {
         "lighthouse/page/server.py",
@@ -116,7 +116,7 @@ MAKERS = {
         "torchft_like/doctor.py",
         "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
         "torchft_like/parameter_server.py",
-        "torchft_like/process_group/checking/link.py",
+        "torchft_like/process_group/checking.py",
         "torchft_like/process_group/store.py",  # for torch's, where a user has named it
         "torchft_like/process_group/store_server.py",
     },
@@ -140,7 +140,7 @@ OTHER_NETWORKING = (
 PLAIN = {
     "torchft_like/checkpointing/http_transport.py",  # says nothing: can the source be reached at all?
     "torchft_like/in_process/health.py",  # likewise
-    "torchft_like/process_group/checking/link.py",
+    "torchft_like/process_group/checking.py",
 }
 
 # A function's docstring that begins with one of these words has neither a subject nor a verb that commands.

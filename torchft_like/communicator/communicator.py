@@ -50,7 +50,7 @@ from torchft_like.errors import (
     QueueMemoryError,
 )
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.checking.backend import check_wanted
+from torchft_like.process_group.checking import check_wanted
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
 from torchft_like.process_group.wrapper import as_timedelta

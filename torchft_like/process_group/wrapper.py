@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, Work
 
 from torchft_like.errors import ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.checking.backend import Check, check_wanted, checked
+from torchft_like.process_group.checking import Check, check_wanted, checked
 from torchft_like.process_group.collectives import Collective
 from torchft_like.process_group.configuration import ANEW, AbortSignal, Configuration
 from torchft_like.process_group.generation import Backend, Generation

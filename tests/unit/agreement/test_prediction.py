@@ -81,7 +81,7 @@ def test_calls_that_are_confirmed_together_are_like_calls_that_are_learned_one_b
 
 
 class Player:
-    """A rank, as `process_group.checking.backend` is one."""
+    """A rank, as `process_group.checking` is one."""
 
     def __init__(self, rank: int, program: Sequence[Statement]) -> None:
         self.rank = rank

@@ -31,7 +31,7 @@ from torchft_like.core.agreement.statements import (
     unpack,
 )
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from torchft_like.process_group.checking.link import (
+from torchft_like.process_group.checking import (
     BODY_BYTES_MAX,
     CALL,
     REQUEST,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.checking.backend import Check
+from torchft_like.process_group.checking import Check
 
 from .conftest import Party, allreduced
 

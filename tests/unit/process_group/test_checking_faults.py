@@ -25,12 +25,11 @@ from torchft_like.errors import (
     ProcessGroupError,
 )
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.checking import link
-from torchft_like.process_group.checking.backend import CHECK_ENV
-from torchft_like.process_group.checking.link import (
+from torchft_like.process_group.checking import (
     ANSWER,
     CALL,
     CALLERS_MAX,
+    CHECK_ENV,
     REQUEST,
     Hub,
     Request,
@@ -258,7 +257,7 @@ def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyP
         shut_down(one)
         time.sleep(FELT_S)  # the hub sees the end of this connection while the next one is still open
 
-    monkeypatch.setattr(link, "shut", shut_down_slowly)
+    monkeypatch.setattr("torchft_like.process_group.checking.shut", shut_down_slowly)
     hub._sockets._sockets.reverse()  # rank 0's own connection comes last
     for ours, _ in pairs[1:]:
         ours.sendall(call)

@@ -24,7 +24,7 @@ from torchft_like.process_group import (
     ProcessGroup,
     ProcessGroupGloo,
 )
-from torchft_like.process_group.checking.backend import CHECK_ENV, Check, CheckedBackend
+from torchft_like.process_group.checking import CHECK_ENV, Check, CheckedBackend
 from torchft_like.testing.processes import Processes
 
 from .checking_calls import assert_goes_on, checking, checking_threads, error_of

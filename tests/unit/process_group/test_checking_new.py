@@ -12,8 +12,7 @@ import torch
 from torchft_like.core.agreement import referee
 from torchft_like.errors import CollectiveMismatchError, ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupBabyGloo, ProcessGroupGloo
-from torchft_like.process_group.checking.backend import CheckedBackend
-from torchft_like.process_group.checking.link import CALL, Link, Request
+from torchft_like.process_group.checking import CALL, CheckedBackend, Link, Request
 
 from .checking_calls import assert_goes_on, error_of
 from .conftest import LIMIT_S, Party

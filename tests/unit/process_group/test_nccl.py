@@ -35,7 +35,7 @@ from torchft_like.process_group import (
     nccl,
     trigger_nccl_fr_trace_through_pipe,
 )
-from torchft_like.process_group.checking.backend import Check
+from torchft_like.process_group.checking import Check
 from torchft_like.process_group.nccl import (
     TORCH_FR_DUMP_TEMP_FILE_ENV,
     ProcessGroupNCCL,
