@@ -48,7 +48,7 @@ _HELP = {
     "replicas": "while fewer are there, spares take part; at the least min_replicas",
     "reconnect_grace_ms": "after a restart, how long members of the last quorum are awaited",
     "start_grace_ms": "after a start, how long members of a quorum may come back before newcomers form one",
-    "standing_lease_ms": "how long a quorum that stands goes on without a word, and others wait",
+    "standing_lease_ms": "how long a quorum that stands goes on without a word, and others wait for it",
     "sick_pause_ms": "how long who spoilt two quorums in a row by itself is left out, doubled each time",
     "sick_pause_max_ms": "the longest time for which it is left out",
     "keepalive_time_ms": "a connection silent for so long is probed",

@@ -71,8 +71,9 @@ class LighthouseConfig:
 
     standing_lease_ms: _Milliseconds = 30_000
     """How long members of a quorum that stands go on without a word from this lighthouse, unless they know
-    that its process is gone; and, with time for both sides to notice, how long it forms no quorum without any
-    of them, unless it knows that the process of one is gone. 0 is no limit, and no wait.
+    that its process is gone; and, with time for both sides to notice, how long newcomers wait for silent
+    members that alone have the job's steps, unless it is known that their processes are gone. 0 is no limit,
+    and no wait.
     """
 
     sick_pause_ms: _Milliseconds = 1_000
@@ -120,8 +121,9 @@ class LighthouseConfig:
 
     @property
     def lease_s(self) -> float:
-        """How long no quorum forms without any member of one that stood, after the last word from them, in
-        seconds. A member notices silence a little later than this lighthouse, by what their PINGs take.
+        """How long no quorum forms without silent members that alone have the job's steps, after the last
+        word from them, in seconds. A member notices silence a little later than this lighthouse, by what
+        their PINGs take.
         """
         if self.standing_lease_ms == 0:
             return 0.0

@@ -30,7 +30,6 @@ class QuorumState(enum.Enum):
     STRAGGLERS = "not all of the healthy have joined"
     DIVIDED = "those who have joined are not of one job, and fewer than min_replicas are of any"
     BEHIND = "nobody who has joined has the steps of the last quorum, and a member of it may have them"
-    LEASED = "members of a quorum that stands may be training, cut off from this lighthouse"
     FAST = "every member of the last quorum has joined"
     COMPLETE = "all of the healthy have joined"
     LATE = "join_timeout is over"

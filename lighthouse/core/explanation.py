@@ -77,8 +77,8 @@ def why_no_quorum(facts: Facts) -> str:
     why += f" ({details[state]})" if state in details else ""
     if state is QuorumState.STRAGGLERS:
         why += f"; they are left behind in {facts.late_s:.3f} s"
-    if state is QuorumState.LEASED:
-        why += f"; others wait for {facts.lease_s:.3f} s, or until one comes back or is known to be gone"
+    if state is QuorumState.BEHIND and facts.lease_s < math.inf:
+        why += f"; for silent ones others wait {facts.lease_s:.3f} s, or until they are known to be gone"
     if joined < healthy and joined and facts.expiry_s < math.inf:
         why += f"; the next silent one is given up in {facts.expiry_s:.3f} s"
     return why

@@ -23,8 +23,9 @@ more. Nor does a member that gives no answer for another `join_timeout`: its who
 counts as little as one that answers no PING.
 
 But nobody begins the job anew while steps are left. Where the last quorum had some, and no member of it that
-still has them has joined, others wait for the members that are there, however long they hang; and for those
-that are silent, as for members of a quorum that stands (below).
+still has them has joined, others wait for the members that are there, however long they hang. They wait for
+those that are silent, too, which may be training, cut off from here: until it is known that their processes
+are gone, or for as long as such members go on (`standing_lease_ms`).
 
 A quorum takes all replicas that have joined, or, if a member of the last quorum asked to `shrink_only`,
 those that were in that; the others stay joined for the next round. The wish is void where too few of these
@@ -76,10 +77,8 @@ A member may also find that it cannot use the process group of the last quorum, 
 met the others in it. Its join says so, and the others are told not to wait for it.
 Only sessions report. Nothing is concluded about unary callers, which report nothing.
 
-A quorum may stand: then its members ask for no other one until they are told to (`standing.py`). Where all
-of them are silent they may be training, cut off from here. A quorum without any of them is formed only when
-it is known that one of them has given that quorum up, or that its process is gone, or when the time is over
-for which they go on (`standing_lease_ms`).
+A quorum may stand: then its members ask for no other one until they are told to (`standing.py`). It has
+steps, so no quorum is formed beside it that has none of its members.
 """
 
 from __future__ import annotations
@@ -180,20 +179,17 @@ class QuorumCore:
         self._alarms = 0
         self._has_formed = False
         self._standing: StandingQuorum | None = None  # the last quorum, while it stands
-        self._may_go_on = False  # it stood, and no member is known to have given it up, or to be gone
         # Members of the last quorum that have given it up without asking for another one, and when they were
         # told to.
         self._given_up: set[str] = set()
         self._told_at: float | None = None
-        self._silent: set[str] = set()  # members of the last quorum whose sessions ended without a leave
+        self._silent: set[str] = set()  # members of the last quorum that were lost, and may live
         self._ended_at: float | None = None  # when the first of its members had joined, or was gone
         # Its members that heal in it, as far as they are awaited, and until when.
         self._healing: set[str] = set()
         self._heal_until = 0.0
         self._heard_at = 0.0  # when the last word of its members came, or went to them
-        self._find_at: float | None = (
-            None  # when the members that may go on are looked for, if they have to be
-        )
+        self._find_at: float | None = None  # when those that are silent are looked for next
 
         self._joined: dict[str, _Join] = {}  # in the order of `since`
         self._paused: dict[str, _Join] = {}  # those of them that have a pause, be it over or not
@@ -238,7 +234,6 @@ class QuorumCore:
         self._learn(last, last_ids, now, decisions, stands)
         if last != self._number:
             self._depart(replica_id, "came back without the quorum", decisions)
-            self._goes_on_no_more(replica_id)
         else:
             self._remind(session, replica_id, decisions)
         if self._is_over(last):
@@ -309,7 +304,6 @@ class QuorumCore:
         if replica_id in self._last and number == self._number:
             self._given_up.add(str(replica_id))
             self._healing.discard(str(replica_id))
-            self._goes_on_no_more(str(replica_id))
             self._form(now, decisions)
         return decisions
 
@@ -326,7 +320,6 @@ class QuorumCore:
         self._spares.close(session)
         if replica_id is not None:
             self._forget(replica_id)
-            self._goes_on_no_more(replica_id)
             if replica_id in self._last:
                 if quorum_id not in (0, self._number.quorum_id):
                     self._break(replica_id, decisions)
@@ -343,18 +336,14 @@ class QuorumCore:
             decisions.append(MemberLost(NO_QUORUM, spare.replica_id, reason, ()))
         if replica_id is not None:
             self._lose(replica_id, reason, now, decisions)
-            if replica_id in self._last:
-                self._silent.add(replica_id)
             self._form(now, decisions)
         return decisions
 
     def gone(self, replica_id: str, now: float) -> list[Decision]:
-        """Handle that the process of a member is gone: nobody goes on in a quorum with it."""
+        """Handle that the process of a member that was silent is gone."""
         decisions = self.advance(now)
-        if self.session_of(replica_id) is None:
-            self._silent.discard(replica_id)
-            self._goes_on_no_more(replica_id)
-            self._form(now, decisions)
+        self._silent.discard(replica_id)
+        self._form(now, decisions)
         return decisions
 
     # -- unary calls of torchft's protocol
@@ -463,22 +452,17 @@ class QuorumCore:
             spares=[spare.replica_id for spare in self._spares],
             refused=self._refused,
             late_s=self._late_at() - now if self._joined else math.inf,
-            lease_s=self._heard_at + self._lease - now,
+            lease_s=self._heard_at + self._lease - now if self._awaits_silent(now) else math.inf,
             expiry_s=self._healthy.next_expiry() - now,
         )
 
     # -- the rules
 
     def _state(self, now: float) -> QuorumState:
-        state = self._state_but_for_leases(now)
+        state = self._state_of_any_job(now)
         if state.forms and self._of_one_job()[0] < self._min_replicas:
             return QuorumState.DIVIDED
-        if self._may_go_on and state in (QuorumState.COMPLETE, QuorumState.LATE):
-            state = state if self._is_lease_over(now) else QuorumState.LEASED
         return QuorumState.BEHIND if state.forms and self._would_go_back(now) else state
-
-    def _is_lease_over(self, now: float) -> bool:
-        return self._find_at is not None and now >= self._heard_at + self._lease
 
     def _would_go_back(self, now: float) -> bool:
         """Return whether the steps would be lost that the last quorum began with, and a member that may have
@@ -496,14 +480,9 @@ class QuorumCore:
     def _awaits_silent(self, now: float) -> bool:
         """Return whether members of the last quorum may be alive of which nothing is heard."""
         may_live = self._lease > 0 and any(i not in self._healthy for i in self._silent)
-        return may_live and not self._is_lease_over(now)
+        return may_live and (self._find_at is None or now < self._heard_at + self._lease)
 
-    def _looks_for_members(self, state: QuorumState, now: float) -> bool:
-        """Return whether it counts whether the processes of members live."""
-        is_behind = state is QuorumState.BEHIND and self._awaits_silent(now)
-        return is_behind or state is QuorumState.LEASED
-
-    def _state_but_for_leases(self, now: float) -> QuorumState:
+    def _state_of_any_job(self, now: float) -> QuorumState:
         joined, healthy = len(self._joined), len(self._healthy)
         if not joined:
             return QuorumState.NOBODY
@@ -575,7 +554,7 @@ class QuorumCore:
         self._look_for_end(now)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
-        if (self._may_go_on or self._silent) and self._looks_for_members(self._state(now), now):
+        if self._state(now) is QuorumState.BEHIND:
             self._find_members(now, decisions)
         self._fill_places(now, decisions)
         while (state := self._state(now)).forms:
@@ -608,7 +587,7 @@ class QuorumCore:
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
-        if self._find_at is not None and self._looks_for_members(state, now):
+        if self._find_at is not None and state is QuorumState.BEHIND and self._awaits_silent(now):
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
 
     def _look_for_end(self, now: float) -> None:
@@ -637,12 +616,10 @@ class QuorumCore:
 
     def _is_short_of_spares(self, state: QuorumState, now: float) -> bool:
         """Return whether all others have joined, and there would be a quorum with spares."""
-        is_over = (
-            len(self._joined) == len(self._healthy) and not self._may_go_on and not self._is_shrinking(now)
-        )
         return (
             state is QuorumState.TOO_FEW
-            and is_over
+            and len(self._joined) == len(self._healthy)
+            and not self._is_shrinking(now)
             and not self._would_go_back(now)
             and len(self._joined) + self._spares.joined >= self._min_replicas
         )
@@ -670,12 +647,14 @@ class QuorumCore:
             decisions.append(Refused(session, replica_id, why))
 
     def _find_members(self, now: float, decisions: list[Decision]) -> None:
-        """Tell members that are there to give the last quorum up, and look for the others."""
-        if self._find_at is None:
+        """Tell members that go on, and those whose quorum has silent ones, to give it up; look for these."""
+        is_looking = self._awaits_silent(now)
+        if self._standing is not None or is_looking:
             self._tell_to_give_up(now, decisions)
-        if self._find_at is None or now >= self._find_at:
+        if is_looking and (self._find_at is None or now >= self._find_at):
             self._find_at = now + _FIND_EVERY_S
-            decisions.append(FindMembers(tuple(sorted(self._last))))
+            silent = sorted(i for i in self._silent if i not in self._healthy)
+            decisions.append(FindMembers(tuple(silent)))
 
     def _is_held_back(self, now: float) -> bool:
         """Return whether members of the last quorum do not ask for another one, although no member can get on
@@ -751,7 +730,7 @@ class QuorumCore:
             self._first_quorum_id = 0
         began = self._first_quorum_id or self._identities.first_quorum_id(sorted(chosen))
         self._first_quorum_id = began or number.quorum_id
-        self._adopt(number, last if self._is_same(chosen) else frozenset(chosen))
+        self._adopt(number, last if self._is_same(chosen) else frozenset(chosen), now)
         self._has_formed = True
         self._healthy.were_in_a_quorum(last | self._last, now)
         # Those that were not chosen stay joined; the clock of the new round starts for them now.
@@ -825,7 +804,6 @@ class QuorumCore:
     def _enter(self, member: Member, now: float) -> _Join:
         """Enter a replica into the round; if it has joined before, its news counts and its place stays."""
         self._use_up(member.commit_quorum_id)
-        self._goes_on_no_more(member.replica_id)
         self._healing.discard(member.replica_id)
         join = self._joined.get(member.replica_id)
         is_news = join is None or join.member.own_failures != member.own_failures
@@ -874,6 +852,7 @@ class QuorumCore:
         self._forget(replica_id)
         if replica_id in self._last:
             self._heard_at = now
+            self._silent.add(replica_id)
         if not self._depart(replica_id, reason, decisions):
             decisions.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 
@@ -969,7 +948,7 @@ class QuorumCore:
         ids = frozenset(ids)
         if number.quorum_id <= 0 or number <= self._number or not ids or self._has_formed:
             return
-        self._adopt(number, ids)
+        self._adopt(number, ids, now)
         self._stands(stands, now)
         decisions += [
             QuorumOver(session.number, replica_id, session.last.quorum_id)
@@ -982,13 +961,12 @@ class QuorumCore:
             session = self._healthy.session_of(replica_id)
             if session is not None and session.last != number:
                 self._depart(replica_id, "came back without the quorum", decisions)
-                self._goes_on_no_more(replica_id)
         for replica_id in sorted(self._joined):  # before this lighthouse knew that a quorum stands
-            self._goes_on_no_more(replica_id)
             self._stand_no_more(replica_id, self._joined[replica_id].member.step, now, decisions)
 
-    def _adopt(self, number: QuorumNumber, ids: frozenset[str]) -> None:
+    def _adopt(self, number: QuorumNumber, ids: frozenset[str], now: float) -> None:
         self._number, self._last = number, ids
+        self._heard_at, self._find_at = now, None
         self._departed, self._silent = set(), set()
         self._given_up, self._told_at, self._ended_at, self._healing = set(), None, None, set()
         self._alarms = 0
@@ -996,12 +974,6 @@ class QuorumCore:
     def _stands(self, stands: bool, now: float) -> None:
         """Record whether the last quorum stands."""
         self._standing = StandingQuorum(self._last, now) if stands else None
-        self._may_go_on = stands and self._lease > 0
-        self._heard_at, self._find_at = now, None
-
-    def _goes_on_no_more(self, replica_id: str) -> None:
-        """Record that a replica is in the last quorum no more: no other member can commit a step in it."""
-        self._may_go_on = self._may_go_on and replica_id not in self._last
 
     def _use_up(self, quorum_id: int) -> None:
         if quorum_id > self._highest_id:
@@ -1011,11 +983,13 @@ class QuorumCore:
 def _can_stand(joins: Collection[_Join]) -> bool:
     """Return whether these replicas can go on in their quorum by themselves.
 
-    One alone cannot: it would complete its collectives also where the lighthouse has gone on without it.
+    One alone cannot: it would complete its collectives also where the lighthouse has gone on without it. Nor
+    can any before the first step, as newcomers wait for members that have steps only.
     """
     members = [join.as_believed for join in joins]
     return (
         len({member.version for member in members}) == 1 < len(members)
+        and members[0].step > 0
         and all(join.in_session for join in joins)
         and all(member.may_stand and not member.commit_failures for member in members)
     )

@@ -189,10 +189,6 @@ class _ShrinksToAMinority(QuorumCore):
 
 
 class _FormsBesideTheSilent(QuorumCore):
-    def _stands(self, stands: bool, now: float) -> None:
-        super()._stands(stands, now)
-        self._may_go_on = False
-
     def _awaits_silent(self, now: float) -> bool:
         return False
 

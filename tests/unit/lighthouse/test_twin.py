@@ -129,7 +129,7 @@ class _Story:
         self._joins = chance.choice((3, 8))
         self._identifies = chance.choice((0, 0, 3))
         self.plan = self._rounds() if chance.random() < 0.2 else []
-        if self._may_stand and chance.random() < 0.3:
+        if self._may_stand and chance.random() < 0.5:
             self.plan = chance.choice((self._standing, self._cut_off))()
         if not self.plan and chance.random() < 0.3:
             self.plan = chance.choice((self._minority, self._jobs))()
@@ -235,7 +235,7 @@ class _Story:
         chance = self._chance
         return Member(
             replica_id,
-            step=0 if self._may_stand and chance.random() < 0.8 else chance.randint(0, 3),
+            step=1 if self._may_stand and chance.random() < 0.9 else chance.randint(0, 3),
             shrink_only=chance.random() < 0.1,
             commit_failures=int(chance.random() < 0.1),
             commit_quorum_id=0 if self._may_stand else chance.choice((0, 0, 0, 99, 104, 160)),

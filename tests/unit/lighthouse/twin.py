@@ -97,7 +97,6 @@ class Twin:
         self.unreachable: dict[str, tuple[str, ...]] = {}
         self.left_out: tuple[set[str], list[tuple[str, str]], set[str]] = (set(), [], set())
         self.standing: Standing | None = None
-        self.cut_off = False  # the members of the last quorum may all go on in it, without this lighthouse
         self.given_up: set[str] = set()
         self.told: float | None = None  # when members of the last quorum were told to give it up
         self.ended: float | None = None  # when one of them had joined, or was gone
@@ -162,7 +161,6 @@ class Twin:
             self.learn(last, frozenset(ids), now, out, stands)
         if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
-            self.gave_up(replica_id)
         elif self.standing and self.standing.held_for and replica_id not in self.standing.ends:
             if self.standing.ask_at is None:
                 self.standing.holds.pop(replica_id, None)
@@ -195,29 +193,20 @@ class Twin:
         self.last, self.departed, self.silent, self.alarms = (last, ids), [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.standing = Standing() if stands else None
-        self.cut_off, self.heard, self.looked = stands, now, None
+        self.heard, self.looked = now, None
         out += self.over(self.sessions)
         self.expected = []
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
             if session.last != last:
                 self.depart(session.replica_id, "came back without the quorum", out)
-                self.gave_up(session.replica_id)
         for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
-            self.gave_up(joined.member.replica_id)
             self.end_standing(joined.member.replica_id, joined.member.step, now, out)
-
-    def gave_up(self, replica_id: str) -> None:
-        if replica_id in self.last[1]:
-            self.cut_off = False
 
     def gone(self, replica_id: str, now: float) -> list[Decision]:
         out = self.advance(now)
-        if not self.has_session(replica_id):
-            self.gave_up(replica_id)
-            self.silent.discard(replica_id)
-            out += self.form(now)
-        return out
+        self.silent.discard(replica_id)
+        return out + self.form(now)
 
     def end_standing(self, replica_id: str, step: int, now: float, out: list[Decision]) -> None:
         """End the quorum that stands for a replica that asks at this step, or leaves before it."""
@@ -262,7 +251,6 @@ class Twin:
         replica_id = self.owner(session)
         if replica_id in self.last[1] and number == self.last[0]:
             self.given_up.add(str(replica_id))
-            self.gave_up(str(replica_id))
             out += self.form(now)
         return out
 
@@ -365,7 +353,6 @@ class Twin:
         replica_id = self.owner(number)
         if replica_id is not None:
             self.clear(replica_id)
-            self.gave_up(replica_id)
             if replica_id in self.last[1]:
                 self.departed.append(replica_id)
                 self.end_standing(replica_id, step, now, out)
@@ -376,7 +363,6 @@ class Twin:
         replica_id = self.owner(number)
         if replica_id is not None:
             self.lose(replica_id, reason, now, out)
-            self.silent |= {replica_id} & self.last[1]
         return out + self.form(now)
 
     def call(self, member: Member, now: float) -> list[Decision]:
@@ -437,8 +423,7 @@ class Twin:
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
         is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
-        is_behind = self.would_go_back(now) and self.awaits_silent(now)
-        if is_ready and (self.may_go_on(now) or is_behind):
+        if is_ready and self.would_go_back(now):
             out += self.look_for_members(now)
         while self.is_quorum(now) and not self.is_divided():
             if foreign := self.foreign():
@@ -534,7 +519,7 @@ class Twin:
             return True
         if not self.has_majority(now) or self.would_go_back(now):
             return False
-        return self.all_have_joined(now) and not self.may_go_on(now)
+        return self.all_have_joined(now)
 
     def would_go_back(self, now: float) -> bool:
         """Return whether the last quorum had steps that nobody who has joined has, and others may have."""
@@ -549,8 +534,10 @@ class Twin:
 
     def awaits_silent(self, now: float) -> bool:
         """Return whether there are members without a session whose processes may live."""
-        lease = self.config.standing_lease_ms > 0 and not self.is_lease_over(now)
-        return lease and bool(self.silent - self.healthy())
+        ping = self.config.keepalive_time_ms + self.config.keepalive_timeout_ms
+        until = self.heard + (self.config.standing_lease_ms + 2 * ping) / 1000
+        has_time = self.config.standing_lease_ms > 0 and (self.looked is None or now < until)
+        return has_time and bool(self.silent - self.healthy())
 
     def has_majority(self, now: float) -> bool:
         return self.is_large_enough(now) and len(self.joined) > len(self.counted(now)) // 2
@@ -575,21 +562,12 @@ class Twin:
         is_awaited = bool(self.healing[0]) and now < self.healing[1]
         return now >= since + self.config.join_timeout_ms / 1000 and not is_awaited
 
-    def may_go_on(self, now: float) -> bool:
-        """Return whether members of the last quorum may go on in it, cut off from this lighthouse."""
-        return self.cut_off and self.config.standing_lease_ms > 0 and not self.is_lease_over(now)
-
-    def is_lease_over(self, now: float) -> bool:
-        ping = self.config.keepalive_time_ms + self.config.keepalive_timeout_ms
-        return self.looked is not None and now >= (
-            self.heard + (self.config.standing_lease_ms + 2 * ping) / 1000
-        )
-
     def look_for_members(self, now: float) -> list[Decision]:
-        out = self.tell_to_give_up(now) if self.looked is None else []
-        if self.looked is None or now >= self.looked + 1:
+        is_looking = self.awaits_silent(now)
+        out = self.tell_to_give_up(now) if is_looking or self.standing is not None else []
+        if is_looking and (self.looked is None or now >= self.looked + 1):
             self.looked = now
-            out.append(FindMembers(tuple(sorted(self.last[1]))))
+            out.append(FindMembers(tuple(sorted(self.silent - self.healthy()))))
         return out
 
     def tell_to_give_up(self, now: float) -> list[Decision]:
@@ -640,8 +618,9 @@ class Twin:
         stands = all(now < j.let_in for j in self.joined) and len(versions) == 1 < len(chosen)
         for j in chosen:
             stands = stands and j.in_session and j.member.may_stand and not j.member.commit_failures
+        stands = stands and min(step for step, _ in versions) > 0
         self.standing = Standing() if stands else None
-        self.cut_off, self.heard, self.looked = stands, now, None
+        self.heard, self.looked = now, None
         callers = [j.member.replica_id for j in chosen if j.in_call]
         for replica_id in callers:
             self.end_call(replica_id, now)
@@ -733,7 +712,6 @@ class Twin:
 
     def enter(self, member: Member, now: float, *, session: bool) -> None:
         self.use_up(member.commit_quorum_id)
-        self.gave_up(member.replica_id)
         older = next((j for j in self.joined if j.member.replica_id == member.replica_id), None)
         place = self.joined.index(older) if older else len(self.joined)
         if older and older.left_out:
@@ -775,6 +753,7 @@ class Twin:
         self.clear(replica_id)
         if replica_id in self.last[1]:
             self.heard = now
+            self.silent.add(replica_id)
         if not self.depart(replica_id, reason, out):
             out.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
 
