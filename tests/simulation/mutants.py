@@ -1059,7 +1059,7 @@ MUTANTS = (
     ),
     _mutant("tells two of a place", "a place is told to one spare", 1898, "one_process_per_place"),
     _mutant(_ForgetsLostSpares, "the place of a lost spare is told to another one", 1143, "progress"),
-    _mutant("keeps declining spares", "a spare that has declined is free again", 2391, "progress"),
+    _mutant("keeps declining spares", "a spare that has declined is free again", 3095, "progress"),
     _mutant(_TakesATakenPlace, "the first spare has the place", 87, "one_process_per_place"),
     _mutant("leaves no word", "who has left a meeting says so in the next store", 6442, "progress"),
     _mutant(_SaysNothingOfTheDead, "the others speak for a rank that has ended", 10, "progress"),
