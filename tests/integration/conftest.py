@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from tests.managers import lighthouse_here
 from tests.stores import serve_store
 from tests.unit.process_group.conftest import party
 from torchft_like import LighthouseServer
@@ -28,9 +29,8 @@ def _without_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
     """Yield a lighthouse in this process, for a job of two replicas or more."""
-    server = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
-    yield server
-    server.shutdown()
+    with lighthouse_here() as server:
+        yield server
 
 
 @pytest.fixture

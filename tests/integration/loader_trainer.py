@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from torchft_like import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+from tests.managers import manager_alone
+from torchft_like import DistributedDataParallel, Manager, Optimizer
 
 PEERS = 3  # the second has ended before the third comes
 BATCHES = 3  # per worker, so that it is alive and has more to load while its trainer trains
@@ -111,14 +112,7 @@ def main() -> None:
     warnings.simplefilter("ignore", UserWarning)  # torch finds too few processors for the workers
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
-    manager = Manager(
-        pg=ProcessGroupGloo(),
-        load_state_dict=model.load_state_dict,
-        state_dict=model.state_dict,
-        min_replica_size=1,
-        replica_id=name,
-    )
-    with manager:
+    with manager_alone(name, model=model, init_sync=True) as manager:
         ddp = DistributedDataParallel(manager, model)
         optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), 0.001))
         for batch in SOURCES[source](manager, number):

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchft_like import Manager, ProcessGroupGloo
+from tests.managers import manager_alone
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.training import LocalModel, RelayedTransport, SyncLoop, prepare_process
@@ -28,15 +28,9 @@ def main() -> None:
     visit = planned.visit
     sync: dict[str, Any] = {"fragment_sync_delay": int(delay), "fragment_update_alpha": float(alpha)}
     model = LocalModel(name, 0, fragments=int(fragments), should_quantize=quantize_to, **sync)
-    manager: Any = Manager(
-        pg=ProcessGroupGloo(timeout=LIMIT),
-        load_state_dict=model.load_state_dict,
-        state_dict=model.state_dict,
-        min_replica_size=1,
-        use_async_quorum=False,
-        replica_id=name,
-        checkpoint_transport=RelayedTransport(planned.in_answers(STRUCK_AT_BYTES), LIMIT),
-    )
+    transport = RelayedTransport(planned.in_answers(STRUCK_AT_BYTES), LIMIT)
+    how: dict[str, Any] = {"use_async_quorum": False, "init_sync": True, "checkpoint_transport": transport}
+    manager: Any = manager_alone(name, model=model, **how)
     allreduce, should_commit = manager.allreduce, manager.should_commit
 
     def reduce_and_visit(tensor: torch.Tensor, *arguments: Any, **named: Any) -> Any:

@@ -19,14 +19,9 @@ def join(here: Here, rank: int, name: str, lighthouse: str, use_async_quorum: bo
     torch.set_num_threads(1)
     be_patient()
     here.state = torch.zeros(1)
-    here.manager = manager_alone(
-        name,
-        lighthouse,
-        load_state_dict=lambda state: here.state.copy_(state["number"]),
-        state_dict=lambda: {"number": here.state},
-        use_async_quorum=use_async_quorum,
-        pg=ProcessGroupGloo(PATIENCE_S),
-    )
+    state = {"load_state_dict": lambda got: here.state.copy_(got[0]), "state_dict": lambda: [here.state]}
+    pg = ProcessGroupGloo(PATIENCE_S)
+    here.manager = manager_alone(name, lighthouse, use_async_quorum=use_async_quorum, pg=pg, **state)
     here.gang = ManagedGang(here.manager)
     here.gangs = ElasticGangs(here.gang, lambda root: create_parallel_gangs(root, tp_size=2))
 

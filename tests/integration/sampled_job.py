@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from torchft_like import GlobalBatches, GlobalBatchLoader, Manager, ProcessGroupGloo
+from tests.managers import manager_alone
+from torchft_like import GlobalBatches, GlobalBatchLoader, Manager
 from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.journal import Journal
 from torchft_like.testing.training import Loop, Model, prepare_process
@@ -60,13 +61,7 @@ def main() -> None:
     name, index = sys.argv[1], int(sys.argv[2])
     journal = Journal.of_this_process()
     model = SampledModel(name, journal)
-    manager = Manager(
-        pg=ProcessGroupGloo(),
-        load_state_dict=model.load_state_dict,
-        state_dict=model.state_dict,
-        min_replica_size=1,
-        replica_id=name,
-    )
+    manager = manager_alone(name, model=model, init_sync=True)
     loop = Loop(model, manager, journal, index, pause_s=0.01)
     with manager, stop_on_signals(manager) as stop:
         while not stop.requested:

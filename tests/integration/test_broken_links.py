@@ -7,13 +7,13 @@ from pathlib import Path
 
 import grpc
 import pytest
-from torch import nn
 
 from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.events import read_events
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, ids_of, registered
-from torchft_like import LighthouseServer, Manager, ProcessGroupGloo, QuorumTimeoutError
+from tests.managers import manager_alone
+from torchft_like import LighthouseServer, QuorumTimeoutError
 from torchft_like.testing.cluster import LighthouseProcess
 
 pytestmark = pytest.mark.integration
@@ -46,9 +46,9 @@ def test_one_end_of_a_broken_link_is_left_out_and_told_until_the_link_works(tmp_
     assert (event["members"], event["links"]) == (["b"], ["a - b"])
 
 
-def test_a_manager_that_is_left_out_gives_up_only_when_it_is_asked_to_stop() -> None:
-    lighthouse = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
-    net = nn.Linear(1, 1)
+def test_a_manager_that_is_left_out_gives_up_only_when_it_is_asked_to_stop(
+    lighthouse: LighthouseServer,
+) -> None:
     told, errors = threading.Event(), list[str]()
 
     def wait() -> None:
@@ -59,15 +59,7 @@ def test_a_manager_that_is_left_out_gives_up_only_when_it_is_asked_to_stop() -> 
 
     with (
         registered(lighthouse.address(), "a", "b") as (a, b),
-        Manager(
-            ProcessGroupGloo(),
-            net.load_state_dict,
-            net.state_dict,
-            min_replica_size=1,
-            quorum_timeout=0.1,
-            replica_id="z",
-            lighthouse_addr=lighthouse.address(),
-        ) as manager,
+        manager_alone("z", lighthouse.address(), quorum_timeout=0.1) as manager,
     ):
         manager.events.subscribe(lambda event: told.set() if event.kind == "left_out" else None)
         a.send(broken_links=cannot_reach(manager.replica_id()))
@@ -81,7 +73,6 @@ def test_a_manager_that_is_left_out_gives_up_only_when_it_is_asked_to_stop() -> 
         assert waiting.is_alive()
         manager.request_stop()
         waiting.join(LIMIT_S)
-    lighthouse.shutdown()
     assert len(errors) == 1
     assert "it and a do not reach each other" in errors[0]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +18,8 @@ from lighthouse.events import Event
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from tests.integration.sharded import GROUP_SIZE
-from torchft_like import LighthouseServer, Manager, ProcessGroupGloo
+from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
+from torchft_like import LighthouseServer
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
@@ -120,15 +120,8 @@ class Replica:
     ) -> None:
         self.tensor = torch.zeros(1000)
         self.events: list[Event] = []
-        self.manager = Manager(
-            ProcessGroupGloo(timeout=60.0),
-            self.load_state_dict,
-            self.state_dict,
-            min_replica_size=1,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-            use_async_quorum=use_async_quorum,
-        )
+        how = {"init_sync": True, "use_async_quorum": use_async_quorum}
+        self.manager = manager_alone(name, lighthouse.address(), self, **how)
         self.manager.events.subscribe(self.events.append)
         if fingerprint is not None:
             self.manager.watch_divergence(StateFingerprint([self.tensor], **fingerprint))
@@ -184,15 +177,13 @@ class Job:
             with replica.manager:
                 return script(replica, name)
 
-        with ThreadPoolExecutor(len(self._names)) as threads:
-            return list(threads.map(run_one, self._names))
+        return each_in_a_thread(self._names, run_one)
 
 
 @pytest.fixture(params=["ab"])
 def job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    server = LighthouseServer(min_replicas=len(request.param), join_timeout_ms=60_000)
-    yield Job(server, request.param)
-    server.shutdown()
+    with lighthouse_here(min_replicas=len(request.param)) as server:
+        yield Job(server, request.param)
 
 
 def corrupt(tensor: torch.Tensor) -> None:

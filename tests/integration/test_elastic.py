@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.integration import elastic_job
-from tests.managers import PATIENCE_MS
-from torchft_like import LighthouseServer
+from tests.managers import PATIENCE_MS, lighthouse_here
 from torchft_like.testing.cluster import LighthouseProcess
 from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Rank, Ranks, running
@@ -154,30 +153,26 @@ def test_the_example_gives_no_wrong_answer(processes: Processes) -> None:
 
 
 def test_the_epochs_of_a_managed_coordinator_are_the_quorums_of_its_manager() -> None:
-    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": PATIENCE_MS}
-    lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **patience)
-    try:
-        with running(3) as ranks:
-            for number, rank in enumerate(ranks):
-                rank.ask(elastic_job.join, 0, f"replica-{number}", lighthouse.address())
-            found = ranks.ask(elastic_job.step)
-            assert [each["place"] for each in found] == [(0, 3), (1, 3), (2, 3)]
-            assert [each["combined"] for each in found] == [[3.0]] * 3
-            assert [each["old"] for each in ranks.ask(elastic_job.step)] == ["1.0"] * 3
+    patient = lighthouse_here(min_replicas=1, keepalive_timeout_ms=PATIENCE_MS)
+    with patient as lighthouse, running(3) as ranks:
+        for number, rank in enumerate(ranks):
+            rank.ask(elastic_job.join, 0, f"replica-{number}", lighthouse.address())
+        found = ranks.ask(elastic_job.step)
+        assert [each["place"] for each in found] == [(0, 3), (1, 3), (2, 3)]
+        assert [each["combined"] for each in found] == [[3.0]] * 3
+        assert [each["old"] for each in ranks.ask(elastic_job.step)] == ["1.0"] * 3
 
-            assert len(ranks.ask(elastic_job.open_step)) == 3
-            Ranks([ranks[0], ranks[2]]).tell(elastic_job.total)
-            ranks[2].wait_blocked()
-            ranks[2].kill()
-            ranks[1].tell(elastic_job.total, 1)
-            survivors = Ranks(ranks[:2])
-            assert set(survivors.answers()) <= {"GroupCoordinatorError", "StaleEpochError"}
-            assert survivors.ask(elastic_job.close_step) == [False, False]
+        assert len(ranks.ask(elastic_job.open_step)) == 3
+        Ranks([ranks[0], ranks[2]]).tell(elastic_job.total)
+        ranks[2].wait_blocked()
+        ranks[2].kill()
+        ranks[1].tell(elastic_job.total, 1)
+        survivors = Ranks(ranks[:2])
+        assert set(survivors.answers()) <= {"GroupCoordinatorError", "StaleEpochError"}
+        assert survivors.ask(elastic_job.close_step) == [False, False]
 
-            found = survivors.ask(elastic_job.step)
-            assert [each["place"] for each in found] == [(0, 2), (1, 2)]
-            assert [each["combined"] for each in found] == [[2.0]] * 2
-            assert [each["old"] for each in found] == ["StaleEpochError"] * 2
-            assert [each["committed"] for each in found] == [True, True]
-    finally:
-        lighthouse.shutdown()
+        found = survivors.ask(elastic_job.step)
+        assert [each["place"] for each in found] == [(0, 2), (1, 2)]
+        assert [each["combined"] for each in found] == [[2.0]] * 2
+        assert [each["old"] for each in found] == ["StaleEpochError"] * 2
+        assert [each["committed"] for each in found] == [True, True]

@@ -22,8 +22,8 @@ from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
+from tests.managers import lighthouse_here
 from tests.ports import free_ports
-from torchft_like import LighthouseServer
 from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.cluster import LISTENING, LighthouseProcess
 from torchft_like.testing.processes import Processes
@@ -201,15 +201,11 @@ def test_members_tell_their_steps_while_somebody_looks(site: Site, monkeypatch: 
         lighthouse.look()
 
     monkeypatch.setattr("lighthouse.server.WATCHED_S", 0.2)
-    lighthouse = LighthouseServer()
-    try:
-        with SessionClient(lighthouse.address(), "a") as client:
-            assert not client.registered().is_watched
-            lighthouse._loop.run(look_once(lighthouse._lighthouse))
-            assert client.config_changed().is_watched
-            assert not client.config_changed().is_watched
-    finally:
-        lighthouse.shutdown()
+    with lighthouse_here() as lighthouse, SessionClient(lighthouse.address(), "a") as client:
+        assert not client.registered().is_watched
+        lighthouse._loop.run(look_once(lighthouse._lighthouse))
+        assert client.config_changed().is_watched
+        assert not client.config_changed().is_watched
 
 
 def test_a_hostile_name_is_data(site: Site) -> None:

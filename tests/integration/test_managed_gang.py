@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration import gang_job
 from tests.integration import managed_gang_job as replica
-from tests.managers import PATIENCE_MS
+from tests.managers import PATIENCE_MS, lighthouse_here
 from torchft_like import LighthouseServer
 from torchft_like.testing.ranks import Rank, Ranks, running
 
@@ -51,10 +51,8 @@ class Job:
 
 @pytest.fixture
 def lighthouse() -> Iterator[LighthouseServer]:
-    patience = {"join_timeout_ms": 60_000, "keepalive_timeout_ms": PATIENCE_MS}
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **patience)
-    yield server
-    server.shutdown()
+    with lighthouse_here(min_replicas=1, keepalive_timeout_ms=PATIENCE_MS) as server:
+        yield server
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from lighthouse.address import parse_address
+from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
 from torchft_like import (
     ConfigError,
     LighthouseServer,
@@ -40,15 +41,8 @@ T = TypeVar("T")
 
 
 def make_manager(lighthouse: LighthouseServer, name: str, model: nn.Module, **settings: Any) -> Manager:
-    return Manager(
-        ProcessGroupGloo(timeout=60.0),
-        model.load_state_dict,
-        model.state_dict,
-        min_replica_size=2,
-        replica_id=name,
-        lighthouse_addr=lighthouse.address(),
-        **settings,
-    )
+    given = {"min_replica_size": 2, "init_sync": True, **settings}
+    return manager_alone(name, lighthouse.address(), model, **given)
 
 
 def ignore(_: object) -> None:
@@ -56,8 +50,7 @@ def ignore(_: object) -> None:
 
 
 def on_both(work: Callable[[str], T]) -> list[T]:
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(work, ["a", "b"]))
+    return each_in_a_thread("ab", work)
 
 
 def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: LighthouseServer) -> None:
@@ -197,15 +190,8 @@ def test_a_replica_with_nothing_to_heal_with_is_told(lighthouse: LighthouseServe
     """It would go on with a state of its own, and commit."""
 
     def train(name: str) -> str:
-        with Manager(
-            ProcessGroupGloo(timeout=60.0),
-            None,
-            None,
-            min_replica_size=2,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-            init_sync=init_sync,
-        ) as manager:
+        stateless: dict[str, Any] = {"load_state_dict": None, "state_dict": None, "init_sync": init_sync}
+        with make_manager(lighthouse, name, nn.Linear(1, 1), **stateless) as manager:
             manager.start_quorum()
             try:
                 return str(manager.should_commit())
@@ -456,10 +442,7 @@ def test_nobody_waits_for_a_replica_whose_process_group_is_not_prepared() -> Non
         assert name == "b" or preparing.wait(LIMIT_S)
         pg = Slow(60.0) if name == "b" else ProcessGroupGloo(60.0)
         found = [0]
-        address = daemon.address()
-        with Manager(
-            pg, lambda _: None, dict, min_replica_size=1, replica_id=name, lighthouse_addr=address
-        ) as manager:
+        with manager_alone(name, lighthouse.address(), pg=pg) as manager:
             while found[-1] < 2:
                 manager.start_quorum()
                 manager.wait_quorum()
@@ -469,11 +452,8 @@ def test_nobody_waits_for_a_replica_whose_process_group_is_not_prepared() -> Non
             both_done.wait(LIMIT_S)
         return found[1:]
 
-    daemon = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
-    try:
+    with lighthouse_here(min_replicas=1) as lighthouse:
         alone, late = on_both(sizes)
-    finally:
-        daemon.shutdown()
     assert alone[0] == 1
     assert late == [2]
 
@@ -510,8 +490,7 @@ def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytes
     def lose(*_: object) -> None:
         raise RuntimeError("the store is gone")
 
-    lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=600_000)
-    try:
+    with lighthouse_here(min_replicas=1, join_timeout_ms=600_000) as lighthouse:
         with monkeypatch.context() as fault:
             fault.setattr(group_store, "publish_manager", lose)  # the lighthouse knows the replica by then
             with pytest.raises(RuntimeError, match="the store is gone"):
@@ -520,8 +499,6 @@ def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytes
             manager.start_quorum()
             manager.wait_quorum()
             assert manager.replica_world_size() == 1
-    finally:
-        lighthouse.shutdown()
 
 
 def test_a_manager_that_is_interrupted_while_its_group_is_prepared_leaves_no_thread(
@@ -563,14 +540,7 @@ def test_a_replica_whose_source_refuses_heals_from_another_one(lighthouse: Light
 
         if name == "c":
             assert newcomer_is_due.wait(LIMIT_S)
-        with Manager(
-            ProcessGroupGloo(timeout=60.0),
-            load,
-            save,
-            2,
-            replica_id=name,
-            lighthouse_addr=lighthouse.address(),
-        ) as manager:
+        with make_manager(lighthouse, name, model, load_state_dict=load, state_dict=save) as manager:
             parallel = PureDistributedDataParallel(manager, model)
             optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
             if name == "c":
@@ -587,8 +557,7 @@ def test_a_replica_whose_source_refuses_heals_from_another_one(lighthouse: Light
             return state_digest(model.state_dict()), healed_to
 
     torch.manual_seed(3)
-    with ThreadPoolExecutor(3) as threads:
-        (a, _), (b, _), (c, healed_to) = threads.map(train, "abc")
+    (a, _), (b, _), (c, healed_to) = each_in_a_thread("abc", train)
     assert sorted(asked) == ["a", "a", "b", "b"], "each offers twice, as the source or to help it"
     assert a == b == c
     assert len(healed_to) == 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +13,12 @@ from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.lighthouse_clients import SessionClient, UnaryClient, ids_of, registered
 from tests.integration.options import WorkerOptions
+from tests.managers import lighthouse_here
 from torchft_like.coordination import LighthouseServer
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
 FAR = 1_000_000
-
-
-@pytest.fixture
-def lighthouse() -> Iterator[LighthouseServer]:
-    server = LighthouseServer(min_replicas=2)
-    yield server
-    server.shutdown()
 
 
 def joined(*clients: SessionClient, **fields: object) -> list[pb.Quorum]:
@@ -68,17 +61,15 @@ def test_a_restarted_lighthouse_believes_its_own_statement(
     file = tmp_path / "tokens"
     file.write_text(make_texts()[Role.OPERATE])
     monkeypatch.setenv(TOKEN_FILE_ENV, str(file))
-    server = LighthouseServer(min_replicas=2)
-    with registered(server.address(), "a", "b") as (a, b):
+    with lighthouse_here() as server, registered(server.address(), "a", "b") as (a, b):
         last, _ = joined(a, b, step=50)
-    server.shutdown()
     if "replaced" in statement:
         file.write_text(make_texts()[Role.OPERATE])
-    server = LighthouseServer(min_replicas=2)
     other = pb.Statement(step=50, digest=bytes(32))
     shown = {"another": other, "none": None}.get(statement, last.statement)
     seen, false = (last.quorum_id, 1, ids_of(last)), (last.quorum_id + 1, 2, ["x"])
     with (
+        lighthouse_here() as server,
         SessionClient(server.address(), "x", false, statement=last.statement) as x,
         SessionClient(server.address(), "a", seen, statement=shown) as a,
     ):
@@ -88,7 +79,6 @@ def test_a_restarted_lighthouse_believes_its_own_statement(
         a.join(step=50, commit_quorum_id=last.quorum_id)
         while not isinstance(quorum := a.quorum_or_loss(), pb.Quorum):
             pass
-    server.shutdown()
     assert ids_of(quorum) == ["a", "x"]
     assert max(member.step for member in quorum.participants) == believed
 

@@ -19,11 +19,11 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import torchft_like
 from tests.conftest import ROOT
+from tests.managers import lighthouse_here, manager_alone
 from tests.pages import PAGES, blocks
 from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.collectives import allreduce_quantized
-from torchft_like.coordination import LighthouseServer
 from torchft_like.data import GlobalBatches, GlobalBatchLoader
 from torchft_like.gang import (
     ElasticGangs,
@@ -189,22 +189,13 @@ def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Names]:
     """What all pages presuppose: a lighthouse, a store, a small model, and the public names."""
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
-        lighthouse = LighthouseServer(min_replicas=1)
-        stack.callback(lighthouse.shutdown)
+        lighthouse = stack.enter_context(lighthouse_here(min_replicas=1))
         monkeypatch.setenv("TORCHFT_LIGHTHOUSE", lighthouse.address())
         store = serve_store()
         model = torch.nn.Linear(2, 1)
 
         def make_manager(**settings: Any) -> Manager:
-            manager = Manager(
-                pg=ProcessGroupGloo(LIMIT_S),
-                load_state_dict=model.load_state_dict,
-                state_dict=model.state_dict,
-                min_replica_size=1,
-                **settings,
-            )
-            stack.callback(manager.shutdown)
-            return manager
+            return stack.enter_context(manager_alone("a", model=model, init_sync=True, **settings))
 
         def make_group() -> ProcessGroupGloo:
             group = ProcessGroupGloo(LIMIT_S)

@@ -35,7 +35,7 @@ from tests.integration.lighthouse_clients import LIMIT_S, refusal, registered
 from tests.integration.test_manager_api import make_manager
 from tests.ports import free_ports
 from tests.stress.hostile import connected
-from torchft_like.coordination import LighthouseClient, LighthouseServer
+from torchft_like.coordination import LighthouseClient
 from torchft_like.core.store import VALIDATION_MAGIC, Query
 from torchft_like.errors import TrustError
 from torchft_like.manager.client import ManagerClient
@@ -201,7 +201,7 @@ def test_two_commands_make_a_lighthouse_that_serves_the_job_alone(
 
 @pytest.mark.parametrize("shows", ["nothing", "no certificate", "another job's"])
 def test_strangers_at_the_stores_cost_a_job_no_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shows: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, shows: str
 ) -> None:
     """They fill the stores in which process groups meet, squat in them, list them, and say nothing, before a
     replica comes for which all have to meet again.
@@ -209,7 +209,7 @@ def test_strangers_at_the_stores_cost_a_job_no_step(
     if shows != "nothing":
         monkeypatch.setenv(TLS_ENV, str(certify(tmp_path / "job")))
     of_another = certify(tmp_path / "other") if shows == "another job's" else None
-    lighthouse = LighthouseServer(min_replicas=2, join_timeout_ms=60_000)
+    lighthouse = request.getfixturevalue("lighthouse")  # with the certificate, if there is one
     stores: Queue[tuple[StoreServer, int]] = Queue()
     lost: list[str] = []
 
@@ -232,13 +232,13 @@ def test_strangers_at_the_stores_cost_a_job_no_step(
             for _ in range(UNKNOWN_MAX // 2):
                 stack.enter_context(connected(store.address.server))
             strangers = []
-            for request in false_requests(quorum_id):
+            for words in false_requests(quorum_id):
                 stranger: socket.socket = stack.enter_context(connected(store.address.server))
                 with suppress(OSError):  # an ssl.SSLError is one, too
                     if shows != "nothing":
                         context = stranger_context(of_another)
                         stranger = stack.enter_context(context.wrap_socket(stranger))
-                    stranger.sendall(request)
+                    stranger.sendall(words)
                     strangers.append(stranger)
             for stranger in strangers:
                 with suppress(OSError):
@@ -247,7 +247,6 @@ def test_strangers_at_the_stores_cost_a_job_no_step(
         replicas.append(pool.submit(train, "c"))
         for replica in replicas:
             replica.result(LIMIT_S)
-    lighthouse.shutdown()
     assert lost == []
 
 

@@ -29,6 +29,7 @@ from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV
 from tests.certificates import certify, stranger_context, stranger_credentials
 from tests.integration.lighthouse_clients import LIMIT_S, registered
 from tests.integration.test_parameter_server import Adder, assert_serves
+from tests.managers import lighthouse_here
 from torchft_like import parameter_server
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.checkpointing.http_transport import Fetch
@@ -288,8 +289,6 @@ def own_folder(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_certificate_is_replaced_while_its_server_runs(folders: dict[str, Path], own_folder: Path) -> None:
-    server = LighthouseServer(min_replicas=1)
-
     def beats(one: str) -> bool:
         known = stranger_credentials(folders[one], folders[one])
         address = str(parse_address(server.address()))
@@ -300,15 +299,12 @@ def test_a_certificate_is_replaced_while_its_server_runs(folders: dict[str, Path
                 return error.code() is grpc.StatusCode.INVALID_ARGUMENT
         raise AssertionError("an empty heartbeat was taken")
 
-    try:
-        with registered(server.address(), "stays") as (stays,):
-            assert [beats("job"), beats("other")] == [True, False]
-            shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
-            assert [beats("job"), beats("other")] == [False, True]
-            stays.join()
-            assert stays.quorum()
-    finally:
-        server.shutdown()
+    with lighthouse_here(min_replicas=1) as server, registered(server.address(), "stays") as (stays,):
+        assert [beats("job"), beats("other")] == [True, False]
+        shutil.copytree(folders["other"], own_folder, dirs_exist_ok=True)
+        assert [beats("job"), beats("other")] == [False, True]
+        stays.join()
+        assert stays.quorum()
 
 
 def test_the_page_follows_a_certificate_that_was_replaced(
