@@ -1,6 +1,6 @@
-"""Time limits of futures, blocks of code and accelerator streams.
+"""Futures of what another thread does, and time limits of futures, blocks of code and accelerator streams.
 
-All of them are entries in one heap, served by one daemon thread that sleeps until the next one is due; it
+All limits are entries in one heap, served by one daemon thread that sleeps until the next one is due; it
 starts with the first timeout. An entry that is cancelled drops its callback at once, so that a long timeout
 on a short operation keeps nothing alive.
 
@@ -11,6 +11,7 @@ every thread on stderr, because no other timeout would work any more. Without th
 
 from __future__ import annotations
 
+import concurrent.futures
 import faulthandler
 import heapq
 import itertools
@@ -67,6 +68,24 @@ def empty_future() -> Future[Any]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Future()
     return Future(devices=[torch.device("cuda", index) for index in range(torch.cuda.device_count())])
+
+
+def complete(
+    future: concurrent.futures.Future[T], act: Callable[[], T], kept: type[BaseException] = BaseException
+) -> concurrent.futures.Future[T]:
+    """Give a future what `act` returns or raises, if that is an error of the kind `kept`; return it."""
+    try:
+        future.set_result(act())
+    except kept as error:  # it is raised in the threads that wait
+        future.set_exception(error)
+    return future
+
+
+def aside(name: str, act: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Return the future of what `act` returns or raises on a daemon thread of that name."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+    threading.Thread(target=complete, args=(future, act), name=name, daemon=True).start()
+    return future
 
 
 def future_wait(fut: Future[T], timeout: timedelta) -> T:

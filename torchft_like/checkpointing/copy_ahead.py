@@ -32,6 +32,7 @@ from torchft_like.writing import is_dense
 
 ALIGNMENT = 64
 COPY_BYTES = 8 * 1024 * 1024  # copied at a time
+PLAIN_FROM = 64 * 1024  # bytes of a tensor that is worth pieces of its own
 
 logger = logging.getLogger(__name__)
 
@@ -41,44 +42,48 @@ def aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-class Range(NamedTuple):
-    """A range of memory or of a payload, in bytes."""
-
-    start: int
-    stop: int
-
-
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A piece of a tensor, and the place of its copy.
+    """A piece of a payload.
 
     Attributes:
-        source: the bytes of the tensor.
-        place: the memory of the copy, which ends with zeros where it is longer.
+        place: the memory of its copy, which ends with zeros where it is longer than what is copied.
+        source: the bytes of the tensor of which it is a part, for as long as that does not change.
         is_copied: whether the copy has been made.
     """
 
-    source: torch.Tensor
     place: memoryview
+    source: torch.Tensor | None = None
     is_copied: bool = False
 
     def copy(self, *, is_alone: bool) -> None:
-        """Make the copy, without the interpreter's lock; `is_alone`: on this thread alone, unlike torch."""
-        size = self.source.nbytes
-        copy = torch.frombuffer(self.place, dtype=torch.uint8, count=size)
-        if is_alone:
-            ctypes.memmove(copy.data_ptr(), self.source.data_ptr(), size)
-        else:
-            copy.copy_(self.source)
-        self.place[size:] = bytes(len(self.place) - size)
+        """Copy the source, without the interpreter's lock; `is_alone`: on this thread alone, unlike torch."""
+        if (source := self.source) is not None:
+            copy = torch.frombuffer(self.place, dtype=torch.uint8, count=source.nbytes)
+            if is_alone:
+                ctypes.memmove(copy.data_ptr(), source.data_ptr(), source.nbytes)
+            else:
+                copy.copy_(source)
+            self.place[source.nbytes :] = bytes(len(self.place) - source.nbytes)
+            self.is_copied = True
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it can be read."""
+        return self.is_copied or self.source is not None
+
+    def read(self, at: int) -> memoryview:
+        """Return the bytes from a place on, or some of them: of the copy, or else of the source."""
+        if self.is_copied or (source := self.source) is None:
+            return self.place[at:]
+        data: memoryview = source.numpy().data
+        return data[at:] or memoryview(bytes(len(self.place) - at))
 
 
 def pieces_of(source: torch.Tensor, place: memoryview) -> list[Piece]:
     """Cut the bytes of a tensor into pieces, whose copies fill the place."""
-    if len(place) <= COPY_BYTES:
-        return [Piece(source, place)]
     ends = [*range(COPY_BYTES, source.nbytes, COPY_BYTES), len(place)]
-    return [Piece(source[start:end], place[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+    return [Piece(place[start:end], source[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 class Copying:
@@ -102,7 +107,6 @@ class Copying:
             self._under_way += 1
         try:
             piece.copy(is_alone=is_alone)
-            piece.is_copied = True
         except BaseException:
             with self.changed:
                 self._open.append(piece)  # `finish` copies it, or raises
@@ -111,7 +115,7 @@ class Copying:
             with self.changed:
                 self._under_way -= 1
                 self.changed.notify_all()
-        return piece.source.nbytes
+        return len(piece.place)
 
     def finish(self) -> None:
         """Copy what is yet to be copied, and wait for other threads that copy."""
@@ -126,13 +130,12 @@ class Copying:
 
 class _Begun(NamedTuple):
     """A tensor, as it was listed and as it is copied, two where it is a DTensor; the versions of both
-    when the copy was begun; where the copy lies, with the zeros that follow; and its pieces.
+    when the copy was begun; and its pieces.
     """
 
     listed: torch.Tensor
     tensor: torch.Tensor
     versions: tuple[int, int]
-    place: Range
     pieces: list[Piece]
 
     @property
@@ -147,35 +150,31 @@ class CopyAhead(Copying):
     Args:
         tensors: lists the tensors; called on the new thread.
         lender: lends the memory of the copies, for as long as this object lives.
-
-    Attributes:
-        memory: holds the copies.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], lender: KeptMemory) -> None:
         super().__init__()
-        self.memory = memoryview(b"")
         self._list: Callable[[], Iterable[torch.Tensor]] | None = tensors
         self._lender = lender
         self._begun: dict[object, _Begun] = {}
         threading.Thread(target=self._run, name="torchft-copy-ahead", daemon=True).start()
 
-    def take(self, leaves: Sequence[Leaf]) -> dict[int, Range]:
-        """Return by its index, for each leaf of a state that is still as it was, where its copy lies in
-        `memory` once `finish` has returned. Nothing else is copied any more.
+    def take(self, leaves: Sequence[Leaf]) -> dict[int, list[Piece]]:
+        """Return by its index the pieces of each leaf of a state that is still as it was; `finish` copies the
+        rest of them. Nothing else is copied any more.
         """
         with self.changed:
             taken = {
-                index: begun
+                index: begun.pieces
                 for index, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor)
                 and (begun := self._begun.get(_key(leaf))) is not None
                 and begun.is_as_it_was
             }
-            wanted = {piece for begun in taken.values() for piece in begun.pieces}
+            wanted = {piece for pieces in taken.values() for piece in pieces}
             self._open = deque(piece for piece in self._open if piece in wanted)
             self._list, self._begun = None, {}
-        return {index: begun.place for index, begun in taken.items()}
+        return taken
 
     def stop(self) -> None:
         """Copy nothing more, unless `take` was called: nobody needs it."""
@@ -200,12 +199,11 @@ class CopyAhead(Copying):
         memory = self._lender.lend(sum(aligned(tensor.nbytes) for _, tensor in unique.values()), self)
         at, begun = 0, {}
         for key, (one, tensor) in unique.items():
-            place = Range(at, at := at + aligned(tensor.nbytes))
-            pieces = pieces_of(as_bytes(tensor), memory[place.start : place.stop])
-            begun[key] = _Begun(one, tensor, _versions(one, tensor), place, pieces)
+            pieces = pieces_of(as_bytes(tensor), memory[at : (at := at + aligned(tensor.nbytes))])
+            begun[key] = _Begun(one, tensor, _versions(one, tensor), pieces)
         with self.changed:
             if self._list is not None:
-                self.memory, self._begun = memory, begun
+                self._begun = begun
                 self._open.extend(piece for one in begun.values() for piece in one.pieces)
 
 
@@ -223,6 +221,8 @@ def plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
         with torch.no_grad():
             tensor = tensor.to_local()
     if tensor.device.type != "cpu" or not is_dense(tensor) or not tensor.is_contiguous():
+        return None
+    if tensor.nbytes < PLAIN_FROM:
         return None
     if tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
         return None

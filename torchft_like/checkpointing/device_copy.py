@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -74,7 +74,8 @@ devices = TorchDevices()
 
 
 class _Staging:
-    """Buffers in turn; for one thread, which it keeps from spoiling captures meanwhile.
+    """A block of copies through buffers that are used in turn, at whose end all copies that were begun in it
+    are over; for one thread, which it keeps from spoiling captures meanwhile.
 
     Args:
         nbytes: the size of a buffer.
@@ -89,66 +90,8 @@ class _Staging:
         self._under_way: deque[tuple[Tensor, list[Act], list[Act]]] = deque()
         self._streams: dict[torch.device, Any] = {}
 
-    @property
-    def is_in_use(self) -> bool:
-        """Whether anything was copied."""
-        return bool(self._streams)
-
-    def take(self) -> Tensor:
-        """Return a buffer with which nothing is under way any more."""
-        if not self._free and len(self._under_way) < self._count:
-            return devices.buffer(self._nbytes)
-        if not self._free:
-            self._settle()
-        return self._free.pop()
-
-    def use(self, device: torch.device) -> None:
-        """Make ready for copies from or to a device; the first call comes before all others."""
-        if not self._streams:
-            self._block.enter_context(beside_captures(device))
-        if device not in self._streams:
-            self._streams[device] = devices.stream_after_current(device)
-
-    def on(self, device: torch.device) -> AbstractContextManager[None]:
-        """Return a block in which torch's work on a device that is used is done in this object's order."""
-        return devices.on(self._streams[device])
-
-    def begin(self, device: torch.device, target: Tensor, source: Tensor) -> None:
-        """Begin to copy between a buffer and a device's tensor."""
-        with self.on(device), writing_to(target):
-            devices.copy(target, source)
-
-    def pass_on(self, buffer: Tensor, then: list[Act]) -> None:
-        """Have the buffer used again when what was begun is over and `then` was called."""
-        waits = [devices.mark(stream) for stream in self._streams.values()]
-        self._under_way.append((buffer, waits, then))
-
-    def finish(self) -> None:
-        """Wait for all that is under way, and call what is to be called then."""
-        while self._under_way:
-            self._settle()
-
-    def close(self) -> None:
-        """Wait for all that was begun, and call nothing."""
-        with self._block:
-            for wait in [devices.mark(stream) for stream in self._streams.values()]:
-                wait()
-            self._under_way.clear()
-
-    def _settle(self) -> None:
-        buffer, waits, then = self._under_way.popleft()
-        for wait in waits:
-            wait()
-        for act in then:
-            act()
-        self._free.append(buffer)
-
-
-class _Block:
-    """A block at whose end all copies that were begun in it are over."""
-
-    def __init__(self, nbytes: int, count: int) -> None:
-        self._staging = _Staging(nbytes, count)
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -157,13 +100,49 @@ class _Block:
             if kind is None:
                 self._finish()
         finally:
-            self._staging.close()
+            with self._block:
+                for wait in [devices.mark(stream) for stream in self._streams.values()]:
+                    wait()
+                self._under_way.clear()
+
+    def _take(self) -> Tensor:
+        """Return a buffer with which nothing is under way any more."""
+        if not self._free and len(self._under_way) < self._count:
+            return devices.buffer(self._nbytes)
+        if not self._free:
+            self._settle()
+        return self._free.pop()
+
+    def _use(self, device: torch.device) -> None:
+        """Make ready for copies from or to a device; the first call comes before all others."""
+        if not self._streams:
+            self._block.enter_context(beside_captures(device))
+        if device not in self._streams:
+            self._streams[device] = devices.stream_after_current(device)
+
+    def _begin(self, device: torch.device, target: Tensor, source: Tensor) -> None:
+        """Begin to copy between a buffer and a device's tensor."""
+        with devices.on(self._streams[device]), writing_to(target):
+            devices.copy(target, source)
+
+    def _pass_on(self, buffer: Tensor, then: list[Act]) -> None:
+        """Have the buffer used again when what was begun is over and `then` was called."""
+        waits = [devices.mark(stream) for stream in self._streams.values()]
+        self._under_way.append((buffer, waits, then))
+
+    def _settle(self) -> None:
+        buffer, waits, then = self._under_way.popleft()
+        for act in (*waits, *then):
+            act()
+        self._free.append(buffer)
 
     def _finish(self) -> None:
-        self._staging.finish()
+        """Wait for all that is under way, and call what is to be called then."""
+        while self._under_way:
+            self._settle()
 
 
-class ToHost(_Block):
+class ToHost(_Staging):
     """A block in which tensors of devices are copied to the host, and other things done, in one order.
 
     Args:
@@ -176,40 +155,37 @@ class ToHost(_Block):
         self._used = 0
         self._then: list[Act] = []
 
-    def __enter__(self) -> ToHost:
-        return self
-
     def copy(self, tensor: Tensor, place: memoryview) -> None:
         """Copy the elements of a device's tensor, in contiguous order, to a place of as many bytes."""
-        self._staging.use(tensor.device)
-        with self._staging.on(tensor.device):
+        self._use(tensor.device)
+        with devices.on(self._streams[tensor.device]):
             source = as_bytes(settled(tensor.detach()))
         target = torch.frombuffer(place, dtype=torch.uint8)
         at = 0
         while at < len(source):
             if self._used == len(self._buffer):
-                self._pass_on()
-                self._buffer, self._used = self._staging.take(), 0
+                self._empty()
+                self._buffer, self._used = self._take(), 0
             count = min(len(source) - at, len(self._buffer) - self._used)
             part = self._buffer[self._used : self._used + count]
-            self._staging.begin(tensor.device, part, piece := source[at : at + count])
+            self._begin(tensor.device, part, piece := source[at : at + count])
             self._then.append(partial(_move, target[at : at + count], part, piece))
             at, self._used = at + count, self._used + count
 
     def then(self, act: Act) -> None:
         """Call a function when all before it is done."""
-        if self._staging.is_in_use:
+        if self._streams:
             self._then.append(act)
         else:
             act()
 
-    def _pass_on(self) -> None:
+    def _empty(self) -> None:
         if self._then:
-            self._staging.pass_on(self._buffer, self._then)
+            self._pass_on(self._buffer, self._then)
             self._then = []
 
     def _finish(self) -> None:
-        self._pass_on()
+        self._empty()
         super()._finish()
 
 
@@ -218,7 +194,7 @@ def _move(target: Tensor, buffer: Tensor, source: Tensor) -> None:
     target.copy_(buffer)
 
 
-class ToDevice(_Block):
+class ToDevice(_Staging):
     """A block in which pieces come to the host one after the other, and go on to a device's tensors.
 
     Args:
@@ -228,14 +204,11 @@ class ToDevice(_Block):
     def __init__(self, piece_bytes: int) -> None:
         super().__init__(piece_bytes, TO_DEVICE_BUFFERS)
 
-    def __enter__(self) -> ToDevice:
-        return self
-
     def window(self, target: Tensor) -> Iterator[memoryview]:
         """Yield memory for the bytes of a tensor of uint8 on a device; resume when they are in it."""
-        self._staging.use(target.device)
-        buffer = self._staging.take()
+        self._use(target.device)
+        buffer = self._take()
         part = buffer[: len(target)]
         yield part.numpy().data
-        self._staging.begin(target.device, target, part)
-        self._staging.pass_on(buffer, [])
+        self._begin(target.device, target, part)
+        self._pass_on(buffer, [])

@@ -17,8 +17,7 @@ from __future__ import annotations
 import logging
 import struct
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from itertools import cycle
 from typing import TypeVar, cast
@@ -35,6 +34,7 @@ from torchft_like.checkpointing.state_stream import (
     Expectation,
     IncomingState,
     LiveState,
+    Parts,
     read_exactly,
     read_header,
     sums_nbytes,
@@ -158,14 +158,12 @@ class PGTransport(CheckpointTransport[T]):
                 "the same version of torchft_like"
             )
         if length < 0:
-            told = bytearray(min(-length, REASON_BYTES_MAX))
-            _Arriving(line, len(told)).readinto(memoryview(told))
-            raise CheckpointError(f"replica {src_rank} refused: {printable(told.decode(errors='replace'))}")
+            told = line.receive_exactly(min(-length, REASON_BYTES_MAX)).decode(errors="replace")
+            raise CheckpointError(f"replica {src_rank} refused: {printable(told)}")
         if sent != step:
             raise CheckpointError(f"replica {src_rank} sent state of step {sent}, not of {step}")
-        source = _Arriving(line, header_length)
         limits = self._expected.limits
-        incoming = IncomingState(read_header(source, limits), limits)
+        incoming = IncomingState(read_header(Parts(line.receive_all(header_length)), limits), limits)
         if length != incoming.stream_nbytes:
             raise CheckpointFormatError(
                 f"{length} bytes come; by its own account {incoming.stream_nbytes} do"
@@ -173,11 +171,10 @@ class PGTransport(CheckpointTransport[T]):
         destination.check(incoming.outline())
         if destination.own is not None and incoming.land_in(destination.own):
             destination.is_written = True
-        source.expect(OFFER_BYTES)
-        if self._receive_through_block(read_exactly(source, OFFER_BYTES), incoming, line):
+        if self._receive_through_block(line.receive_exactly(OFFER_BYTES), incoming, line):
             return cast(T, incoming.state())
-        source.expect(incoming.nbytes, sums_nbytes(incoming.nbytes))
-        return cast(T, incoming.read_all(source))
+        sections = incoming.nbytes, sums_nbytes(incoming.nbytes)
+        return cast(T, incoming.read_all(Parts(line.receive_all(*sections))))
 
     def shutdown(self, wait: bool = True) -> None:
         """Give back the memory of a transfer between devices that has failed."""
@@ -282,14 +279,25 @@ class _Line:
         """Send a message of numbers to all others."""
         self._move(self._pg.send, torch.tensor(numbers, dtype=torch.int64, device=self.device), self._ranks)
 
-    def receive(self, message: torch.Tensor) -> None:
-        """Receive a message of the only other rank."""
-        self._move(self._pg.recv, message, self._ranks)
+    def receive_all(self, *lengths: int) -> Iterator[memoryview]:
+        """Receive what the only other rank sends with calls of `send`, of so many bytes each; yield the
+        messages, each of which is good until the next one.
+        """
+        room = torch.empty(min(max(0, *lengths), MESSAGE_BYTES), dtype=torch.uint8, device=self.device)
+        for length in lengths:
+            for at in range(0, length, MESSAGE_BYTES):
+                message = room[: length - at]
+                self._move(self._pg.recv, message, self._ranks)
+                yield message.cpu().numpy().data
+
+    def receive_exactly(self, length: int) -> bytes:
+        """Receive what one call of `send` sends, if that is so many bytes, which are few."""
+        return read_exactly(Parts(self.receive_all(length)), length)
 
     def receive_numbers(self, count: int) -> list[int]:
         """Receive a message of so many numbers of the only other rank."""
         message = torch.zeros(count, dtype=torch.int64, device=self.device)
-        self.receive(message)
+        self._move(self._pg.recv, message, self._ranks)
         return [int(number) for number in message.tolist()]
 
     def hear(self) -> list[int]:
@@ -307,43 +315,6 @@ class _Line:
             kind = CheckpointTimeoutError if time.monotonic() >= self._deadline else CheckpointError
             peer = f"replica {self._ranks[0]}" if len(self._ranks) == 1 else f"replicas {self._ranks}"
             raise kind(f"the group moved no state to or from {peer}: {error}") from error
-
-
-class _Arriving:
-    """The bytes of a stream as its messages bring them: a source for `state_stream`.
-
-    Args:
-        length: the bytes of the first section; each section begins with a message of its own.
-    """
-
-    def __init__(self, line: _Line, length: int) -> None:
-        self._line = line
-        self._sections = deque([length])
-        self._room = torch.empty(0, dtype=torch.uint8, device=line.device)
-        self._message = memoryview(b"")
-
-    def expect(self, *lengths: int) -> None:
-        """Take further sections of so many bytes."""
-        self._sections.extend(lengths)
-
-    def readinto(self, buffer: memoryview, /) -> int:
-        while not self._message and self._sections:
-            self._receive(min(self._sections[0], MESSAGE_BYTES))
-        count = min(len(buffer), len(self._message))
-        buffer[:count] = self._message[:count]
-        self._message = self._message[count:]
-        return count
-
-    def _receive(self, size: int) -> None:
-        if size <= 0:
-            self._sections.popleft()
-            return
-        if len(self._room) < size:
-            self._room = torch.empty(size, dtype=torch.uint8, device=self._line.device)
-        message = self._room[:size]
-        self._line.receive(message)
-        self._sections[0] -= size
-        self._message = message.cpu().numpy().data
 
 
 BLOCK_BYTES = 256 * 1024 * 1024

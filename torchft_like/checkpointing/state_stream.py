@@ -30,9 +30,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate, pairwise, repeat
-from operator import itemgetter
-from typing import Any, NamedTuple, Protocol
+from itertools import accumulate, chain, pairwise, repeat
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -40,10 +39,10 @@ from isal.isal_zlib import crc32  # of six times the speed of zlib's
 
 from torchft_like.checkpointing.copy_ahead import (
     ALIGNMENT,
+    COPY_BYTES,
     CopyAhead,
     Copying,
     Piece,
-    Range,
     aligned,
     pieces_of,
     plain_part,
@@ -84,7 +83,6 @@ HEADER_BYTES = _PREFIX.size  # before the structure
 CORRUPT = "of it are corrupt: their checksum does not match"
 _CRC = struct.Struct("<I")
 _SUMS_BYTES = 256  # sent at a time
-_LIVE_FROM = 64 * 1024  # bytes of a tensor that is worth pieces of its own
 
 
 def flatten_state(state: object) -> tuple[bytes, list[Leaf]]:
@@ -206,29 +204,13 @@ class LiveState(_OutgoingState):
             yield block[:used]
 
 
-class _Run(NamedTuple):
-    """Bytes of the payload that lie in a row.
-
-    Attributes:
-        start, stop: where they are in the payload.
-        memory: where they lie: in a copy, which may be yet to be made, or, with a piece, in a tensor; None if
-          the tensor may change again.
-        piece: the copy that is made if the tensor is to change.
-    """
-
-    start: int
-    stop: int
-    memory: memoryview | None
-    piece: Piece | None = None
-
-
 class Snapshot(Copying, _OutgoingState):
     """A state, or a copy of it, in the layout in which it is sent.
 
     The constructor describes the state. Then it must not change until `settle`, or `fill`, has returned, on
-    the thread that may change it afterwards. Any thread may read meanwhile: the larger tensors that lie
-    contiguous on the CPU it reads where they are, until there is a copy of them; for the copy of anything
-    else it waits.
+    the thread that may change it afterwards. Any thread may read meanwhile. It reads the larger tensors that
+    lie contiguous on the CPU where they are, until there is a copy of them. Everything else is copied first,
+    some leaves to a piece, and is waited for.
 
     INVARIANT: who reads from a tensor's own memory has a pin while it does, which is never for longer than a
     chunk takes without a wait for anybody, and `settle` waits for the pins.
@@ -255,48 +237,34 @@ class Snapshot(Copying, _OutgoingState):
         self._ahead = ahead if taken else None  # whose memory this snapshot keeps
         sizes = [end - start for start, end in pairwise(self._offsets)]
         window = (memory or KeptMemory()).lend(self.nbytes - sum(sizes[index] for index in taken), self)
-        self._left: list[tuple[Leaf, memoryview, int]] = []  # to be copied first: leaf, place, end
-        self._runs: list[_Run] = []
-        used, last = 0, (window, Range(-1, -1))
+        self._pieces: list[Piece] = []
+        self._left: list[tuple[Piece, list[Leaf]]] = []  # to be copied first
+        used = 0
         for index, (leaf, size) in enumerate(zip(self._leaves, sizes, strict=True)):
-            start, stop = self._offsets[index : index + 2]
-            if ahead is not None and index in taken:
-                of, place = ahead.memory, taken[index]
-            else:
-                of, place, used, rest = window, Range(used, used + size), used + size, leaf
-                if (plain := _lives(leaf)) is not None:
-                    live = self._read_live(plain, start, of[place.start : place.stop])
-                    start, place, last = (
-                        start + live,
-                        Range(place.start + live, place.stop),
-                        (of, Range(-1, -1)),
-                    )
-                    rest = plain[live:] if start < stop else b""
-                if start < stop:
-                    self._left.append((rest, of[place.start : place.stop], stop))
-            if last[0] is of and last[1].stop == place.start:
-                start, place = self._runs.pop().start, Range(last[1].start, place.stop)
-            if start < stop:
-                last = of, place
-                self._runs.append(_Run(start, stop, of[place.start : place.stop]))
-        self.live_nbytes = sum(piece.source.nbytes for piece in self._open)
+            if index in taken:
+                self._pieces += taken[index]
+                continue
+            place, used = window[used : used + size], used + size
+            if (plain := _lives(leaf)) is not None:
+                self._open.extend(made := pieces_of(as_bytes(plain), place))
+                self._pieces += made
+            elif (
+                self._left
+                and (last := self._left[-1])[0] is self._pieces[-1]
+                and (len(last[0].place) + size <= COPY_BYTES)
+            ):
+                last[0].place = window[used - size - len(last[0].place) : used]
+                last[1].append(leaf)
+            elif size:
+                self._pieces.append(Piece(place))
+                self._left.append((self._pieces[-1], [leaf]))
+        self._starts = list(accumulate((len(piece.place) for piece in self._pieces), initial=0))
+        self.live_nbytes = sum(len(piece.place) for piece in self._open)
         self._open.reverse()  # from the end, as those who read begin at the front
         self._leaves = []
         self.chunk_sums: list[int | None] = [None] * _chunk_count(self.nbytes)
-        self._filled = self._pins = 0
-        self._is_given_up = False
-
-    def _read_live(self, plain: torch.Tensor, start: int, place: memoryview) -> int:
-        """Let a tensor be read where it is, without its last bytes if more follow; return how many are."""
-        live = plain.nbytes // ALIGNMENT * ALIGNMENT
-        if live < plain.nbytes:
-            plain, place = plain[:live], place[:live]
-        for piece in pieces_of(plain, place):
-            stop = start + piece.source.nbytes
-            self._runs.append(_Run(start, stop, piece.source.numpy().data, piece))
-            self._open.append(piece)
-            start = stop
-        return live
+        self._pins = 0
+        self._is_settled = False
 
     def fill(self) -> Snapshot:
         """Copy the state, of which nothing is kept afterwards; return this snapshot."""
@@ -310,29 +278,28 @@ class Snapshot(Copying, _OutgoingState):
     def copy_first(self) -> None:
         """Copy what cannot be read from where it is; `copy_next` copies the rest."""
         left, self._left = self._left, []
-        try:
-            if self._ahead is not None:
-                self._ahead.finish()
-            with ToHost(sum(len(place) for _, place, _ in left)) as copies:
-                for leaf, place, end in left:
-                    self._copy(leaf, place, copies)
-                    copies.then(partial(self._note_filled, end))
-            self._note_filled(self.nbytes)
-        finally:
-            with self.changed:
-                self._is_given_up = self._filled < self.nbytes
-                self.changed.notify_all()
+        if self._ahead is not None:
+            self._ahead.finish()
+        with ToHost(sum(len(piece.place) for piece, _ in left)) as copies:
+            for piece, leaves in left:
+                at = 0
+                for leaf in leaves:
+                    self._copy(leaf, piece.place[at : (at := at + aligned(nbytes_of(leaf)))], copies)
+                copies.then(partial(self._note_copied, piece))
 
     def settle(self) -> None:
         """Read nothing but copies from now on: the state may change when this has returned."""
         with self.changed:
+            self._is_settled = True
             self._open.clear()
-            self._runs = list(map(_settled, self._runs))
+            for piece in self._pieces:
+                piece.source = None
+            self.changed.notify_all()
             self.changed.wait_for(lambda: not self._pins)
 
-    def _note_filled(self, end: int) -> None:
+    def _note_copied(self, piece: Piece) -> None:
         with self.changed:
-            self._filled = end
+            piece.is_copied = True
             self.changed.notify_all()
 
     def _copy(self, leaf: Leaf, place: memoryview, copies: ToHost) -> None:
@@ -352,39 +319,30 @@ class Snapshot(Copying, _OutgoingState):
             CheckpointError: the state could not be copied, or was not, as nobody was to need it any more.
         """
         pieces: list[memoryview] = []
-        number = bisect_right(self._runs, start, key=itemgetter(0)) - 1
-        stop, live = min(stop, start + CHUNK_BYTES), 0
+        number, stop, is_live = bisect_right(self._starts, start) - 1, min(stop, start + CHUNK_BYTES), False
         with self.changed:
             while start < stop:
-                run = self._runs[number]
-                end = min(start + PIECE_BYTES, stop, run.stop)
-                if run.piece is None and self._filled < end and not self._is_given_up:
+                piece, at = self._pieces[number], start - self._starts[number]
+                if not piece.is_there and not self._is_settled:
                     if pieces:
                         break
-                    self.changed.wait_for(lambda: self._filled >= end or self._is_given_up)  # noqa: B023 - now
-                live += run.piece is not None and not run.piece.is_copied
-                pieces.append(self._memory_of(run)[start - run.start : end - run.start])
-                number += end == run.stop
-                start = end
-            self._pins += live > 0
+                    self.changed.wait_for(lambda: piece.is_copied or self._is_settled)  # noqa: B023 - now
+                if not piece.is_there:
+                    raise CheckpointError(
+                        "the state was not kept: it could not be copied, or all had it for whom it was"
+                    )
+                is_live |= not piece.is_copied  # which it may be from now on
+                pieces.append(piece.read(at)[: min(PIECE_BYTES, stop - start)])
+                start += len(pieces[-1])
+                number += start == self._starts[number + 1]
+            self._pins += is_live
         try:
             yield pieces
         finally:
-            if live:
+            if is_live:
                 with self.changed:
                     self._pins -= 1
                     self.changed.notify_all()
-
-    def _memory_of(self, run: _Run) -> memoryview:
-        if run.piece is not None and run.piece.is_copied:
-            run = _settled(run)
-        if not self._is_given_up and run.memory is not None:
-            return run.memory
-        raise CheckpointError(
-            "the state could not be copied"
-            if self._is_given_up
-            else "the state was not kept: those for whom it was offered had it"
-        )
 
     def pieces(self, start: int, stop: int) -> Iterator[memoryview]:
         """Yield bytes [start, stop) of the payload in pieces, each of which is good until the next one."""
@@ -423,18 +381,8 @@ def _copy_on_host(leaf: Leaf, place: memoryview) -> None:
 
 
 def _lives(leaf: Leaf) -> torch.Tensor | None:
-    """Return the bytes of a leaf that can be read from where it is; None if it is to be copied first."""
-    if not isinstance(leaf, torch.Tensor) or leaf.nbytes < _LIVE_FROM or devices.has(leaf):
-        return None
-    plain = plain_part(leaf)
-    return None if plain is None else as_bytes(plain)
-
-
-def _settled(run: _Run) -> _Run:
-    """Return a run that lies in a copy; it has no memory if there is none."""
-    if run.piece is None:
-        return run
-    return run._replace(memory=run.piece.place if run.piece.is_copied else None, piece=None)
+    """Return a leaf that can be read from where it is; None if it is to be copied first."""
+    return plain_part(leaf) if isinstance(leaf, torch.Tensor) and not devices.has(leaf) else None
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:
@@ -570,7 +518,8 @@ class IncomingState:
         """Copy leaves into place that are laid out alike, as if they had been read; `matches` tells which are
         those of the state.
         """
-        self.read(_Payload(kept), 0, self.nbytes)
+        padded = ((bytes_of(leaf), bytes(-nbytes_of(leaf) % ALIGNMENT)) for leaf in kept)
+        self.read(Parts(map(memoryview, chain.from_iterable(padded))), 0, self.nbytes)
 
     def matches(self, sums: bytes, start: int, stop: int) -> bool:
         """Return whether all chunks in bytes [start, stop), which have been read, have those checksums."""
@@ -740,15 +689,11 @@ def _chunks(start: int, stop: int) -> Iterator[tuple[int, int]]:
         yield at, min(at + CHUNK_BYTES, stop)
 
 
-class _Payload:
-    """The payload of leaves that lie on the CPU, as a source."""
+class Parts:
+    """Bytes that come in parts, as a source; each part is read before the next one comes."""
 
-    def __init__(self, leaves: Iterable[Leaf]) -> None:
-        self._parts = (
-            memoryview(part)
-            for leaf in leaves
-            for part in (bytes_of(leaf), bytes(aligned(nbytes_of(leaf)) - nbytes_of(leaf)))
-        )
+    def __init__(self, parts: Iterable[memoryview]) -> None:
+        self._parts = iter(parts)
         self._rest = memoryview(b"")
 
     def readinto(self, buffer: memoryview, /) -> int:

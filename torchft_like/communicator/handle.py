@@ -16,6 +16,7 @@ from concurrent.futures import Future, wait
 from typing import Any, Generic, TypeVar
 
 from torchft_like.errors import GroupCoordinatorError, StaleEpochError, StillUnderWayError
+from torchft_like.futures import aside, complete
 from torchft_like.process_group.configuration import Configuration
 
 T = TypeVar("T")
@@ -74,12 +75,9 @@ class Handle(Generic[T]):
         self._finish = finish
         self._settle = settle
         self._is_over = is_over
-        self._outcome: Future[Any] = Future()
+        self._outcome: Future[Any] = Future() if is_over else aside("torchft-coordinator", finish)
         self._settling = threading.Lock()
         self._result: Future[T] | None = None
-        if is_over is None:
-            arguments = self._outcome, finish
-            threading.Thread(target=complete, args=arguments, name="torchft-coordinator", daemon=True).start()
 
     def wait(self, timeout: float | None = None) -> T:
         """Return the result once the operation is done; on a CUDA device, once the current stream waits for
@@ -127,12 +125,3 @@ class Handle(Generic[T]):
         if self._epoch is not None and self._epoch.reason is not None:
             return f"<stale, of epoch {self._epoch.number}>"
         return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"
-
-
-def complete(future: Future[T], act: Callable[[], T], kept: type[BaseException] = BaseException) -> Future[T]:
-    """Give a future what `act` returns or raises, if that is an error of the kind `kept`; return it."""
-    try:
-        future.set_result(act())
-    except kept as error:  # it is raised in the threads that wait
-        future.set_exception(error)
-    return future

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from torchft_like.communicator.collectives import start_joining
 from torchft_like.communicator.communicator import HARMLESS, Communicator, Started, call, check
-from torchft_like.communicator.handle import Handle, complete
+from torchft_like.communicator.handle import Handle
 from torchft_like.communicator.tensors import buckets, checked_rank, checked_tensor, even_sizes
 from torchft_like.core.agreement.statements import (
     PAYLOAD_BYTES_MAX,
@@ -50,6 +50,7 @@ from torchft_like.core.agreement.statements import (
 from torchft_like.divergence.words import word_sum
 from torchft_like.dtypes import as_bytes
 from torchft_like.errors import GroupCoordinatorError, PlainDataError
+from torchft_like.futures import complete
 from torchft_like.plain_data import (
     MESSAGES,
     STRUCTURE_BYTES_MAX,

@@ -1,15 +1,9 @@
-"""What a rank needs to catch up beside the steps (`core/catch_up.py`): a fetch on a thread of its own, and
-how the script's steps are taken again.
-"""
+"""How the script's steps are taken again by a rank that catches up beside the steps (`core/catch_up.py`)."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Generic, Protocol, TypeVar
-
-T = TypeVar("T")
+from collections.abc import Sequence
+from typing import Protocol
 
 STEPS_KEPT_MAX = 8
 
@@ -36,41 +30,3 @@ class Replay(Protocol):
         are.
         """
         ...
-
-
-class FetchBeside(Generic[T]):
-    """A state on its way, on a thread of its own.
-
-    Args:
-        fetch: returns the state, or raises; another thread can end it.
-    """
-
-    def __init__(self, fetch: Callable[[], T]) -> None:
-        self._fetch = fetch
-        self._future: Future[T] = Future()
-        self._thread = threading.Thread(target=self._run, name="torchft-fetch-beside", daemon=True)
-        self._thread.start()
-
-    @property
-    def has_come(self) -> bool:
-        """Whether the state is there."""
-        return self._future.done() and self._future.exception() is None
-
-    def result(self) -> T:
-        """Return the state once it is there, or raise the error of the fetch."""
-        return self._future.result()
-
-    def raise_error(self) -> None:
-        """Raise the error of the fetch, if it has failed."""
-        if self._future.done():
-            self._future.result()
-
-    def join(self, timeout_s: float) -> None:
-        """Wait for the end of the thread."""
-        self._thread.join(timeout_s)
-
-    def _run(self) -> None:
-        try:
-            self._future.set_result(self._fetch())
-        except BaseException as error:  # noqa: BLE001 - the training thread raises it
-            self._future.set_exception(error)

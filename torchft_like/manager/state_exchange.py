@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -39,9 +39,10 @@ from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
+from torchft_like.futures import aside
 from torchft_like.manager import kept_state
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.catching_up import FetchBeside, Replay
+from torchft_like.manager.catching_up import Replay
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.managed_group import Emit, ManagedGroup
@@ -118,7 +119,7 @@ class StateExchange:
         self._emit = emit
         self.replay: Replay | None = None
         self._keeper = kept_state.present()
-        self._beside: FetchBeside[Fetched] | None = None
+        self._beside: Future[Fetched] | None = None  # a state on its way beside the steps
         self._is_serving = self._has_rehearsed = False
         self._fetching: _Fetching | None = None  # the fetch that runs
         self._clients: list[ManagerClient] = []  # the clients that ask the sources
@@ -334,7 +335,7 @@ class StateExchange:
     @property
     def has_fetched(self) -> bool:
         """Whether the state has come that was fetched beside the steps."""
-        return self._beside is not None and self._beside.has_come
+        return self._beside is not None and self._beside.done() and self._beside.exception() is None
 
     @property
     def source(self) -> str:
@@ -364,13 +365,14 @@ class StateExchange:
                 with self._group.lock:
                     protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
                 about = fetching, result, attempt.sources, None, timeout_s
-                self._beside = FetchBeside(partial(self._fetch, *about))
+                self._beside = aside("torchft-fetch-beside", partial(self._fetch, *about))
             elif (under_way := self._fetching) is not None:
                 for gone in under_way.sources.keys() - set(result.replica_ids):
                     self._transport.lose_source(under_way.sources[gone], f"{gone} is no member any more")
             if (beside := self._beside) is None:
                 raise CheckpointError("the state that was on its way does not come")
-            beside.raise_error()
+            if beside.done():
+                beside.result()  # or its error
             if not protocol.loads:
                 return
             state, _ = beside.result()
@@ -389,7 +391,7 @@ class StateExchange:
         beside, self._beside = self._beside, None
         if beside is not None:
             self._end(self._fetching, reason)
-            beside.join(2 * REACH_S)
+            wait([beside], 2 * REACH_S)
 
     def _check(self, result: QuorumResult, arriving: State) -> None:
         """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""

@@ -19,6 +19,7 @@ from torch import Tensor
 from tests.equality import same
 from tests.unit.checkpointing.devices import PACES, PlayedDevice, played
 from tests.unit.checkpointing.states import load_state
+from torchft_like.checkpointing.copy_ahead import Piece
 from torchft_like.checkpointing.device_copy import _Staging
 from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
 from torchft_like.errors import CheckpointFormatError
@@ -37,21 +38,17 @@ TENSORS = st.tuples(
 )
 
 
-class Reused(_Staging):
-    """A ring that uses a buffer again at once."""
-
-    def take(self) -> Tensor:
-        buffer = super().take()
-        self._free.append(buffer)
-        return buffer
+def reused(staging: _Staging, take: Callable[[_Staging], Tensor] = _Staging._take) -> Tensor:
+    """Take a buffer, and let it be used again at once."""
+    buffer = take(staging)
+    staging._free.append(buffer)
+    return buffer
 
 
-class Unwaited(_Staging):
-    """A ring that waits for nothing."""
-
-    def _settle(self) -> None:
-        self._under_way[0][1].clear()
-        super()._settle()
+def unwaited(staging: _Staging, settle: Callable[[_Staging], None] = _Staging._settle) -> None:
+    """Wait for nothing."""
+    staging._under_way[0][1].clear()
+    settle(staging)
 
 
 def made(shapes: list[tuple[int, int, torch.dtype, Any, bool]], device: PlayedDevice) -> list[object]:
@@ -113,12 +110,12 @@ def test_a_state_lands_in_tensors_of_a_device(size: int, piece: int, pace: str, 
     assert landed(size, piece, pace, seed)
 
 
-@pytest.mark.parametrize("defect", [Reused, Unwaited])
+@pytest.mark.parametrize(("method", "defect"), [("_take", reused), ("_settle", unwaited)])
 def test_a_buffer_that_is_used_too_early_is_noticed(
-    defect: type[_Staging], monkeypatch: pytest.MonkeyPatch
+    method: str, defect: Callable[[_Staging], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above would fail."""
-    monkeypatch.setattr("torchft_like.checkpointing.device_copy._Staging", defect)
+    monkeypatch.setattr(_Staging, method, defect)
     assert not all(landed(2000, 1000, pace, 0) for pace in PACES)
     shapes = [(9, 40, torch.float32, VIEWS[0], True)] * 3
     assert not all(is_copied(shapes, 500, PlayedDevice(pace)) for pace in PACES)
@@ -128,19 +125,18 @@ def test_readers_hear_of_each_tensor_when_it_has_come() -> None:
     """Not before: the snapshot is sent while it is made."""
     device = PlayedDevice("lazy")
     state = [device.put(torch.arange(100)), torch.arange(50), device.put(torch.arange(70))]
-    with played(device, TO_HOST_BYTES=64):
-        snapshot, seen = Snapshot(state), []
-        noted = snapshot._note_filled
+    with played(device, TO_HOST_BYTES=64, COPY_BYTES=64):
+        snapshot, seen = Snapshot(state), list[bytes]()
+        noted = snapshot._note_copied
 
-        def note(end: int) -> None:
-            seen.append((end, b"".join(run.memory or b"" for run in snapshot._runs)[:end]))
-            noted(end)
+        def note(piece: Piece) -> None:
+            seen.append(bytes(piece.place))
+            noted(piece)
 
-        snapshot._note_filled = note  # type: ignore[method-assign]
+        snapshot._note_copied = note  # type: ignore[method-assign]
         snapshot.fill()
-    whole = b"".join(snapshot.pieces(0, snapshot.nbytes))
-    assert [end for end, _ in seen] == [832, 1280, 1856 - 1856 % 64, snapshot.nbytes]
-    assert all(data == whole[:end] for end, data in seen)
+    assert [len(data) for data in seen] == [832, 448, 576]
+    assert b"".join(seen) == b"".join(snapshot.pieces(0, snapshot.nbytes))
 
 
 class Broken(io.BytesIO):

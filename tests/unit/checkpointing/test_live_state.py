@@ -209,8 +209,9 @@ def test_a_receiver_that_takes_nothing_any_more_is_not_waited_for(
 class TestSnapshot:
     @pytest.fixture(autouse=True)
     def _small_pieces(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(state_stream, "_LIVE_FROM", 64)
-        monkeypatch.setattr(copy_ahead, "COPY_BYTES", 1024)
+        monkeypatch.setattr(copy_ahead, "PLAIN_FROM", 64)
+        for module in (copy_ahead, state_stream):
+            monkeypatch.setattr(module, "COPY_BYTES", 1024)
 
     @pytest.mark.heal_is_clean
     def test_it_is_the_same_before_while_and_after_it_is_copied(self) -> None:

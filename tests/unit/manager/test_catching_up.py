@@ -201,5 +201,5 @@ def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch,
         beside.result()
         a.step(12, dict.fromkeys("bc", Version(6, 12)))
         assert a.exchange._beside is not beside
-        assert beside.has_come
+        assert beside.done()
     a.driver.stop(ShutdownError("over"), LIMIT_S)
