@@ -151,24 +151,6 @@ def make_channel(address: Address) -> grpc.Channel:
     return channel
 
 
-class KeptChannel:
-    """A blocking channel to keep: gRPC's own goes on to show the certificate with which it was made."""
-
-    def __init__(self, address: Address) -> None:
-        self._address = address
-        self._identity, self._channel = process_identity(), make_channel(address)
-
-    def now(self) -> grpc.Channel:
-        """Return the channel for the next call, a new one if this process's certificate was replaced."""
-        if (identity := process_identity()) is not self._identity:
-            self._identity, self._channel = identity, make_channel(self._address)
-        return self._channel
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
-
-
 def make_aio_channel(address: Address, keepalive: Keepalive | None = None) -> grpc.aio.Channel:
     """Make an asyncio channel; call this on the loop that will use the channel."""
     channel: grpc.aio.Channel = _channel(grpc.aio, address, keepalive or default_keepalive())
@@ -307,15 +289,15 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     return place.rpartition(":")[0].strip("[]")
 
 
-async def refuses(address: Address, timeout_s: float) -> bool:
-    """Return whether a host answers within `timeout_s` seconds that no process listens at this address."""
+async def why_unreachable(address: Address, timeout_s: float) -> OSError | None:
+    """Return why a connection fails, a TimeoutError after so many seconds; None where a process listens."""
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(address.host, address.port)
     except OSError as error:  # a TimeoutError is one, too
-        return isinstance(error, ConnectionRefusedError)
-    writer.close()
-    return False
+        return error
+    writer.transport.abort()
+    return None
 
 
 async def until_refused(address: Address) -> None:

@@ -16,9 +16,9 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -53,20 +53,25 @@ from lighthouse.net import (
     caller_of,
     make_aio_channel,
     make_aio_server,
-    refuses,
     unary,
+    why_unreachable,
 )
-from lighthouse.session import Refusal, RefusedError, ReplicaSession, invalid, read_register
+from lighthouse.session import (
+    Context,
+    Refusal,
+    RefusedError,
+    Session,
+    check,
+    invalid,
+    read_register,
+    service,
+    settle,
+)
 from lighthouse.spare_ranks import SpareRanks
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from lighthouse.trust import signing_key
 from lighthouse.wire import torchft_pb2 as pb
 
-Context = grpc.aio.ServicerContext[Any, bytes]
-M = TypeVar("M")
-R = TypeVar("R")
-
-_SERVICE = "torchft.LighthouseService"
 _STOP_GRACE_S = 0.5
 _FIND_S = 0.8  # seconds in which a member's host has to answer
 _FIND_AT_ONCE = 64
@@ -115,7 +120,7 @@ class Lighthouse:
         self._addresses: dict[str, str] = {}  # by replica with a session, or of the last quorum
         self._search: asyncio.Task[None] | None = None  # for members of a quorum that may be training
         # By replica, the oldest call first.
-        self._calls: dict[str, dict[asyncio.Future[bytes | Refusal], None]] = {}
+        self._calls: dict[str, dict[asyncio.Future[bytes], None]] = {}
         self._looked_at = 0.0  # by somebody, at how far the members are
         self._watch: asyncio.TimerHandle | None = None  # runs while somebody looks
         self._server: grpc.aio.Server | None = None
@@ -181,12 +186,9 @@ class Lighthouse:
         # A token of the job's own would be a present to whoever claims to serve at an address.
         token = session.kill_token if session is not None else ""
         self.events.emit("kill", member=replica_id, by=by)
-        channel = make_aio_channel(address)
-        try:
+        async with make_aio_channel(address) as channel:
             call = unary(channel, wire.KILL, pb.KillRequest, pb.KillResponse, token)
             await call(pb.KillRequest(msg=f"{by} asked for it"), timeout=_KILL_S)
-        finally:
-            await channel.close(None)
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""
@@ -234,86 +236,72 @@ class Lighthouse:
 
     async def serve_session(self, _requests: object, context: Context) -> None:
         """Serve a replica group's session, from its register until it ends in one way or another."""
-        session = await self._open_session(context)
+        register: pb.Register = (await read_register(context, pb.SessionRequest)).register
+        self._admit_session(register, caller_of(context))
+        session = ReplicaSession(next(self._numbers), register, context, self.config.session_queue_max)
         reason = "its connection ended: the process died, or no PING was answered"
         try:
-            reason = await self._serve_session(session, context)
-        except asyncio.CancelledError:
-            if session.ended is None:
-                raise
-            reason = session.ended.text
+            async with session:
+                self._open_session(session, register)
+                reason = await self._serve_session(session)
         finally:
-            del self._sessions[session.number]
-            session.close()
-            if session.ended is None and self._clock.is_starved():
+            self._sessions.pop(session.number, None)
+            if session.ended is not None:
+                self._lose(session.number, session.ended.text)
+            elif self._clock.is_starved():
                 # Its PINGs lie unread here, perhaps. A replica that lives comes back with another session
                 # first.
                 self._loop.call_later(RECOVERY_S, self._lose, session.number, reason)
             else:
                 self._lose(session.number, reason)
-        if session.ended is not None:
-            raise RefusedError(session.ended)
 
-    async def serve_quorum(self, request: pb.LighthouseQuorumRequest | None, context: Context) -> bytes:
+    async def serve_quorum(self, request: pb.LighthouseQuorumRequest, context: Context) -> bytes:
         """Serve torchft's Quorum: the caller joins, and is answered with the quorum."""
-        message = _well_formed(request).requester
+        message = request.requester
         complaint = admission.about_member(message, self.config, self._believable(), caller_of(context))
         self._admit(message.replica_id, complaint)
         if self._core.session_of(message.replica_id) is not None:
             raise _exists(f"replica {message.replica_id!r:.100} joins through its session")
         member = codec.member_from_wire(message)
         self._stepped(message)
-        answer: asyncio.Future[bytes | Refusal] = self._loop.create_future()
+        answer: asyncio.Future[bytes] = self._loop.create_future()
         calls = self._calls.setdefault(member.replica_id, {})
         calls[answer] = None
         self._apply(self._core.call(member, self._clock.now()))
         # A call that was settled may not have woken up yet.
         waiting = [call for call in calls if not call.done()]
         if len(waiting) > _CALLS_PER_REPLICA_MAX:
-            _settle(waiting[0], _TOO_MANY_CALLS)
+            settle(waiting[0], _TOO_MANY_CALLS)
         try:
-            result = await answer
+            return await answer
         finally:
             calls.pop(answer, None)
             if not calls and self._calls.get(member.replica_id) is calls:
                 del self._calls[member.replica_id]
                 self._apply(self._core.withdraw(member.replica_id, self._clock.now()))
-        if isinstance(result, Refusal):
-            raise RefusedError(result)
-        return result
 
-    async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest | None, _: Context) -> bytes:
+    async def serve_heartbeat(self, request: pb.LighthouseHeartbeatRequest, _: Context) -> bytes:
         """Serve torchft's Heartbeat."""
-        request = _well_formed(request)
         self._admit(request.replica_id, admission.about_replica(request.replica_id))
         self._apply(self._core.heartbeat(request.replica_id, self._clock.now()))
         return b""
 
     # -- sessions
 
-    async def _open_session(self, context: Context) -> ReplicaSession:
-        register: pb.Register = await read_register(context, pb.SessionRequest)
-        complaint = admission.about_register(register, self.config, self._believable(), caller_of(context))
-        self._admit(register.replica_id, complaint)
+    def _admit_session(self, register: pb.Register, caller: str) -> None:
+        self._admit(
+            register.replica_id, admission.about_register(register, self.config, self._believable(), caller)
+        )
         if (known := self._core.session_of(register.replica_id)) is not None:
             live = self._sessions.get(known)
             # The same replica comes back with its own address.
             if live is not None and live.ended is None and live.address != register.address:
                 name, place = f"{register.replica_id!r:.100}", f"{live.address!r:.100}"
                 raise _exists(f"replica {name} has a session, and is at {place}")
-        # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled
-        # halfway.
-        await context.send_initial_metadata(())
-        session = ReplicaSession(
-            next(self._numbers),
-            register.replica_id,
-            register.address,
-            context,
-            self.config.session_queue_max,
-        )
+
+    def _open_session(self, session: ReplicaSession, register: pb.Register) -> None:
         self._sessions[session.number] = session
         self._addresses[session.replica_id] = session.address
-        session.kill_token = register.kill_token
         session.send(codec.told(registered=codec.job_config(self.config, self._watch is not None)))
         self.events.emit("register", member=session.replica_id)
         self._hear_report(register)
@@ -327,58 +315,45 @@ class Lighthouse:
             register.spare,
         )
         self._apply(decisions)
-        return session
 
-    async def _serve_session(self, session: ReplicaSession, context: Context) -> str:
+    async def _serve_session(self, session: ReplicaSession) -> str:
         """Serve requests until the replica ends its side; return why, which is reported unless it left."""
-        while True:
-            request = await context.read()
-            if request is grpc.aio.EOF:  # type: ignore[attr-defined]
-                return "its connection ended, or it hung up without a leave"
-            kind = request.WhichOneof("request") if request is not None else "bytes"
-            if kind == "leave":
+        while (request := await session.read()) is not None:
+            if request.WhichOneof("request") == "leave":
                 self._leave(session, request.leave)
                 return "left"
-            complaint = self._about_request(session, kind, request)
-            if complaint is not None:
-                session.ended = invalid(complaint).why
-                return complaint
-            if kind == "progress":
+            self._hear(session, request)
+        return "its connection ended, or it hung up without a leave"
+
+    def _hear(self, session: ReplicaSession, request: pb.SessionRequest) -> None:
+        core, number, replica_id, now = self._core, session.number, session.replica_id, self._clock.now()
+        match request.WhichOneof("request"):
+            case "join" if (join := request.join).replica_id == replica_id:
+                check(admission.about_member(join, self.config, self._believable(), session.caller))
+                self._stepped(join)
+                self._apply(core.join(number, codec.member_from_wire(join), now))
+            case "holds":
+                holds, quorum = request.holds, QuorumNumber(request.holds.quorum_id, request.holds.round)
+                check(admission.about_step(holds.step))
+                if holds.gives_up:
+                    self._apply(core.give_up(number, quorum, now))
+                else:
+                    self._apply(core.hold(number, quorum, holds.step, now))
+            case "progress":
+                check(admission.about_step(request.progress.step))
                 report = codec.report_from_wire(request.progress)
-                self.history.reported(session.replica_id, report, time.time(), self._loop.time())
-            elif kind is not None:
-                self._apply(self._heard(session.number, request))
-
-    def _heard(self, number: int, request: pb.SessionRequest) -> list[Decision]:
-        now = self._clock.now()
-        if request.WhichOneof("request") == "join":
-            self._stepped(request.join)
-            return self._core.join(number, codec.member_from_wire(request.join), now)
-        if request.WhichOneof("request") == "holds":
-            holds, quorum = request.holds, QuorumNumber(request.holds.quorum_id, request.holds.round)
-            if holds.gives_up:
-                return self._core.give_up(number, quorum, now)
-            return self._core.hold(number, quorum, holds.step, now)
-        if request.WhichOneof("request") == "identity":
-            return self._core.identify(number, codec.identity_from_wire(request.identity), now)
-        return self._core.report_links(number, request.broken_links.unreachable_replica_ids, now)
-
-    def _about_request(
-        self, session: ReplicaSession, kind: str | None, request: pb.SessionRequest
-    ) -> str | None:
-        if kind == "join" and request.join.replica_id == session.replica_id:
-            return admission.about_member(request.join, self.config, self._believable(), session.caller)
-        if kind == "broken_links":
-            return admission.about_links(request.broken_links)
-        if kind in ("holds", "progress"):
-            return admission.about_step(getattr(request, kind).step)
-        if kind == "identity":
-            return admission.about_identity(request.identity, self._believable())
-        if kind is None and codec.unknown_fields(
-            request
-        ):  # a newer replica says more than this version knows
-            return None
-        return f"unexpected {kind or 'empty message'} in the session of {session.replica_id!r:.100}"
+                self.history.reported(replica_id, report, time.time(), self._loop.time())
+            case "identity":
+                check(admission.about_identity(request.identity, self._believable()))
+                self._apply(core.identify(number, codec.identity_from_wire(request.identity), now))
+            case "broken_links":
+                check(admission.about_links(request.broken_links))
+                ids = request.broken_links.unreachable_replica_ids
+                self._apply(core.report_links(number, ids, now))
+            case None if codec.unknown_fields(request):
+                pass  # a newer replica says more than this version knows
+            case kind:
+                raise invalid(f"unexpected {kind or 'empty message'} in the session of {replica_id!r:.100}")
 
     def _lose(self, number: int, reason: str) -> None:
         if self._server is not None:
@@ -393,8 +368,7 @@ class Lighthouse:
         self._answer(session.replica_id, _REPLICA_GONE)
 
     def _admit(self, replica_id: str, complaint: str | None) -> None:
-        if complaint is not None:
-            raise invalid(complaint)
+        check(complaint)
         if len(self._core) >= self.config.replicas_max and replica_id not in self._core:
             text = f"this lighthouse has its {self.config.replicas_max} replicas (--replicas_max)"
             raise RefusedError(Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, text))
@@ -507,7 +481,7 @@ class Lighthouse:
             address = parse_address(self._addresses.get(replica_id, ""))
         except AddressError:
             return False
-        return await refuses(address, _FIND_S)
+        return isinstance(await why_unreachable(address, _FIND_S), ConnectionRefusedError)
 
     def _leave_out(self, left: LeftOut) -> None:
         for number, replica_id in left.sessions:
@@ -531,7 +505,7 @@ class Lighthouse:
 
     def _answer(self, replica_id: str, result: bytes | Refusal) -> None:
         for call in self._calls.pop(replica_id, ()):
-            _settle(call, result)
+            settle(call, result)
 
     # -- time
 
@@ -551,46 +525,34 @@ class Lighthouse:
         self._apply(self._core.advance(self._clock.now()))
 
 
-def _well_formed(request: M | None) -> M:
-    if request is None:
-        raise invalid("this is no message of the protocol")
-    return request
-
-
 def _exists(text: str) -> RefusedError:
     return RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
 
 
-def _settle(call: asyncio.Future[bytes | Refusal], result: bytes | Refusal) -> None:
-    if not call.done():
-        call.set_result(result)
+class ReplicaSession(Session):
+    """The session of a replica. `number` tells sessions apart for the quorum core; `address` is where the
+    replica says that it serves, and `kill_token` the token with which it may be killed there.
+    """
 
-
-def _refusing(serve: Callable[[Any, Context], Awaitable[R]]) -> Callable[[Any, Context], Awaitable[R]]:
-    async def answer(request: Any, context: Context) -> R:
-        try:
-            return await serve(request, context)
-        except RefusedError as error:
-            await context.abort(error.why.code, error.why.text)
-            raise
-
-    return answer
+    def __init__(self, number: int, register: pb.Register, context: Context, queue_max: int) -> None:
+        super().__init__(context, queue_max)
+        self.number = number
+        self.replica_id = register.replica_id
+        self.address = register.address
+        self.kill_token = register.kill_token
 
 
 def _handlers(lighthouse: Lighthouse) -> grpc.GenericRpcHandler[Any, Any]:
-    """Make the handlers. They refuse malformed requests instead of failing, and send bytes as answers."""
-    stream, unary_ = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
-    methods: dict[str, tuple[Any, Any, Any]] = {
-        "Session": (stream, lighthouse.serve_session, pb.SessionRequest),
-        "Quorum": (unary_, lighthouse.serve_quorum, pb.LighthouseQuorumRequest),
-        "Heartbeat": (unary_, lighthouse.serve_heartbeat, pb.LighthouseHeartbeatRequest),
-        "OfferSpare": (stream, lighthouse.spare_ranks.serve_spare, pb.SpareRequest),
-        "FillVacancy": (unary_, lighthouse.spare_ranks.serve_vacancy, pb.FillVacancyRequest),
-    }
-    return grpc.method_handlers_generic_handler(
-        _SERVICE,
-        {
-            name: make(_refusing(serve), request_deserializer=codec.reader(kind))
-            for name, (make, serve, kind) in methods.items()
+    spare_ranks = lighthouse.spare_ranks
+    return service(
+        "torchft.LighthouseService",
+        streams={
+            "Session": (lighthouse.serve_session, pb.SessionRequest),
+            "OfferSpare": (spare_ranks.serve_spare, pb.SpareRequest),
+        },
+        calls={
+            "Quorum": (lighthouse.serve_quorum, pb.LighthouseQuorumRequest),
+            "Heartbeat": (lighthouse.serve_heartbeat, pb.LighthouseHeartbeatRequest),
+            "FillVacancy": (spare_ranks.serve_vacancy, pb.FillVacancyRequest),
         },
     )

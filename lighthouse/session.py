@@ -1,22 +1,28 @@
-"""The lighthouse's end of one session: an open stream with a bounded queue towards its reader.
+"""What the gRPC services of this project have in common: handlers that refuse, and sessions.
 
-Sending never waits. Messages go out as fast as the replica reads them; when more than the bound are
-waiting the session is ended, so that a slow reader harms only itself.
+A session is an open stream with a bounded queue towards its reader. Sending never waits. Messages go out as
+fast as the caller reads them; when more than the bound are waiting the session is ended, so that a slow
+reader harms only itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self, TypeVar
 
 import grpc
 import grpc.aio
 
+from lighthouse.codec import reader
 from lighthouse.net import caller_of
 
 REGISTER_S = 10.0
+
+Context = grpc.aio.ServicerContext[Any, bytes]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +46,64 @@ def invalid(text: str) -> RefusedError:
     return RefusedError(Refusal(grpc.StatusCode.INVALID_ARGUMENT, text))
 
 
-async def read_register(context: grpc.aio.ServicerContext[Any, bytes], kind: Any) -> Any:
-    """Return the register with which a stream of requests of this kind has to begin, within REGISTER_S."""
+def check(complaint: str | None) -> None:
+    """Refuse a request of which there is a complaint."""
+    if complaint is not None:
+        raise invalid(complaint)
+
+
+def settle(call: asyncio.Future[T], result: T | Refusal) -> None:
+    """Answer a call that waits, or refuse it; nothing happens to one that has its answer, or has hung up."""
+    if isinstance(result, Refusal):
+        if not call.done():
+            call.set_exception(RefusedError(result))
+            call.exception()  # who waits may hang up before it hears that
+    elif not call.done():
+        call.set_result(result)
+
+
+Serve = Callable[[Any, Context], Awaitable[Any]]
+
+
+def service(
+    name: str, streams: Mapping[str, tuple[Serve, Any]], calls: Mapping[str, tuple[Serve, Any]]
+) -> grpc.GenericRpcHandler[Any, Any]:
+    """Make the handlers of a service.
+
+    Args:
+        streams: by method, the function that serves a stream, and the class of its requests, which a Session
+          reads.
+        calls: by method, the function that answers a request, with bytes, and the class of the request.
+
+    Each function gets the RPC's context, too, and may raise a RefusedError.
+    """
+    stream, call = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
+    kinds: tuple[tuple[Any, Mapping[str, tuple[Serve, Any]]], ...] = ((stream, streams), (call, calls))
+    handlers = {
+        method: make(_refusing(serve), request_deserializer=reader(kind))
+        for make, methods in kinds
+        for method, (serve, kind) in methods.items()
+    }
+    return grpc.method_handlers_generic_handler(name, handlers)
+
+
+def _refusing(serve: Serve) -> Serve:
+    async def answer(request: Any, context: Context) -> Any:
+        try:
+            if request is None:
+                raise invalid("this is no message of the protocol")
+            return await serve(request, context)
+        except RefusedError as error:
+            await context.abort(error.why.code, error.why.text)
+            raise
+
+    return answer
+
+
+async def read_register(context: Context, kind: Any) -> Any:
+    """Return the request with the register with which a stream of requests of this kind has to begin, within
+    REGISTER_S.
+    """
     try:
         async with asyncio.timeout(REGISTER_S):
             request: Any = await context.read()
@@ -50,31 +112,29 @@ async def read_register(context: grpc.aio.ServicerContext[Any, bytes], kind: Any
     found = request.WhichOneof("request") if isinstance(request, kind) else None
     if found != "register":
         raise invalid(f"the first message of a session must be a register, not {found or 'empty'}")
-    return request.register
+    return request
 
 
-class ReplicaSession:
+class Session:
     """An open session, made and used on the server's loop inside the RPC's own task.
 
-    `number` tells sessions apart for the quorum core; `address` is where the replica says that it serves,
-    `caller` the IP address from which it calls,
-    and `kill_token` the token with which it may be killed there; `ended` says why this side ended it, if it
-    did.
+        async with Session(context, queue_max=64) as session:
+            session.send(b"...")
+            while (request := await session.read()) is not None:
+                ...
+
+    The end of the block drops messages that still wait.
+
+    Attributes:
+        caller: the IP address from which the other side calls.
+        ended: why this side has ended it, if it has.
+
+    Raises:
+        RefusedError: at the end of the block, why this side has ended it.
     """
 
-    def __init__(
-        self,
-        number: int,
-        replica_id: str,
-        address: str,
-        context: grpc.aio.ServicerContext[Any, bytes],
-        queue_max: int,
-    ) -> None:
-        self.number = number
-        self.replica_id = replica_id
-        self.address = address
+    def __init__(self, context: Context, queue_max: int) -> None:
         self.caller = caller_of(context)
-        self.kill_token = ""
         self.ended: Refusal | None = None
         self._context = context
         self._queue_max = queue_max
@@ -94,16 +154,36 @@ class ReplicaSession:
             self._writer = asyncio.get_running_loop().create_task(self._write())
 
     def end(self, why: Refusal) -> None:
-        """End the RPC from this side; its handler sees a cancellation and reports `why`."""
+        """End the RPC from this side; its handler sees a cancellation."""
         if self.ended is None and self._handler is not None:
             self.ended = why
             self._handler.cancel()
 
-    def close(self) -> None:
-        """Stop writing; messages that still wait are dropped."""
+    async def __aenter__(self) -> Self:
+        # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled
+        # halfway.
+        await self._context.send_initial_metadata(())
+        return self
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._queue.clear()
         if self._writer is not None:
             self._writer.cancel()
+        if isinstance(error, RefusedError):
+            self.ended = self.ended or error.why
+        elif self.ended is not None and not isinstance(error, Exception):
+            raise RefusedError(self.ended)
+
+    async def read(self) -> Any:
+        """Return the next request; None once the caller has hung up.
+
+        Raises:
+            RefusedError: the received bytes are no message.
+        """
+        request: Any = await self._context.read()
+        if request is None:
+            raise invalid("what came is no message of the protocol")
+        return None if request is grpc.aio.EOF else request  # type: ignore[attr-defined]
 
     async def _write(self) -> None:
         try:

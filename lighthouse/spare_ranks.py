@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Iterable
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -20,10 +19,8 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.vacancies import Decision, Filled, NoSpare, Told, Vacancies, Vacancy
 from lighthouse.events import EventLog
 from lighthouse.net import caller_of
-from lighthouse.session import Refusal, RefusedError, ReplicaSession, invalid, read_register
+from lighthouse.session import Context, Refusal, Session, check, invalid, read_register, settle
 from lighthouse.wire import torchft_pb2 as pb
-
-Context = grpc.aio.ServicerContext[Any, bytes]
 
 _NO_SPARE = Refusal(grpc.StatusCode.NOT_FOUND, "no spare rank is free (torchft-like spare starts one)")
 
@@ -36,8 +33,8 @@ class SpareRanks:
         self._events = events
         self._vacancies = Vacancies()
         self._numbers = itertools.count(1)
-        self._sessions: dict[int, ReplicaSession] = {}
-        self._callers: dict[int, asyncio.Future[str | Refusal]] = {}
+        self._sessions: dict[int, Session] = {}
+        self._callers: dict[int, asyncio.Future[str]] = {}
 
     def names(self) -> list[str]:
         """Return the names of the spare ranks that wait for a place."""
@@ -51,36 +48,26 @@ class SpareRanks:
 
     async def serve_spare(self, _requests: object, context: Context) -> None:
         """Serve the stream of one spare, until it has taken a place, or is gone."""
-        register = await read_register(context, pb.SpareRequest)
-        if complaint := admission.about_spare(register, len(self._vacancies), self._config):
-            raise invalid(complaint)
-        await context.send_initial_metadata(())
-        session = ReplicaSession(next(self._numbers), register.spare_id, "", context, queue_max=16)
-        self._sessions[session.number] = session
+        register: pb.SpareRegister = (await read_register(context, pb.SpareRequest)).register
+        check(admission.about_spare(register, len(self._vacancies), self._config))
+        number, session = next(self._numbers), Session(context, queue_max=16)
         has_taken = False
         try:
-            session.send(pb.SpareResponse(registered=pb.SpareRegistered()).SerializeToString())
-            self._events.emit("spare", member=session.replica_id, host=register.host)
-            self._apply(self._vacancies.register(session.number, register.spare_id, register.host))
-            has_taken = await self._serve(session, context)
-        except asyncio.CancelledError:
-            if session.ended is None:
-                raise
+            async with session:
+                self._sessions[number] = session
+                session.send(pb.SpareResponse(registered=pb.SpareRegistered()).SerializeToString())
+                self._events.emit("spare", member=register.spare_id, host=register.host)
+                self._apply(self._vacancies.register(number, register.spare_id, register.host))
+                has_taken = await self._serve(number, session)
         finally:
-            del self._sessions[session.number]
-            session.close()
+            self._sessions.pop(number, None)
             end = self._vacancies.taken if has_taken else self._vacancies.lost
-            self._apply(end(session.number))
-        if session.ended is not None:
-            raise RefusedError(session.ended)
+            self._apply(end(number))
 
-    async def serve_vacancy(self, request: pb.FillVacancyRequest | None, context: Context) -> bytes:
+    async def serve_vacancy(self, request: pb.FillVacancyRequest, context: Context) -> bytes:
         """Answer once a spare has taken the place, or that there is none."""
-        if request is None:
-            raise invalid("this is no message of the protocol")
         message, caller = request.vacancy, caller_of(context)
-        if complaint := admission.about_vacancy(message, len(self._callers), self._config, caller):
-            raise invalid(complaint)
+        check(admission.about_vacancy(message, len(self._callers), self._config, caller))
         vacancy = Vacancy(
             message.group_id,
             message.group_rank,
@@ -92,28 +79,21 @@ class SpareRanks:
         answer = self._callers[number] = asyncio.get_running_loop().create_future()
         try:
             self._apply(self._vacancies.ask(number, vacancy, waits=request.waits))
-            result = await answer
+            return pb.FillVacancyResponse(spare_id=await answer).SerializeToString()
         finally:
             del self._callers[number]
             self._vacancies.withdraw(number)
-        if isinstance(result, Refusal):
-            raise RefusedError(result)
-        return pb.FillVacancyResponse(spare_id=result).SerializeToString()
 
-    async def _serve(self, session: ReplicaSession, context: Context) -> bool:
+    async def _serve(self, number: int, session: Session) -> bool:
         """Hear what a spare says; return whether it has taken its place."""
-        while True:
-            request = await context.read()
-            if request is grpc.aio.EOF:  # type: ignore[attr-defined]
-                return False
-            kind = request.WhichOneof("request") if request is not None else "bytes"
+        while (request := await session.read()) is not None:
+            kind = request.WhichOneof("request")
             if kind == "taken":
                 return session.ended is None
             if kind != "declined":
-                text = f"unexpected {kind or 'empty message'} of the spare {session.replica_id!r:.100}"
-                session.ended = invalid(text).why
-                return False
-            self._apply(self._vacancies.declined(session.number))
+                raise invalid(f"unexpected {kind or 'empty message'} of a spare")
+            self._apply(self._vacancies.declined(number))
+        return False
 
     def _apply(self, decisions: Iterable[Decision]) -> None:
         for decision in decisions:
@@ -129,6 +109,5 @@ class SpareRanks:
 
     def _answer(self, callers: Iterable[int], result: str | Refusal) -> None:
         for number in callers:
-            answer = self._callers.get(number)
-            if answer is not None and not answer.done():
-                answer.set_result(result)
+            if (answer := self._callers.get(number)) is not None:
+                settle(answer, result)

@@ -19,12 +19,11 @@ from lighthouse.codec import fields_of
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.json_text import read_json
 from lighthouse.events import printable
-from lighthouse.net import DISTRUST, KeptChannel, unary
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError, TrustError
-from torchft_like.manager.client import ManagerClient
+from torchft_like.errors import ConfigError, ConnectError, FaultToleranceError, QuorumTimeoutError
+from torchft_like.manager.client import ManagerClient, UnaryClient
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime import living
@@ -117,7 +116,7 @@ class Quorum:
     created: Timestamp
 
 
-class LighthouseClient:
+class LighthouseClient(UnaryClient):
     """A client of the lighthouse at `addr` (`http://host:port`), for its unary calls.
 
     Raises:
@@ -126,13 +125,12 @@ class LighthouseClient:
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
-        self._address = parse_address(addr, "lighthouse address")
         timeout_s = seconds_of(connect_timeout, "connect_timeout")
-        self._channel = KeptChannel(self._address)
+        super().__init__(parse_address(addr, "lighthouse address"), "lighthouse")
         try:
-            grpc.channel_ready_future(self._channel.now()).result(timeout_s)
+            grpc.channel_ready_future(self._channel).result(timeout_s)
         except grpc.FutureTimeoutError:
-            self._channel.close()
+            self.close()
             raise ConnectError(
                 f"no lighthouse answered at {self._address} within {timeout_s:g} s; check that "
                 "`python -m lighthouse` is running there, that the address is right, and that both have "
@@ -184,19 +182,9 @@ class LighthouseClient:
         request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
         self._call(wire.HEARTBEAT, request, pb.LighthouseHeartbeatResponse, timeout)
 
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
-
-    def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = unary(self._channel.now(), method, type(request), response_type)
-        try:
-            return call(request, timeout=seconds_of(timeout, "timeout"))
-        except grpc.RpcError as error:
-            what = f"lighthouse at {self._address}: {error.details() or error.code().name}"
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                raise QuorumTimeoutError(f"no answer within {timeout} from the {what}") from error
-            raise (TrustError if error.code() in DISTRUST else ConnectError)(what) from error
+    def _error_of(self, code: grpc.StatusCode) -> type[FaultToleranceError]:
+        is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
+        return QuorumTimeoutError if is_late else super()._error_of(code)
 
 
 def _to_json(data: Mapping[Hashable, Any] | None) -> str:

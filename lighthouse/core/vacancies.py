@@ -106,11 +106,6 @@ class Vacancies:
     def __iter__(self) -> Iterator[SpareRank]:
         return iter(self._spares.values())
 
-    @property
-    def wanted(self) -> int:
-        """How many places are asked for."""
-        return len(self._wanted)
-
     def register(self, session: int, spare_id: str, host: str) -> list[Decision]:
         """Add a spare."""
         self._spares[session] = SpareRank(session, spare_id, host)

@@ -28,7 +28,7 @@ from torchft_like.core.conversation import KEPT_MAX
 from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.errors import ConnectError
 from torchft_like.manager.client import ManagerClient
-from torchft_like.manager_server.server import ManagerServer, _SessionLine
+from torchft_like.manager_server.server import QUEUE_MAX, ManagerServer, _SessionLine
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.cluster import LighthouseProcess
 
@@ -236,17 +236,27 @@ def test_bytes_that_are_no_message_end_the_session_of_a_rank_and_are_felt_by_the
     assert "rank 1 of replica group group is gone" in group.rank.answer().group_lost.reason
 
 
-def test_a_rank_that_reads_nothing_is_given_up_after_a_bounded_number_of_messages() -> None:
-    async def overfilled() -> list[object]:
-        line = _SessionLine(b"1", "")
-        stream = line.connect()
-        for _ in range(10 * KEPT_MAX):
-            line.hear(GroupLostNotice("again"))
-        return [stream.get_nowait() for _ in range(stream.qsize())]
+class Unread:
+    """A session whose reader reads nothing."""
 
-    waiting = coordination_loop().run(overfilled())
-    assert len(waiting) == KEPT_MAX + 1
-    assert waiting[-1] is None
+    def __init__(self) -> None:
+        self.waiting: list[bytes] = []
+        self.ends: list[session.Refusal] = []
+
+    def send(self, message: bytes) -> None:
+        self.waiting.append(message)
+
+    def end(self, why: session.Refusal) -> None:
+        self.ends.append(why)
+
+
+def test_a_rank_that_reads_nothing_is_given_up_after_a_bounded_number_of_messages() -> None:
+    line, unread = _SessionLine(b"1", ""), Unread()
+    line.connect(unread, pb.RankSessionResponse())  # type: ignore[arg-type]
+    for _ in range(10 * KEPT_MAX):
+        line.hear(GroupLostNotice("again"))
+    assert len(unread.waiting) == 1 + KEPT_MAX < QUEUE_MAX
+    assert [why.text for why in unread.ends] == ["this rank has read too little"]
 
 
 # -- a server that talks nonsense

@@ -28,7 +28,6 @@ from typing import Self, TypeVar
 
 from lighthouse.address import Address, is_loopback, parse_address
 from lighthouse.net import until_refused
-from lighthouse.starvation import SilenceClock
 from torchft_like.core.meeting import (
     Ask,
     Check,
@@ -66,14 +65,19 @@ class RestartGroup:
     """The ranks of a replica group, of which this process is one; made by `meet` or `as_spare`."""
 
     def __init__(
-        self, rank: int, meets_at: Address | None, meeting: Meeting | None, limit: timedelta
+        self,
+        rank: int,
+        meets_at: Address | None,
+        limit: timedelta,
+        meeting: Meeting | None = None,
+        until_closed: contextlib.ExitStack | None = None,
     ) -> None:
         self.is_alone = meeting is None
         self._rank = rank
         self._meets_at = meets_at
-        self._meeting = meeting
         self._limit = limit
-        self._until_closed = contextlib.ExitStack()
+        self._meeting = meeting
+        self._until_closed = until_closed or contextlib.ExitStack()
 
     @classmethod
     def meet(cls, place: GroupPlace, limit_s: float, desk: SpareDesk) -> RestartGroup:
@@ -90,9 +94,8 @@ class RestartGroup:
         limit = timedelta(seconds=limit_s)
         rank, world_size, at = place.group_rank, place.group_world_size, place.store
         if at is None or world_size == 1:
-            return cls(rank, at, None, limit)
+            return cls(rank, at, limit)
         own_host = _own_host(at)
-        group = cls(rank, at, None, limit)
         with contextlib.ExitStack() as stack:
             if rank == 0 and not place.store_is_agents and not is_listening(at):
                 served, _ = serve_store(at.host, limit, at.port)
@@ -118,10 +121,8 @@ class RestartGroup:
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, world_size, os.environ)
-            group._meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
-            group.is_alone = False
-            group._until_closed = stack.pop_all()
-        return group
+            meeting = Meeting(group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
+            return cls(rank, at, limit, meeting, stack.pop_all())
 
     @classmethod
     def as_spare(cls, place: Place, limit_s: float, desk: SpareDesk) -> tuple[RestartGroup, int]:
@@ -141,10 +142,9 @@ class RestartGroup:
             own = RankProcess(place.rank, str(address), socket.gethostname(), place.attempt + 1)
             protocol = MeetingProtocol(own, [own])
             meeting = Meeting(place.group_id, protocol, limit, asks, dead_after_s(os.environ), desk.wait_s)
-            group = cls(place.rank, place.store, meeting, limit)
-            attempt = meeting.enter(place.store, place.world_size)
-            group._until_closed = stack.pop_all()
-        return group, attempt
+            meeting.run(protocol.visit(str(place.store), place.world_size), watches=False)
+            attempt = meeting.run(protocol.enter())
+            return cls(place.rank, place.store, limit, meeting, stack.pop_all()), attempt
 
     @contextlib.contextmanager
     def begin(self, attempt: int) -> Iterator[None]:
@@ -158,7 +158,8 @@ class RestartGroup:
             return
         with contextlib.ExitStack() as stack:
             if self._rank > 0 and self._meeting is not None:
-                address = parse_address(self._meeting.find(attempt), "the address of the store of a try")
+                found = self._meeting.run(self._meeting.protocol.find(attempt))
+                address = parse_address(found, "the address of the store of a try")
             else:
                 *served, address = serve_store(_own_host(self._meets_at), self._limit)
                 stack.callback(served.clear)  # an error of the block keeps this frame for a while
@@ -168,7 +169,7 @@ class RestartGroup:
                     end_all(GroupLostError(f"rank {process.rank}: its process has ended"))
 
                 if self._meeting is not None:
-                    self._meeting.publish(attempt, str(address))
+                    self._meeting.run(self._meeting.protocol.publish(attempt, str(address)))
                     stack.enter_context(self._meeting.noticing(attempt, lost))
             of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
             stack.enter_context(environment(of_try))
@@ -177,7 +178,7 @@ class RestartGroup:
     def say(self, attempt: int, told: Told) -> None:
         """Say how this rank's last try has ended; a rank that is alone says nothing."""
         if self._meeting is not None:
-            self._meeting.say(attempt, told)
+            self._meeting.run(self._meeting.protocol.say(attempt, told), watches=False)
 
     def agree(self, attempt: int, told: Told) -> tuple[int, list[Told]]:
         """Say how this rank's try has ended; return the number of the next, and what all ranks say of theirs.
@@ -188,7 +189,7 @@ class RestartGroup:
         if self._meeting is None:
             return attempt + 1, [told]
         try:
-            return self._meeting.agree(attempt, told)
+            return self._meeting.run(self._meeting.protocol.agree(attempt, told))
         except GroupLostError as error:
             return attempt + 1, [Told(Ending.LAST, str(error))]
 
@@ -224,7 +225,7 @@ class Meeting:
         spare_wait_s: float = 0.0,
     ) -> None:
         self._group_id = group_id
-        self._protocol = protocol
+        self.protocol = protocol
         self._limit = limit
         self._dead_after_s = dead_after_s
         self._spare_wait_s = spare_wait_s
@@ -235,46 +236,14 @@ class Meeting:
         self._has_news = False  # since the protocol has been asked last
         self._ends_at = 0.0  # when the limit passes, by the monotonic clock
 
-    def enter(self, store: Address, world_size: int) -> int:
-        """Take the vacant place for which this spare has come; return the number of its first try.
+    def run(self, steps: Steps[T], *, watches: bool = True) -> T:
+        """Carry out what the protocol does; return its result, or raise its error.
 
-        Raises:
-            GroupLostError: another process has taken it, or the group does not go on.
+        Args:
+            watches: whether a step that waits is interrupted when another process has ended or is silent.
         """
-        self._run(self._protocol.visit(str(store), world_size))
-        with self._watching():
-            return self._run(self._protocol.enter())
-
-    def say(self, attempt: int, told: Told) -> None:
-        """Say that this rank comes to no meeting after this try, nor to any other."""
-        self._run(self._protocol.say(attempt, told))
-
-    def agree(self, attempt: int, told: Told) -> tuple[int, list[Told]]:
-        """Say how this rank's try has ended; return the number of the next, and what is said of all ranks.
-
-        Raises:
-            GroupLostError: the place of this rank was given away, or a rank says nothing within the limit.
-        """
-        with self._watching():
-            return self._run(self._protocol.agree(attempt, told))
-
-    def publish(self, attempt: int, value: str) -> None:
-        """Say, as rank 0, where the ranks of a try find each other.
-
-        Raises:
-            GroupLostError: the process of another rank has ended, or there is no store any more.
-        """
-        with self._watching():
-            self._run(self._protocol.publish(attempt, value))
-
-    def find(self, attempt: int) -> str:
-        """Wait until rank 0 has said where the ranks of a try find each other, and return it.
-
-        Raises:
-            GroupLostError: the process of another rank has ended, or the limit has passed.
-        """
-        with self._watching():
-            return self._run(self._protocol.find(attempt))
+        with self._watching() if watches else contextlib.nullcontext():
+            return self._run(steps)
 
     @contextlib.contextmanager
     def noticing(self, attempt: int, lost: Callable[[RankProcess], None]) -> Iterator[None]:
@@ -285,11 +254,11 @@ class Meeting:
         `init_process_group` for 30 minutes. Rank 0 has a connection to each of the others for that.
         """
         lock, is_over = threading.Lock(), False
-        protocol = MeetingProtocol(self._protocol.own, self._protocol.processes.values())
+        protocol = MeetingProtocol(self.protocol.own, self.protocol.processes.values())
 
         def look(process: RankProcess) -> None:
             asks = Meeting(self._group_id, protocol, BRIEFLY, self._ask_for_spare)
-            has_returned = asks._run(protocol.has_returned(attempt, process))
+            has_returned = asks.run(protocol.has_returned(attempt, process), watches=False)
             with lock:
                 if not (has_returned or is_over):
                     lost(process)
@@ -312,7 +281,6 @@ class Meeting:
     # ----------------------------------------------------------------- the protocol's steps
 
     def _run(self, steps: Steps[T]) -> T:
-        """Carry out the steps of a protocol; return its result."""
         answer: object = None
         failure: Exception | None = None
         self._ends_at = time.monotonic() + self._limit.total_seconds()
@@ -392,7 +360,7 @@ class Meeting:
             if not asked.cancelled():
                 reason = str(asked.exception() or "") or asked.result()
                 with self._lock:
-                    self._protocol.answered(step, reason)
+                    self.protocol.answered(step, reason)
                     self._wait_longer()
                 self._interrupt()
 
@@ -425,9 +393,9 @@ class Meeting:
 
         async def until_ended(process: RankProcess) -> None:
             await until_refused(parse_address(process.address))
-            tell(self._protocol.ended, process)
+            tell(self.protocol.ended, process)
 
-        async def hear(process: RankProcess, clock: SilenceClock) -> None:
+        async def hear(process: RankProcess) -> None:
             heard = clock.now()
             while True:
                 if await answers(parse_address(process.address), BRIEFLY.total_seconds()):
@@ -436,25 +404,22 @@ class Meeting:
                 why = (
                     f"it has answered nothing for {silence_s:.0f} s" if silence_s > self._dead_after_s else ""
                 )
-                tell(lambda process: self._protocol.silent(process, why), process)  # noqa: B023
+                tell(lambda process: self.protocol.silent(process, why), process)  # noqa: B023
                 await clock.sleep(HEAR_EVERY_S)
 
-        async def look_again(clock: SilenceClock) -> None:
+        async def look_again() -> None:
             while True:
                 await clock.sleep(self._dead_after_s)
                 self._interrupt()  # it is no news: the limit stays
 
         async def watch() -> None:
-            clock = SilenceClock(asyncio.get_running_loop())
-            try:
-                heard = (hear(other, clock) for other in others)
-                await asyncio.gather(*map(until_ended, others), *heard, look_again(clock))
-            finally:
-                clock.stop()
+            await asyncio.gather(*map(until_ended, others), *map(hear, others), look_again())
 
+        loop = coordination_loop()
+        clock = loop.clock
         with self._lock:
-            others = self._protocol.others
-        watching = asyncio.run_coroutine_threadsafe(watch(), coordination_loop().loop)
+            others = self.protocol.others
+        watching = asyncio.run_coroutine_threadsafe(watch(), loop.loop)
         try:
             yield
         finally:

@@ -12,11 +12,10 @@ import os
 import socket
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import TypeVar
 
 import grpc
@@ -35,6 +34,7 @@ from torchft_like.runtime.event_loop import coordination_loop
 
 T = TypeVar("T")
 AskForSpare = Callable[[RankProcess, RankProcess, int], "Future[str]"]
+SpareCall = DuplexCall[pb.SpareRequest, pb.SpareResponse]
 
 HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 RETRY_S = 0.25
@@ -119,10 +119,10 @@ class SpareDesk:
         request = pb.FillVacancyRequest(vacancy=vacancy, waits=self._wait_s is not None)
         ends_at, reason = time.monotonic() + self.wait_s, "no answer"
         while (left_s := ends_at - time.monotonic()) > 0:
-            channel = make_aio_channel(address)
             try:
-                call = unary(channel, wire.FILL_VACANCY, pb.FillVacancyRequest, pb.FillVacancyResponse)
-                answer = await call(request, timeout=left_s if request.waits else None)
+                async with make_aio_channel(address) as channel:
+                    call = unary(channel, wire.FILL_VACANCY, pb.FillVacancyRequest, pb.FillVacancyResponse)
+                    answer = await call(request, timeout=left_s if request.waits else None)
                 logger.warning("%s takes the place of rank %d", answer.spare_id, vacancy.group_rank)
                 return ""
             except grpc.aio.AioRpcError as error:
@@ -130,8 +130,6 @@ class SpareDesk:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE:
                     break
                 request.waits = True  # spares come back to it, too, and maybe after this rank
-            finally:
-                await channel.close(None)
             await asyncio.sleep(RETRY_S)
         if self._wait_s is not None and time.monotonic() >= ends_at:
             return f"no spare rank has come within spare_wait, {self.wait_s:g} s"
@@ -166,54 +164,26 @@ def take_place(address: Address, connect_s: float, take: Callable[[Place], T]) -
     Raises:
         ConnectError: no lighthouse has answered, or it refuses this process.
     """
-    offers: SimpleQueue[tuple[Place, Future[T]] | None] = SimpleQueue()
-
-    def offer(place: Place) -> Awaitable[T]:
-        taken: Future[T] = Future()
-        offers.put((place, taken))
-        return asyncio.wrap_future(taken)
-
-    waiting = asyncio.run_coroutine_threadsafe(
-        _until_taken(address, connect_s, offer), coordination_loop().loop
-    )
-    waiting.add_done_callback(lambda _: offers.put(None))
-    try:
-        while (offered := offers.get()) is not None:
-            place, taken = offered
-            try:
-                taken.set_result(take(place))
-            except Exception as error:  # noqa: BLE001 - whoever has made the offer tells which are the place's
-                taken.set_exception(error)
-        return waiting.result()
-    finally:
-        waiting.cancel()
-
-
-async def _until_taken(address: Address, connect_s: float, take: Callable[[Place], Awaitable[T]]) -> T:
+    loop, ends_at, was_there = coordination_loop(), time.monotonic() + connect_s, False
     spare_id = f"{socket.gethostname()}:{uuid.uuid4()}"
-    ends_at = time.monotonic() + connect_s
-    was_there = False
     while True:
-        channel = make_aio_channel(address)
-        call: DuplexCall[pb.SpareRequest, pb.SpareResponse]
-        call = DuplexCall(channel, wire.OFFER_SPARE, pb.SpareRequest, pb.SpareResponse)
+        call = loop.run(_offer(address))
         register = pb.SpareRegister(spare_id=spare_id, host=socket.gethostname())
-        call.send(pb.SpareRequest(register=register))
+        says: pb.SpareRequest | None = pb.SpareRequest(register=register)
         try:
-            while (response := await call.read()) is not None:
-                was_there = True
+            while (response := loop.run(_next(call, says), cancels=True)) is not None:
+                was_there, says = True, None
                 if response.WhichOneof("response") != "vacancy":
                     logger.info("%s waits for a place", spare_id)
                     continue
                 try:
-                    taken = await take(_place_of(response.vacancy))
+                    taken = take(_place_of(response.vacancy))
                 except (GroupLostError, AddressError, BindError) as error:  # the place is to blame
                     rank = response.vacancy.group_rank
                     logger.warning("the place of rank %d is not taken: %s", rank, error)
-                    call.send(pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000])))
+                    says = pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000]))
                     continue
-                call.send(pb.SpareRequest(taken=pb.Taken()))
-                await call.finish()
+                loop.run(call.finish(pb.SpareRequest(taken=pb.Taken())))
                 return taken
             reason = "it has ended the stream"
         except (grpc.aio.AioRpcError, MalformedMessageError) as error:
@@ -223,11 +193,20 @@ async def _until_taken(address: Address, connect_s: float, take: Callable[[Place
                 if error.code() in (*DISTRUST, grpc.StatusCode.UNIMPLEMENTED):
                     raise ConnectError(f"the lighthouse at {address} takes no spare: {reason}") from None
         finally:
-            await call.close()
-            await channel.close(None)
+            loop.run(call.close())
         if not was_there and time.monotonic() > ends_at:
             raise ConnectError(f"no lighthouse has answered at {address} within {connect_s:g} s: {reason}")
-        await asyncio.sleep(RETRY_S)
+        time.sleep(RETRY_S)
+
+
+async def _offer(address: Address) -> SpareCall:
+    return DuplexCall(address, wire.OFFER_SPARE, pb.SpareRequest, pb.SpareResponse)
+
+
+async def _next(call: SpareCall, says: pb.SpareRequest | None) -> pb.SpareResponse | None:
+    if says is not None:
+        call.send(says)
+    return await call.read()
 
 
 def warm_up() -> None:

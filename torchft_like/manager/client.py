@@ -1,4 +1,4 @@
-"""Blocking client of a ManagerServer, with torchft's method names."""
+"""Blocking clients of unary calls; that of a ManagerServer has torchft's method names."""
 
 from __future__ import annotations
 
@@ -8,16 +8,53 @@ from typing import Any
 import grpc
 
 from lighthouse import wire
-from lighthouse.address import parse_address
-from lighthouse.net import DISTRUST, KeptChannel, unary
+from lighthouse.address import Address, parse_address
+from lighthouse.net import DISTRUST, make_channel, unary
+from lighthouse.tls import process_identity
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConnectError, TrustError
+from torchft_like.errors import ConnectError, FaultToleranceError, TrustError
 from torchft_like.manager_server.rank_link import quorum_result_from_wire
 from torchft_like.runtime.durations import seconds_of
 
 
-class ManagerClient:
+class UnaryClient:
+    """A blocking client of one server; each call connects if necessary.
+
+    Args:
+        address: of the server.
+        server: its name in errors, which end with the `hint`.
+    """
+
+    def __init__(self, address: Address, server: str, hint: str = "") -> None:
+        self._address = address
+        self._server = f"{server} at {address}"
+        self._hint = hint
+        self._connect()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def _connect(self) -> None:
+        self._identity, self._channel = process_identity(), make_channel(self._address)
+
+    def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
+        if process_identity() is not self._identity:  # else gRPC would show the old certificate
+            self._connect()
+        call = unary(self._channel, method, type(request), response_type)
+        try:
+            return call(request, timeout=seconds_of(timeout, "timeout"))
+        except grpc.RpcError as error:
+            reason = error.details() or error.code().name
+            text = f"{self._server} did not answer {method.rsplit('/', 1)[1]}: {reason}{self._hint}"
+            raise self._error_of(error.code())(text) from error
+
+    def _error_of(self, code: grpc.StatusCode) -> type[FaultToleranceError]:
+        return TrustError if code in DISTRUST else ConnectError
+
+
+class ManagerClient(UnaryClient):
     """A client of the ManagerServer at `addr` (`http://host:port`), for its unary calls.
 
     Every call connects if necessary, and raises ConnectError when the server cannot be reached or does not
@@ -29,9 +66,9 @@ class ManagerClient:
     """
 
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
-        self._address = parse_address(addr, "ManagerServer address")
         seconds_of(connect_timeout, "connect_timeout")
-        self._channel = KeptChannel(self._address)
+        address = parse_address(addr, "ManagerServer address")
+        super().__init__(address, "ManagerServer", "; its replica group may be gone")
 
     def _quorum(
         self,
@@ -68,17 +105,3 @@ class ManagerClient:
         request = pb.ShouldCommitRequest(group_rank=group_rank, step=step, should_commit=should_commit)
         response = self._call(wire.SHOULD_COMMIT, request, pb.ShouldCommitResponse, timeout)
         return bool(response.should_commit)
-
-    def close(self) -> None:
-        """Close the connection."""
-        self._channel.close()
-
-    def _call(self, method: str, request: Any, response_type: Any, timeout: timedelta) -> Any:
-        call = unary(self._channel.now(), method, type(request), response_type)
-        try:
-            return call(request, timeout=seconds_of(timeout, "timeout"))
-        except grpc.RpcError as error:
-            raise (TrustError if error.code() in DISTRUST else ConnectError)(
-                f"ManagerServer at {self._address} did not answer {method.rsplit('/', 1)[1]}: "
-                f"{error.details() or error.code().name}; its replica group may be gone"
-            ) from error

@@ -11,8 +11,9 @@ from typing import Any, Generic, TypeVar
 import grpc
 import grpc.aio
 
+from lighthouse.address import Address
 from lighthouse.codec import reader
-from lighthouse.net import credentials
+from lighthouse.net import credentials, make_aio_channel
 from torchft_like.errors import ConnectError
 
 Request = TypeVar("Request")
@@ -24,9 +25,10 @@ class MalformedMessageError(ConnectError):
 
 
 class DuplexCall(Generic[Request, Response]):
-    """One call of a stream-stream method; made and used on the event loop.
+    """One call of a stream-stream method, over a connection of its own; made and used on the event loop.
 
     Args:
+        address: of the server.
         method: the full name, `/package.Service/Method`.
         request_type, response_type: the classes of the messages.
         shown: metadata beside this process's token.
@@ -34,13 +36,14 @@ class DuplexCall(Generic[Request, Response]):
 
     def __init__(
         self,
-        channel: grpc.aio.Channel,
+        address: Address,
         method: str,
         request_type: Any,
         response_type: type[Response],
         shown: tuple[tuple[str, str], ...] = (),
     ) -> None:
-        open_call: Any = channel.stream_stream(
+        self._channel = make_aio_channel(address)
+        open_call: Any = self._channel.stream_stream(
             method,
             request_serializer=request_type.SerializeToString,
             response_deserializer=reader(response_type),
@@ -65,18 +68,20 @@ class DuplexCall(Generic[Request, Response]):
             raise MalformedMessageError("what came is no message of the protocol")
         return None if response is grpc.aio.EOF else response  # type: ignore[attr-defined]
 
-    async def finish(self) -> None:
-        """End this side in good order, after what was sent, and wait until the other side has, too."""
+    async def finish(self, last: Request) -> None:
+        """Send a last message, end this side in good order, and wait until the other side has, too."""
+        self.send(last)
         self._queue.put_nowait(None)
         await self._writer
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
             await self._call.code()
 
     async def close(self) -> None:
-        """End the call, in whatever state it is."""
+        """End the call, in whatever state it is, and the connection."""
         self._call.cancel()
         self._writer.cancel()
         await asyncio.wait([self._writer])
+        await self._channel.close(None)
 
     async def _write(self) -> None:
         # An error here is an error of the whole call, and the reader gets it.

@@ -95,11 +95,6 @@ class LighthouseLink:
         """Whether the lighthouse can leave out replicas that cannot be reached; torchft's cannot."""
         return self._serve == self._serve_session
 
-    @property
-    def lease_ends_at(self) -> float | None:
-        """When members go on no longer, in the loop's time; None while the lighthouse is not silent."""
-        return None if self._lease is None else self._lease.when()
-
     async def leave(self, reason: str, step: int, quorum_id: int = 0) -> None:
         """Send a leave before this step, so that no replica that has not begun it is alarmed, and close."""
         self._leaving = True
@@ -129,10 +124,9 @@ class LighthouseLink:
             await asyncio.wait([earlier])
         backoff = RECONNECT_MIN_S
         while not self._leaving:
-            channel = make_aio_channel(self._address)
             reason = "the lighthouse ended the session"
             try:
-                await self._serve(channel)
+                await self._serve()
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
                 if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -151,8 +145,6 @@ class LighthouseLink:
             except Exception as error:  # an error of the listener, perhaps of a user's process group
                 logger.exception("what the lighthouse said could not be dealt with; connecting anew")
                 reason = f"{type(error).__name__}: {error}"
-            finally:
-                await channel.close(None)
             self.last_error = reason
             if self._end_session(reason):
                 backoff = RECONNECT_MIN_S
@@ -191,10 +183,10 @@ class LighthouseLink:
 
     # -------------------------------------------------------------- sessions
 
-    async def _serve_session(self, channel: grpc.aio.Channel) -> None:
+    async def _serve_session(self) -> None:
         """Serve one session, from its register to its end."""
         call: DuplexCall[pb.SessionRequest, pb.SessionResponse]
-        call = DuplexCall(channel, wire.SESSION, pb.SessionRequest, pb.SessionResponse)
+        call = DuplexCall(self._address, wire.SESSION, pb.SessionRequest, pb.SessionResponse)
         try:
             call.send(pb.SessionRequest(register=self._listener.registration()))
             async with asyncio.timeout(REGISTER_S):
@@ -223,24 +215,24 @@ class LighthouseLink:
 
     # ------------------------------------------------------ torchft's lighthouse
 
-    async def _serve_unary(self, channel: grpc.aio.Channel) -> None:
+    async def _serve_unary(self) -> None:
         """Send heartbeats, and run blocking Quorum calls, until one fails or this side leaves."""
-        heartbeat = unary(
-            channel, wire.HEARTBEAT, pb.LighthouseHeartbeatRequest, pb.LighthouseHeartbeatResponse
-        )
-        request = pb.LighthouseHeartbeatRequest(replica_id=self._listener.registration().replica_id)
-        await heartbeat(request)
-        said: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
-        self._mark_connected(said.put_nowait)
-        quorums = asyncio.create_task(self._call_quorums(channel, said))
-        try:
-            while not quorums.done():
-                await heartbeat(request, timeout=HEARTBEAT_TIMEOUT_S)
-                await asyncio.wait([quorums], timeout=self._heartbeat_interval_s)
-            quorums.result()
-        finally:
-            quorums.cancel()
-            await asyncio.wait([quorums])
+        async with make_aio_channel(self._address) as channel:
+            types = pb.LighthouseHeartbeatRequest, pb.LighthouseHeartbeatResponse
+            heartbeat = unary(channel, wire.HEARTBEAT, *types)
+            request = pb.LighthouseHeartbeatRequest(replica_id=self._listener.registration().replica_id)
+            await heartbeat(request)
+            said: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+            self._mark_connected(said.put_nowait)
+            quorums = asyncio.create_task(self._call_quorums(channel, said))
+            try:
+                while not quorums.done():
+                    await heartbeat(request, timeout=HEARTBEAT_TIMEOUT_S)
+                    await asyncio.wait([quorums], timeout=self._heartbeat_interval_s)
+                quorums.result()
+            finally:
+                quorums.cancel()
+                await asyncio.wait([quorums])
 
     async def _call_quorums(self, channel: grpc.aio.Channel, said: asyncio.Queue[pb.SessionRequest]) -> None:
         """Run one call per join, until a leave: torchft's lighthouse notices that by the silence after it.

@@ -21,7 +21,7 @@ import grpc.aio
 from lighthouse import codec, wire
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
-from lighthouse.net import DISTRUST, make_aio_channel
+from lighthouse.net import DISTRUST
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.conversation import Conversation
@@ -53,6 +53,8 @@ GROUP_KEY = "group-key"  # the header in which a rank shows the key of its repli
 REFUSALS = (grpc.StatusCode.ALREADY_EXISTS, grpc.StatusCode.INVALID_ARGUMENT)
 LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the end for a death
 
+RankCall = DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
+
 logger = logging.getLogger(__name__)
 
 
@@ -62,15 +64,15 @@ class RankListener(Protocol):
     def hear(self, message: ToRank) -> int | None:
         """Handle a message; return the step that HoldRanks asks for, or None if that comes later."""
 
-    def lighthouse_disconnected(self, reason: str) -> None:
-        """Handle the loss of the connection to the lighthouse, which is being restored; rank 0 only."""
-
-    def lighthouse_connected(self) -> None:
-        """Handle a new connection to the lighthouse; rank 0 only."""
-
 
 class LocalListener(RankListener, Protocol):
     """The receiver in the ManagerServer's own process, which the server can also query."""
+
+    def lighthouse_disconnected(self, reason: str) -> None:
+        """Handle the loss of the connection to the lighthouse, which is being restored."""
+
+    def lighthouse_connected(self) -> None:
+        """Handle a new connection to the lighthouse."""
 
     def waits_for(self) -> Wait | None:
         """Return which operation of other replica groups the rank waits for in its step."""
@@ -136,7 +138,7 @@ class SessionLink:
         self._registered = asyncio.Event()
         self.replica_id = ""
         self._last_error = "no answer"
-        self._call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse] | None = None  # once registered
+        self._call: RankCall | None = None  # once registered
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
         self._is_suspect = False
         self._is_distrusted = False  # from the start; later, tokens may be about to be replaced
@@ -175,9 +177,7 @@ class SessionLink:
         elif self._call is not None:
             self._write(self._call, request)
 
-    def _write(
-        self, call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse], request: pb.RankSessionRequest
-    ) -> None:
+    def _write(self, call: RankCall, request: pb.RankSessionRequest) -> None:
         request.received = self._conversation.tell_count()
         call.send(request)
 
@@ -189,15 +189,12 @@ class SessionLink:
             await asyncio.wait(
                 [registered, self._task], timeout=connect_timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
-        except asyncio.CancelledError:
-            self._task.cancel()
-            raise
         finally:
             registered.cancel()
+            if not self._registered.is_set():
+                await self._end(0.0)
         if self._registered.is_set():
             return
-        self._task.cancel()
-        await asyncio.wait([self._task])
         if self._is_distrusted:
             raise TrustError(f"the ManagerServer at {self._address} refuses this rank: {self._last_error}")
         raise ConnectError(
@@ -235,10 +232,8 @@ class SessionLink:
 
     async def _serve(self) -> None:
         """Serve one session, from its register to its end."""
-        channel = make_aio_channel(self._address)
-        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
         types = pb.RankSessionRequest, pb.RankSessionResponse
-        call = DuplexCall(channel, wire.RANK_SESSION, *types, self._shown)
+        call: RankCall = DuplexCall(self._address, wire.RANK_SESSION, *types, self._shown)
         register = pb.RankRegister(
             group_rank=self._group_rank,
             process=self._process,
@@ -261,11 +256,8 @@ class SessionLink:
         finally:
             self._call = None
             await call.close()
-            await channel.close(None)
 
-    def _resume(
-        self, call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse], registered: pb.RankRegistered
-    ) -> None:
+    def _resume(self, call: RankCall, registered: pb.RankRegistered) -> None:
         """Go on where the last session ended."""
         self._trust()
         self._call, self.replica_id = call, registered.replica_id

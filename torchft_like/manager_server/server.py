@@ -12,16 +12,14 @@ import asyncio
 import contextlib
 import hmac
 import logging
-import operator
 import os
 import secrets
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
-import grpc.aio
 
 from lighthouse import codec
 from lighthouse.address import Address, parse_address
@@ -30,10 +28,19 @@ from lighthouse.core.history import Report
 from lighthouse.errors import AddressError
 from lighthouse.events import printable, short_name
 from lighthouse.net import ServerLimits, make_aio_server
+from lighthouse.session import (
+    Context,
+    Refusal,
+    RefusedError,
+    Session,
+    invalid,
+    read_register,
+    service,
+    settle,
+)
 from lighthouse.trust import process_trust
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.conversation import Conversation
+from torchft_like.core.conversation import KEPT_MAX, Conversation
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.replica_group import (
@@ -81,6 +88,8 @@ LOCAL_RANK = 0
 RANKS_LEAVE_S = 0.5
 STOP_GRACE_S = 0.2
 KILL_EXIT_CODE = 1
+QUEUE_MAX = 2 * KEPT_MAX  # messages for a rank, and the counts of those that it has said
+A = TypeVar("A", RankQuorum, RankVerdict)
 
 
 class ManagerServer:
@@ -140,6 +149,7 @@ class ManagerServer:
         self._progress = ProgressLog()
         self._statement = pb.Statement()  # of the lighthouse, on the members of the last quorum
         self._ranks: dict[int, RankListener] = {}
+        self._local: LocalListener | None = None  # of these
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
         # A lighthouse that shows a token of its own would give it to whoever claims an address.
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
@@ -181,6 +191,7 @@ class ManagerServer:
         """Connect the rank that lives in this process; return its `RankLink`, which is this server."""
 
         async def attach() -> None:
+            self._local = listener
             self.rank_attached(group_rank, listener, uuid.uuid4().bytes)
             self._run(self._watch(listener))
 
@@ -304,13 +315,13 @@ class ManagerServer:
     def lighthouse_connected(self) -> None:
         self._progress = ProgressLog()  # that lighthouse has heard nothing
         self._perform(self.group.lighthouse_connected())
-        for rank in self._ranks.values():
-            rank.lighthouse_connected()
+        if self._local is not None:
+            self._local.lighthouse_connected()
 
     def lighthouse_disconnected(self, reason: str) -> None:
         self._perform(self.group.lighthouse_disconnected())
-        for rank in self._ranks.values():
-            rank.lighthouse_disconnected(reason)
+        if self._local is not None:
+            self._local.lighthouse_disconnected(reason)
 
     def lease_ended(self) -> None:
         self._perform(self.group.lease_ended())
@@ -500,217 +511,127 @@ class ManagerServer:
                     await self._rank_gone.wait()
 
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-REGISTER_S = 10.0  # seconds in which a session has to name its rank
-M = TypeVar("M")
-
-
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
     """Make the handlers of the service torchft.ManagerService."""
-    stream, unary = grpc.stream_stream_rpc_method_handler, grpc.unary_unary_rpc_method_handler
     handlers = _Handlers(server)
-    methods: dict[str, tuple[Any, Any, Any]] = {
-        "Session": (stream, handlers.session, pb.RankSessionRequest),
-        "Quorum": (unary, handlers.quorum, pb.ManagerQuorumRequest),
-        "CheckpointMetadata": (unary, handlers.checkpoint_metadata, pb.CheckpointMetadataRequest),
-        "ShouldCommit": (unary, handlers.should_commit, pb.ShouldCommitRequest),
-        "Kill": (unary, handlers.kill, pb.KillRequest),
-    }
-    write = operator.methodcaller("SerializeToString")
-    return grpc.method_handlers_generic_handler(
+    return service(
         "torchft.ManagerService",
-        {name: make(answer, codec.reader(kind), write) for name, (make, answer, kind) in methods.items()},
+        streams={"Session": (handlers.session, pb.RankSessionRequest)},
+        calls={
+            "Quorum": (handlers.quorum, pb.ManagerQuorumRequest),
+            "CheckpointMetadata": (handlers.checkpoint_metadata, pb.CheckpointMetadataRequest),
+            "ShouldCommit": (handlers.should_commit, pb.ShouldCommitRequest),
+            "Kill": (handlers.kill, pb.KillRequest),
+        },
     )
 
 
 class _Handlers:
-    """The gRPC interface: each handler turns messages into calls of the server's methods, and waits for the
-    answers through a `RankListener`. Nothing is decided here.
-    """
-
     def __init__(self, server: ManagerServer) -> None:
         self._server = server
 
-    async def session(
-        self, requests: AsyncIterator[pb.RankSessionRequest | None], context: Context
-    ) -> AsyncIterator[pb.RankSessionResponse]:
-        first = await _first(requests)
-        if first is None or first.WhichOneof("request") != "register":
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a rank's session begins with `register`")
-            return
-        register = first.register
-        group_rank = register.group_rank
-        await self._check_rank(group_rank, context)
-        line = await self._line_of(register, first.received, context)
-        connection = line.connect()
-        reader: asyncio.Task[None] | None = None
-        try:
-            yield pb.RankSessionResponse(
-                registered=pb.RankRegistered(replica_id=self._server.replica_id),
-                received=line.conversation.tell_count(),
-            )
-            reader = asyncio.create_task(self._read(requests, group_rank, line, connection))
-            while (response := await connection.get()) is not None:
-                response.received = line.conversation.tell_count()
-                yield response
-        finally:
-            if reader is not None:
-                reader.cancel()
-            if line.disconnect(connection):
-                self._server.rank_silent(group_rank, line, line.address)
+    async def session(self, _requests: object, context: Context) -> None:
+        first: pb.RankSessionRequest = await read_register(context, pb.RankSessionRequest)
+        group_rank, replica_id = first.register.group_rank, self._server.replica_id
+        async with Session(context, QUEUE_MAX) as session:
+            if first.register.replica_id not in ("", replica_id):
+                text = f"{first.register.replica_id:.100} is gone: {replica_id} has its address"
+                raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
+            self._check(group_rank, context)
+            line = self._line_of(first.register, first.received)
+            registered = pb.RankRegistered(replica_id=replica_id)
+            line.connect(session, pb.RankSessionResponse(registered=registered))
+            try:
+                await self._hear(session, group_rank, line)
+            finally:
+                if line.disconnect(session):
+                    self._server.rank_silent(group_rank, line, line.address)
 
-    async def _line_of(self, register: pb.RankRegister, received: int, context: Context) -> _SessionLine:
+    def _line_of(self, register: pb.RankRegister, received: int) -> _SessionLine:
         """Return the line to a rank's process, which has received so much: that of before, or a new one."""
         server, process = self._server, register.process or uuid.uuid4().bytes
-        if register.replica_id not in ("", server.replica_id):
-            text = f"{register.replica_id:.100} is gone: {server.replica_id} has its address"
-            await context.abort(grpc.StatusCode.ALREADY_EXISTS, text)
-        await self._check_key(context)
         line = server.listener_of(register.group_rank)
         if isinstance(line, _SessionLine) and line.process == process:
             if not line.conversation.arrived(received):
-                text = "this rank has read too little, or more than was said"
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+                raise invalid("this rank has read too little, or more than was said")
             server.rank_resumed(register.group_rank)
             return line
         line = _SessionLine(process, register.address)
-        if not server.rank_attached(register.group_rank, line, process):
-            await self._refuse_second(register.group_rank, context)
+        self._attach(register.group_rank, line, process)
         return line
 
-    async def _read(
-        self,
-        requests: AsyncIterator[pb.RankSessionRequest | None],
-        group_rank: int,
-        line: _SessionLine,
-        connection: _Connection,
-    ) -> None:
-        try:
-            async for request in requests:
-                if request is None or not line.is_current(connection):
-                    return  # bytes that are no message make the session useless
-                if not line.conversation.arrived(request.received):
-                    return
-                kind = request.WhichOneof("request")
-                if kind is not None:
-                    line.conversation.hear()
-                match kind:
-                    case "join":
-                        self._server.rank_joined(rank_join(request.join, group_rank))
-                    case "vote":
-                        self._server.rank_voted(group_rank, verdict_from_wire(request.vote))
-                    case "holds":
-                        self._server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
-                    case "leave":
-                        leave = request.leave
-                        reason = leave.reason[:TEXT_MAX]
-                        self._server.rank_left(group_rank, reason, leave.step, leave.quorum_id)
-                        return  # the rank waits for this side to end the stream
-                if line.conversation.owes_count:
-                    connection.put_nowait(pb.RankSessionResponse())
-        finally:
-            connection.put_nowait(None)
+    async def _hear(self, session: Session, group_rank: int, line: _SessionLine) -> None:
+        server = self._server
+        while (request := await session.read()) is not None:
+            if not line.conversation.arrived(request.received):
+                raise invalid("this rank has read more than was said")
+            if (kind := request.WhichOneof("request")) is not None:
+                line.conversation.hear()
+            match kind:
+                case "join":
+                    server.rank_joined(rank_join(request.join, group_rank))
+                case "vote":
+                    server.rank_voted(group_rank, verdict_from_wire(request.vote))
+                case "holds":
+                    server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
+                case "leave":
+                    leave = request.leave
+                    server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step, leave.quorum_id)
+                    return  # the rank waits for this side to end the stream
+            if line.conversation.owes_count:
+                line.write(pb.RankSessionResponse())
 
-    async def quorum(
-        self, request: pb.ManagerQuorumRequest | None, context: Context
-    ) -> pb.ManagerQuorumResponse:
-        request = await _well_formed(request, context)
-        call = await self._attach_call(request.group_rank, context)
+    async def quorum(self, request: pb.ManagerQuorumRequest, context: Context) -> bytes:
+        call = self._attach_call(request.group_rank, context, RankQuorum)
         self._server.rank_joined(rank_join(request, request.group_rank))
         try:
-            return quorum_result_to_wire(await call.result)
-        except _GroupLostError as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
-            raise
+            return quorum_result_to_wire((await call.answer).result).SerializeToString()
         except asyncio.CancelledError:
             self._server.rank_withdrew(request.group_rank, call)
             raise
 
-    async def should_commit(
-        self, request: pb.ShouldCommitRequest | None, context: Context
-    ) -> pb.ShouldCommitResponse:
-        request = await _well_formed(request, context)
-        call = await self._attach_call(request.group_rank, context)
+    async def should_commit(self, request: pb.ShouldCommitRequest, context: Context) -> bytes:
+        call = self._attach_call(request.group_rank, context, RankVerdict)
         self._server.rank_voted(request.group_rank, verdict_from_wire(request))
-        try:
-            return pb.ShouldCommitResponse(**verdict_fields(await call.verdict_given))
-        except _GroupLostError as error:
-            await context.abort(grpc.StatusCode.ABORTED, str(error))
-            raise
+        return pb.ShouldCommitResponse(**verdict_fields((await call.answer).verdict)).SerializeToString()
 
-    async def checkpoint_metadata(
-        self, request: pb.CheckpointMetadataRequest | None, context: Context
-    ) -> pb.CheckpointMetadataResponse:
-        request = await _well_formed(request, context)
-        metadata = self._server.group.checkpoint_metadata(request.rank)
-        if metadata is None:
-            await context.abort(
-                grpc.StatusCode.NOT_FOUND,
-                f"rank {request.rank} of {self._server.replica_id} has not joined yet",
-            )
-        return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata or "")
+    async def checkpoint_metadata(self, request: pb.CheckpointMetadataRequest, _: Context) -> bytes:
+        if (metadata := self._server.group.checkpoint_metadata(request.rank)) is None:
+            text = f"rank {request.rank} of {self._server.replica_id} has not joined yet"
+            raise RefusedError(Refusal(grpc.StatusCode.NOT_FOUND, text))
+        return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata).SerializeToString()
 
-    async def kill(self, request: pb.KillRequest | None, context: Context) -> pb.KillResponse:
-        request = await _well_formed(request, context)
+    async def kill(self, request: pb.KillRequest, _: Context) -> bytes:
         self._server.kill(request.msg)
-        return pb.KillResponse()
+        return b""
 
-    async def _attach_call(self, group_rank: int, context: Context) -> _UnaryCall:
-        await self._check_rank(group_rank, context)
-        await self._check_key(context)
-        call = _UnaryCall()
-        if not self._server.rank_attached(group_rank, call):
-            await self._refuse_second(group_rank, context)
+    def _attach_call(self, group_rank: int, context: Context, kind: type[A]) -> _UnaryCall[A]:
+        self._check(group_rank, context)
+        self._attach(group_rank, call := _UnaryCall(kind))
         return call
 
-    async def _refuse_second(self, group_rank: int, context: Context) -> None:
-        reason = (
-            self._server.group.lost_reason
-            or f"rank {group_rank} of {self._server.replica_id} is here already"
-        )
-        await context.abort(grpc.StatusCode.ALREADY_EXISTS, reason)
+    def _attach(self, group_rank: int, listener: RankListener, process: bytes | None = None) -> None:
+        if not self._server.rank_attached(group_rank, listener, process):
+            here = f"rank {group_rank} of {self._server.replica_id} is here already"
+            why = self._server.group.lost_reason or here
+            raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, why))
 
-    async def _check_key(self, context: Context) -> None:
+    def _check(self, group_rank: int, context: Context) -> None:
+        """Refuse a number that is none of a rank, and a caller that does not show the group's key."""
+        if not 0 <= group_rank < self._server.group.world_size:
+            raise invalid(f"group rank {group_rank} is not in [0, {self._server.group.world_size})")
         if not (key := self._server.rank_key):
             return
         shown = [str(value) for name, value in context.invocation_metadata() or () if name == GROUP_KEY]
         if not hmac.compare_digest("".join(shown).encode(), key.encode()):
             text = f"only a rank of {self._server.replica_id} says that: its store tells its ranks a key"
-            await context.abort(grpc.StatusCode.PERMISSION_DENIED, text)
-
-    async def _check_rank(self, group_rank: int, context: Context) -> None:
-        if not 0 <= group_rank < self._server.group.world_size:
-            await context.abort(
-                grpc.StatusCode.INVALID_ARGUMENT,
-                f"group rank {group_rank} is not in [0, {self._server.group.world_size})",
-            )
-
-
-async def _first(
-    requests: AsyncIterator[pb.RankSessionRequest | None],
-) -> pb.RankSessionRequest | None:
-    try:
-        async with asyncio.timeout(REGISTER_S):
-            return await anext(requests, None)
-    except TimeoutError:
-        return None
-
-
-async def _well_formed(request: M | None, context: Context) -> M:
-    if request is None:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "this is no message of the protocol")
-        raise AssertionError  # unreachable: `abort` raises
-    return request
+            raise RefusedError(Refusal(grpc.StatusCode.PERMISSION_DENIED, text))
 
 
 def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
     """Convert a wire message to a value; the rank is that of the session, not the message's."""
     form = codec.form_from_wire(request.form) if request.HasField("form") else None
     return RankJoin(**{**codec.fields_of(request, RankJoin), "group_rank": group_rank, "form": form})
-
-
-_Connection = asyncio.Queue[pb.RankSessionResponse | None]
 
 
 class _SessionLine:
@@ -727,45 +648,40 @@ class _SessionLine:
         self.process = process
         self.address = _address(address)
         self.conversation: Conversation[pb.RankSessionResponse] = Conversation()
-        self._connection: _Connection | None = None
+        self._session: Session | None = None
 
-    def connect(self) -> _Connection:
-        """Return the queue of a new session's stream, which ends that of the one before; None ends it."""
-        self._end()
-        connection: _Connection = asyncio.Queue()
-        self._connection = connection
-        for response in self.conversation.to_repeat:
-            connection.put_nowait(response)
-        return connection
+    def connect(self, session: Session, registered: pb.RankSessionResponse) -> None:
+        """Speak through a new session, which takes the place of the one before."""
+        self._end("a newer session of this rank took this one's place")
+        self._session = session
+        for response in (registered, *self.conversation.to_repeat):
+            self.write(response)
 
-    def is_current(self, connection: _Connection) -> bool:
-        """Return whether no other session has taken this one's place."""
-        return connection is self._connection
-
-    def disconnect(self, connection: _Connection) -> bool:
-        """End a session; return False if another one has taken its place."""
-        is_last = connection is self._connection
+    def disconnect(self, session: Session) -> bool:
+        """Note the end of a session; return False if another one has taken its place."""
+        is_last = session is self._session
         if is_last:
-            self._connection = None
+            self._session = None
         return is_last
 
     def hear(self, message: ToRank) -> None:
         response = message_to_wire(message)
         if self.conversation.is_over:
             return
-        if not self.conversation.say(response):
-            self._end()
-        elif self._connection is not None:
-            self._connection.put_nowait(response)
+        if self.conversation.say(response):
+            self.write(response)
+        else:
+            self._end("this rank has read too little")
 
-    def _end(self) -> None:
-        if self._connection is not None:
-            self._connection.put_nowait(None)
+    def write(self, response: pb.RankSessionResponse) -> None:
+        """Put a message on the session, if there is one, with the count of those that have come."""
+        if self._session is not None:
+            response.received = self.conversation.tell_count()
+            self._session.send(response.SerializeToString())
 
-    def lighthouse_connected(self, *_: object) -> None:
-        """Do nothing: only rank 0 hears of the lighthouse."""
-
-    lighthouse_disconnected = lighthouse_connected
+    def _end(self, why: str) -> None:
+        if self._session is not None:
+            self._session.end(Refusal(grpc.StatusCode.ABORTED, why))
 
 
 def _address(text: str) -> Address | None:
@@ -775,32 +691,16 @@ def _address(text: str) -> Address | None:
         return None
 
 
-class _GroupLostError(Exception):
-    """A unary call cannot be answered any more."""
+class _UnaryCall(Generic[A]):
+    """A `RankListener` that waits for one answer of a kind; a quorum with a unary caller does not stand."""
 
-
-class _UnaryCall:
-    """A `RankListener` that waits for one answer."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.result: asyncio.Future[QuorumResult] = loop.create_future()
-        self.verdict_given: asyncio.Future[Verdict] = loop.create_future()
+    def __init__(self, kind: type[A]) -> None:
+        self._kind: type[A] = kind
+        self.answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
 
     def hear(self, message: ToRank) -> None:
-        """Take the answer, or that there is none; a quorum with a unary caller does not stand."""
-        match message:
-            case RankQuorum(_, result) if not self.result.done():
-                self.result.set_result(result)
-            case RankVerdict(_, verdict) if not self.verdict_given.done():
-                self.verdict_given.set_result(verdict)
-            case GroupLeftNotice() | GroupLostNotice():
-                for future in (self.result, self.verdict_given):
-                    if not future.done():
-                        future.set_exception(_GroupLostError(message.reason))
-                        future.exception()  # the other future may have no waiter to retrieve its error
-
-    def lighthouse_connected(self, *_: object) -> None:
-        """Do nothing: a unary caller hears its answer only."""
-
-    lighthouse_disconnected = lighthouse_connected
+        """Take the answer, or that there is none."""
+        if isinstance(message, self._kind):
+            settle(self.answer, message)
+        elif isinstance(message, GroupLeftNotice | GroupLostNotice):
+            settle(self.answer, Refusal(grpc.StatusCode.ABORTED, message.reason))

@@ -19,14 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
+import socket
 from collections.abc import Callable
 
 from lighthouse.address import Address, parse_address
+from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
-from lighthouse.net import until_refused
+from lighthouse.net import until_refused, why_unreachable
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from torchft_like.core.peer_links import Probe
-from torchft_like.runtime.connecting import answers_tcp, resolve
 
 DEAD_S = 30.0
 RESUME_S = 0.2  # a process that lives opens another session sooner
@@ -72,6 +74,7 @@ RESOLVE_S = 0.5
 LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
 REPEAT_S = 1.0
 PEERS_AT_ONCE = 32
+_NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
@@ -102,32 +105,34 @@ async def _answers(text: str) -> bool:
         address = parse_address(text)
     except AddressError:
         return True  # without an address nothing can be said about the link
-    addresses = await resolve(address, RESOLVE_S)
+    addresses = await _resolve(address)
     if not addresses:
         return True  # the name server is at fault, not the link
-    attempts: list[asyncio.Task[bool]] = []
+
+    async def attempt(number: int, to: Address) -> bool:
+        await asyncio.sleep(number * ATTEMPT_EVERY_S)
+        failure = await why_unreachable(to, (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S)
+        return failure is None or not (isinstance(failure, TimeoutError) or failure.errno in _NO_WAY_THERE)
+
+    attempts = [asyncio.ensure_future(attempt(n, to)) for n in range(ATTEMPTS) for to in addresses]
     try:
-        for to_follow in reversed(range(ATTEMPTS)):
-            left_s = to_follow * ATTEMPT_EVERY_S + ANSWER_S
-            attempts.append(asyncio.create_task(answers_tcp(addresses, left_s)))
-            if await _any_answers(attempts, ATTEMPT_EVERY_S if to_follow else ANSWER_S):
+        for answer in asyncio.as_completed(attempts):
+            if await answer:
                 return True
         return False
     finally:
-        for attempt in attempts:
-            attempt.cancel()
+        for each in attempts:
+            each.cancel()
 
 
-async def _any_answers(attempts: list[asyncio.Task[bool]], limit_s: float) -> bool:
-    """Return whether any attempt finds an answer; False after the limit, and not before it."""
-    end = asyncio.get_running_loop().time() + limit_s
-    waiting = set(attempts)
-    while waiting:
-        left_s = max(0.0, end - asyncio.get_running_loop().time())
-        done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if any(attempt.result() for attempt in done):
-            return True
-        if not done:
-            return False
-    await asyncio.sleep(end - asyncio.get_running_loop().time())
-    return False
+async def _resolve(address: Address) -> tuple[Address, ...]:
+    """Return all addresses of the name; none if the name server gives none within RESOLVE_S."""
+    if ip_of(address.host) is not None:
+        return (address,)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(RESOLVE_S):
+            found = await loop.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
+    except OSError:  # a TimeoutError is an OSError
+        return ()
+    return tuple(Address(host, address.port) for host in sorted({str(target[0]) for *_, target in found}))

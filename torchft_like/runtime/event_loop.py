@@ -31,8 +31,7 @@ class LoopThread:
         self.loop = asyncio.new_event_loop()
         self.clock = SilenceClock(self.loop, LATE_S)
         self._process = os.getpid()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], timeout: float | None = None, *, cancels: bool = False
@@ -58,10 +57,6 @@ class LoopThread:
             if cancels:
                 running.cancel()
             raise
-
-    def is_current(self) -> bool:
-        """Return whether the caller runs on this loop's thread."""
-        return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)

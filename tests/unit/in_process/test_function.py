@@ -267,7 +267,7 @@ def test_a_spare_has_of_the_variables_that_are_handed_over_those_of_the_group_an
     for name in ("RANK", "WORLD_SIZE", "REPLICA_GROUP_ID"):
         monkeypatch.setenv(name, "")  # so that it is undone
     place = Place("group", 1, 2, Address("127.0.0.1", 1), 4, {"REPLICA_GROUP_ID": "a", "HOME": "theirs"})
-    group = RestartGroup(1, None, None, timedelta(seconds=1))
+    group = RestartGroup(1, None, timedelta(seconds=1))
 
     def take_place(*_: object) -> tuple[RestartGroup, int, Place]:
         return group, 5, place

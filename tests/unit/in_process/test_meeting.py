@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import Address, parse_address
-from torchft_like.core.meeting import MeetingProtocol
+from torchft_like.core.meeting import MeetingProtocol, Steps
 from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import GroupLostError
 from torchft_like.in_process import meeting
@@ -64,18 +64,18 @@ def outcome_of(call: Callable[[], object]) -> Future[object]:
 @pytest.mark.parametrize(
     ("own", "wait"),
     [
-        (0, lambda meeting: meeting.agree(0, SECONDHAND)),
-        (1, lambda meeting: meeting.agree(0, SECONDHAND)),
-        (1, lambda meeting: meeting.find(1)),
+        (0, lambda protocol: protocol.agree(0, SECONDHAND)),
+        (1, lambda protocol: protocol.agree(0, SECONDHAND)),
+        (1, lambda protocol: protocol.find(1)),
     ],
     ids=["agree as the first", "agree", "find"],
 )
 def test_one_that_lives_and_does_not_come_is_not_waited_for_for_ever(
-    own: int, wait: Callable[[Meeting], object]
+    own: int, wait: Callable[[MeetingProtocol], Steps[object]]
 ) -> None:
     waits, _, _stores = pair_of_ranks(own, lambda *_: Future(), timedelta(seconds=1))
     with pytest.raises(GroupLostError, match="did not answer in time"):
-        outcome_of(lambda: wait(waits)).result(LIMIT.total_seconds())
+        outcome_of(lambda: waits.run(wait(waits.protocol))).result(LIMIT.total_seconds())
 
 
 def test_a_spare_may_take_longer_than_ranks_wait_for_each_other() -> None:
@@ -88,8 +88,8 @@ def test_a_spare_may_take_longer_than_ranks_wait_for_each_other() -> None:
 
     waits, ranks, _stores = pair_of_ranks(0, ask, limit)
     waits._spare_wait_s = LIMIT.total_seconds()
-    waits._protocol.ended(ranks[1])
-    outcome = outcome_of(lambda: waits.agree(0, SECONDHAND))
+    waits.protocol.ended(ranks[1])
+    outcome = outcome_of(lambda: waits.run(waits.protocol.agree(0, SECONDHAND)))
     assert asked.wait(LIMIT.total_seconds())
     time.sleep(2 * limit.total_seconds())
     answer.set_result("no spare has come")
@@ -108,7 +108,7 @@ def test_a_spare_on_its_way_asks_for_another_one_in_the_name_of_the_group(
     lives = Meeting(GROUP, protocol, LIMIT, lambda *_: Future())
     for lost in ranks[:2]:
         protocol.ended(lost)
-    outcomes = [outcome_of(lambda: lives.agree(0, SECONDHAND))]
+    outcomes = [outcome_of(lambda: lives.run(protocol.agree(0, SECONDHAND)))]
     vacancies: list[Any] = []
 
     async def ask(_: SpareDesk, vacancy: Any) -> str:

@@ -11,8 +11,7 @@ import pytest
 
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
-from lighthouse.server import Context, Lighthouse
-from lighthouse.session import ReplicaSession
+from lighthouse.server import Lighthouse, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.runtime.event_loop import coordination_loop
@@ -99,9 +98,9 @@ async def lease_without_a_lighthouse(lease_ms: int, *, is_silent: bool) -> str:
         address = lighthouse.address
         with socket.create_server((address.host, address.port)) if is_silent else contextlib.nullcontext():
             async with asyncio.timeout(LIMIT_S):
-                while (first := link.lease_ends_at) is None and listener.leases.empty():
+                while (first := link._lease) is None and listener.leases.empty():
                     await asyncio.sleep(0.01)
-                while link.lease_ends_at == first and listener.leases.empty():
+                while link._lease is first and listener.leases.empty():
                     await asyncio.sleep(0.01)
                 return "renewed" if listener.leases.empty() else listener.leases.get_nowait()
     finally:
@@ -130,9 +129,9 @@ async def rest_of_a_lease(lease_ms: int) -> float:
         assert await link.wait_connected(LIMIT_S)
         await lighthouse.stop()
         async with asyncio.timeout(LIMIT_S):
-            while (end := link.lease_ends_at) is None:
+            while (lease := link._lease) is None:
                 await asyncio.sleep(0.01)
-        return end - asyncio.get_running_loop().time()
+        return lease.when() - asyncio.get_running_loop().time()
     finally:
         await link.close()
 
@@ -149,9 +148,9 @@ def test_the_time_in_which_a_trainer_notices_silence_is_a_part_of_its_lease(
 class BusyLighthouse(Lighthouse):
     """Begins to read a session a second after it was opened."""
 
-    async def _serve_session(self, session: ReplicaSession, context: Context) -> str:
+    async def _serve_session(self, session: ReplicaSession) -> str:
         await asyncio.sleep(1.0)
-        return await super()._serve_session(session, context)
+        return await super()._serve_session(session)
 
 
 async def told_of_a_leave() -> list[str]:

@@ -8,7 +8,7 @@ import queue
 import signal
 import socket
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,8 @@ import pytest
 
 from lighthouse import wire
 from lighthouse.address import Address, parse_address
-from lighthouse.net import make_aio_channel, until_refused
+from lighthouse.net import until_refused
+from lighthouse.session import RefusedError
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
@@ -34,7 +35,7 @@ from torchft_like.errors import ConnectError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
-from torchft_like.manager_server.rank_link import SessionLink
+from torchft_like.manager_server.rank_link import RankCall, SessionLink
 from torchft_like.manager_server.server import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -116,15 +117,34 @@ def test_a_start_that_ctrl_c_interrupts_leaves_no_session(
     ManagerServer(*given, connect_timeout=timedelta(seconds=LIMIT_S)).close()  # the name is free again
 
 
+class DeafContext:
+    """Of a rank that registers, and takes nothing."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> None: ...
+
+    async def send_initial_metadata(self, _: object) -> None: ...
+
+    async def read(self) -> pb.RankSessionRequest:
+        if self.has_registered:
+            await asyncio.Event().wait()
+        self.has_registered = True
+        return pb.RankSessionRequest(register=pb.RankRegister(group_rank=1))
+
+    async def write(self, _: bytes) -> None:
+        raise ConnectionResetError
+
+    has_registered = False
+
+
 @pytest.mark.progress
 def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: ManagerServer) -> None:
-    async def requests() -> AsyncIterator[pb.RankSessionRequest]:
-        yield pb.RankSessionRequest(register=pb.RankRegister(group_rank=1))
-
     async def end_at_the_first_write() -> None:
-        session: Any = _Handlers(server).session(requests(), None)  # type: ignore[arg-type]
-        await anext(session)
-        await session.aclose()
+        session = asyncio.ensure_future(_Handlers(server).session(None, DeafContext()))  # type: ignore[arg-type]
+        with pytest.raises(RefusedError, match="ConnectionResetError"):
+            await session
 
     ear = Ear()
     server.attach_local_rank(0, ear)
@@ -165,9 +185,8 @@ def test_a_rank_that_cannot_deal_with_what_it_is_told_loses_its_group(server: Ma
 
 def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: ManagerServer) -> None:
     async def leave() -> list[str | None]:
-        channel = make_aio_channel(parse_address(server.address()))
-        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
-        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        types = pb.RankSessionRequest, pb.RankSessionResponse
+        call: RankCall = DuplexCall(parse_address(server.address()), wire.RANK_SESSION, *types)
         heard: list[str | None] = []
         try:
             call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=1)))
@@ -177,7 +196,6 @@ def test_the_stream_of_a_rank_that_leaves_is_ended_by_the_server(server: Manager
                     heard.append(response.WhichOneof("response"))
         finally:
             await call.close()
-            await channel.close(None)
         return heard
 
     assert coordination_loop().run(leave()) == ["registered"]
@@ -237,9 +255,8 @@ def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> 
     left = pb.LeftOut(quorum_id=7, replica_id="g", unreachable_replica_ids=["b"]).SerializeToString() + later
 
     async def hear() -> list[bytes]:
-        channel = make_aio_channel(parse_address(server.address()))
-        call: DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
-        call = DuplexCall(channel, wire.RANK_SESSION, pb.RankSessionRequest, pb.RankSessionResponse)
+        types = pb.RankSessionRequest, pb.RankSessionResponse
+        call: RankCall = DuplexCall(parse_address(server.address()), wire.RANK_SESSION, *types)
         call.send(pb.RankSessionRequest(register=pb.RankRegister(group_rank=1)))
         heard: list[bytes] = []
         try:
@@ -256,7 +273,6 @@ def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> 
                     heard.append(getattr(response, kind).SerializeToString())
         finally:
             await call.close()
-            await channel.close(None)
         return heard
 
     server.attach_local_rank(0, Ear())
@@ -412,7 +428,7 @@ def test_a_rank_does_not_take_a_later_server_at_the_address_for_its_own(
     link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
     link.replica_id = "the one before"
     server.attach_local_rank(0, other)
-    coordination_loop().loop.call_soon_threadsafe(server.listener_of(1)._end)  # type: ignore[union-attr]
+    coordination_loop().loop.call_soon_threadsafe(server.listener_of(1)._end, "for the test")  # type: ignore[union-attr]
     assert "the one before is gone: g has its address" in ear.heard("group_lost")
     link.close()
 
