@@ -97,7 +97,6 @@ MAKERS = {
     "open_connection": {
         "lighthouse/net.py",  # to see who listens
         "torchft_like/process_group/store.py",  # torch's own, to hear whether it answers
-        "torchft_like/runtime/connecting.py",
     },
     "HTTPConnection": {"lighthouse/page/cli.py", "torchft_like/parameter_server.py"},
     "HTTPSConnection": set(),
