@@ -559,7 +559,7 @@ def call_lighthouse(data: bytes) -> None:
         handler = handlers.service(details)
         messages = [handler.request_deserializer(part) for part in parts_of(data[1:])]
         if handler.request_streaming:
-            await handler.stream_stream(None, Call(messages))
+            await handler.stream_stream((), Call(messages))
             return
         answering = asyncio.ensure_future(handler.unary_unary(messages[0], Call([])))
         for _ in range(3):  # what is to be awaited is of no interest
