@@ -20,6 +20,7 @@ from lighthouse.codec import reader
 from lighthouse.net import caller_of
 
 REGISTER_S = 10.0
+DRAIN_S = 1.0
 
 Context = grpc.aio.ServicerContext[Any, bytes]
 T = TypeVar("T")
@@ -158,6 +159,11 @@ class Session:
         if self.ended is None and self._handler is not None:
             self.ended = why
             self._handler.cancel()
+
+    async def drain(self) -> None:
+        """Wait until what was sent is on its way, for DRAIN_S at most."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=DRAIN_S)
 
     async def __aenter__(self) -> Self:
         # The metadata is sent on its own: gRPC could not end the stream after a first write that is cancelled

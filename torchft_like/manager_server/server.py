@@ -577,6 +577,7 @@ class _Handlers:
                 case "leave":
                     leave = request.leave
                     server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step, leave.quorum_id)
+                    await session.drain()
                     return  # the rank waits for this side to end the stream
             if line.conversation.owes_count:
                 line.write(pb.RankSessionResponse())
