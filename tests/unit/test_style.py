@@ -93,7 +93,7 @@ MAKERS = {
         "torchft_like/process_group/store.py",  # torch's own, of a store
     },
     "Context": {"torchft_like/message_queue/remote.py"},
-    "create_connection": {"torchft_like/manager/group_store.py"},  # to see who listens
+    "create_connection": set(),
     "open_connection": {
         "lighthouse/net.py",  # to see who listens
         "torchft_like/process_group/store.py",  # torch's own, to hear whether it answers

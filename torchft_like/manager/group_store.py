@@ -12,7 +12,6 @@ would make the survivors of a loss wait for half a minute.
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -21,12 +20,14 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError, DistStoreError
 
 from lighthouse.address import Address, parse_address
+from lighthouse.net import why_unreachable
 from torchft_like.errors import ConnectError
 from torchft_like.manager.config import WAIT, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.store import serve_store, store_client
 from torchft_like.process_group.store_server import StoreServer
+from torchft_like.runtime.event_loop import coordination_loop
 
 PROBE_S = 1.0
 
@@ -156,8 +157,4 @@ def _key(config: ManagerConfig) -> str:
 
 def is_listening(address: Address) -> bool:
     """Return whether somebody accepts connections at the address."""
-    try:
-        with socket.create_connection((address.host, address.port), PROBE_S):
-            return True
-    except OSError:
-        return False
+    return coordination_loop().run(why_unreachable(address, PROBE_S)) is None
