@@ -68,7 +68,7 @@ MAKERS = {
     "secure_channel": {"lighthouse/net.py"},
     "server": {"lighthouse/net.py"},
     "create_server": {"lighthouse/listening.py"},
-    "listen": {"torchft_like/message_queue/local.py"},  # a Unix socket
+    "listen": {"torchft_like/message_queue/queue.py"},  # a Unix socket
     "add_insecure_port": {"lighthouse/net.py"},
     "add_secure_port": {"lighthouse/net.py"},
     "start_server": set(),
@@ -86,7 +86,7 @@ MAKERS = {
         "lighthouse/page/server.py",  # one that was made in listening.py
         "torchft_like/runtime/connecting.py",
         "torchft_like/runtime/hosts.py",  # asks the kernel for a route, and sends nothing
-        "torchft_like/message_queue/local.py",  # Unix sockets
+        "torchft_like/message_queue/queue.py",  # Unix sockets
         "torchft_like/message_queue/remote.py",  # ZeroMQ's, with keys of their own
         "torchft_like/process_group/baby/fork_pool.py",  # pairs of sockets that have no address
         "torchft_like/process_group/gloo.py",  # Gloo's own

@@ -18,13 +18,13 @@ from torchft_like.errors import QueueError, QueueMemoryError, QueueTimeoutError
 from torchft_like.message_queue import memory
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import file_of
-from torchft_like.message_queue.local import (
+from torchft_like.message_queue.memory import map_received, reserve, seal
+from torchft_like.message_queue.queue import (
     CALLERS_MAX,
     HELLO_S_MAX,
     JoinListener,
     call,
 )
-from torchft_like.message_queue.memory import map_received, reserve, seal
 
 TOKEN = bytes(range(32))
 
@@ -151,7 +151,7 @@ def test_silent_callers_keep_nobody_out(listener: JoinListener, monkeypatch: pyt
     honest = call(_known(listener), 0)
     assert list(listener.admit()) == []  # all seats are taken
     later = time.monotonic() + HELLO_S_MAX + 1  # the clock jumps, instead of a wait
-    monkeypatch.setattr("torchft_like.message_queue.local.time.monotonic", lambda: later)
+    monkeypatch.setattr("torchft_like.message_queue.queue.time.monotonic", lambda: later)
     list(listener.admit())
     ((rank, connection),) = listener.admit()
     assert rank == 0
@@ -176,7 +176,7 @@ def test_all_readers_can_knock_before_the_writer_looks() -> None:
 
 
 def test_a_crowd_at_the_door_is_a_timeout(listener: JoinListener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft_like.message_queue.local.CONNECT_S_MAX", 1.0)
+    monkeypatch.setattr("torchft_like.message_queue.queue.CONNECT_S_MAX", 1.0)
     crowd = [call(_known(listener), 0) for _ in range(CALLERS_MAX + 1)]  # one more than the system's row
     with ThreadPoolExecutor(1) as threads:
         calling = threads.submit(call, _known(listener), 3)

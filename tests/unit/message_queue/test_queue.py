@@ -30,8 +30,8 @@ from torchft_like.errors import (
     QueueWriterLostError,
 )
 from torchft_like.message_queue import MessageQueue
-from torchft_like.message_queue.local import FILES_UNREAD_MAX, WAKE
 from torchft_like.message_queue.memory import available_bytes
+from torchft_like.message_queue.queue import FILES_UNREAD_MAX, WAKE
 from torchft_like.message_queue.ring import CONSUMED, PAGE_BYTES, SLEEPING
 from torchft_like.runtime import long_waits
 
@@ -235,7 +235,7 @@ def test_a_reader_that_writes_nonsense_into_its_page_is_evicted(queues: Queues) 
 
 
 def test_a_full_wake_up_counter_keeps_nobody_asleep(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchft_like.message_queue.local.RECHECK_S", 2 * LIMIT_S)
+    monkeypatch.setattr("torchft_like.message_queue.queue.RECHECK_S", 2 * LIMIT_S)
     writer, (hostile, honest) = queues.make(2)
     for number in range(3):
         os.eventfd_write(hostile._end._wake_up, 2**64 - 2)  # type: ignore[attr-defined]
@@ -348,7 +348,7 @@ def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
     for number in range(3):
         writer.enqueue([number, b"x" * size], LIMIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(f"torchft_like.message_queue.local.{where}", interrupt)
+            patch.setattr(f"torchft_like.message_queue.queue.{where}", interrupt)
             with pytest.raises(error):
                 reader.dequeue(LIMIT_S)
         assert same(reader.dequeue(LIMIT_S), [number, b"x" * size])
@@ -370,7 +370,7 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
     open_then = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * 100_000], LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.local.assembled", fail)
+    monkeypatch.setattr("torchft_like.message_queue.queue.assembled", fail)
     with pytest.raises(error):
         reader.dequeue(LIMIT_S)
     assert len(open_descriptors() - open_then) == (not is_corrupt)
@@ -437,8 +437,7 @@ def test_tensors_arrive_on_the_cpu_whatever_the_default_is(queues: Queues, remot
 def test_no_wake_up_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ends fall asleep all the time: the ring holds one message, nobody watches before sleeping, and
     nobody looks again by himself."""
-    for module in ("queue", "local"):
-        monkeypatch.setattr(f"torchft_like.message_queue.{module}.RECHECK_S", 2 * LIMIT_S)
+    monkeypatch.setattr("torchft_like.message_queue.queue.RECHECK_S", 2 * LIMIT_S)
     writer, readers = queues.make(2, chunk_bytes=256, chunks=1)
     for end in (writer, *readers):
         monkeypatch.setattr(end._end._spin, "watch", lambda *_: False)

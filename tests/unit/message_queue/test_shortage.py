@@ -125,7 +125,7 @@ def test_a_reader_whom_something_keeps_from_the_memory_leaves_the_queue(
     writer = queues.keep(MessageQueue(1, 1))
     reader = queues.join(writer, 0)
     writer.wait_until_ready(LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.local.map_received", fail)
+    monkeypatch.setattr("torchft_like.message_queue.queue.map_received", fail)
     with pytest.raises(told):
         reader.wait_until_ready(LIMIT_S)
     _has_left(writer, reader)
