@@ -21,7 +21,7 @@ from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.hosts import HostList
 from lighthouse.core.identity import about_job_id
-from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
+from lighthouse.core.left_out import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.trust import is_token
 from lighthouse.errors import AddressError

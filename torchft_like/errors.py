@@ -306,7 +306,7 @@ def is_own_error(error: BaseException) -> bool:
     or the silence of a peer looks like from here.
 
     A rank that has errors of its own, again and again, is left out of quorums for a while, so that the others
-    can go on (`lighthouse/core/sickness.py`). An error that is taken for the rank's own, and is not, costs
+    can go on (`lighthouse/core/left_out.py`). An error that is taken for the rank's own, and is not, costs
     that rank a second. One that is, and is not taken for it, costs the others their steps for as long as it
     lasts.
     """

@@ -44,7 +44,7 @@ class Member(NamedTuple):
 
     `may_stand` says that this replica could go on in the quorum without asking for the next one;
     `own_failure` what it spoilt its last quorum with, by itself, and `own_failures` how often it has
-    (`sickness.py`); `takes_secret` that it meets and heals with the secret of the quorum; `timeout_ms` how
+    (`left_out.py`); `takes_secret` that it meets and heals with the secret of the quorum; `timeout_ms` how
     long it may take to heal. `message` is the whole of it, which the other members of the quorum receive. The
     core does not look into it.
     """

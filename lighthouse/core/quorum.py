@@ -33,11 +33,11 @@ are there for any quorum, and where some of them have not joined by `join_timeou
 majority, or fewer than `min_replicas`. These are torchft's rules, but there the fast quorum and a shrinking
 one may fall below `min_replicas`, a wish to shrink is never void, and that of a newcomer keeps it out.
 
-Two replicas that cannot reach each other are not in one quorum (`links.py`): as few as possible are left out,
-and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer than
-`min_replicas`, or than half of those that count, would stay, no replica is left out.
+Two replicas that cannot reach each other are not in one quorum (`left_out.py`): as few as possible are left
+out, and stay joined for a later one. No rule above knows of links, so no replica waits for one. Where fewer
+than `min_replicas`, or than half of those that count, would stay, no replica is left out.
 
-Nor is a replica in a quorum that has spoilt several by itself, until its pause is over (`sickness.py`): it
+Nor is a replica in a quorum that has spoilt several by itself, until its pause is over (`left_out.py`): it
 stays joined, and ends a quorum that stands only then. As many as `min_replicas`, and half of those that
 count, stay: those that are left out are then no majority. Where that takes sick ones, they are tried again.
 
@@ -84,7 +84,7 @@ steps, so no quorum is formed beside it that has none of its members.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from lighthouse.core.claims import Claims, Past
@@ -110,10 +110,8 @@ from lighthouse.core.decisions import (
 )
 from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.identity import Identities, Identity
-from lighthouse.core.links import Links, leave_out
+from lighthouse.core.left_out import Links, describe_pause, leave_out, leave_out_sick, pause_s
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
-from lighthouse.core.sickness import describe_pause, leave_out_sick, pause_s
-from lighthouse.core.spares import IS_A_SPARE, Spare, Spares
 from lighthouse.core.standing import StandingQuorum
 
 # Every survivor of a quorum is told about the first losses in it. Then all of them have aborted, and a
@@ -129,6 +127,66 @@ _NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
 _REFUSED_TOLD_MAX = 8  # refused replicas that the explanation names
 
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
+
+
+IS_A_SPARE = "is a spare, and waits for a place"
+
+
+@dataclass(slots=True)
+class Spare:
+    """A spare, since when it is there, and what it has said."""
+
+    replica_id: str
+    session: Session
+    since: float
+    identity: Identity | None = None
+    member: Member | None = None
+
+
+class Spares:
+    """The spares in the order in which they came: replicas that are there, and take part in nothing until
+    there is a place for one.
+
+    To the rules here a spare is a replica whose process has yet to start: it is not healthy, has not joined,
+    and nobody waits for it. What it says is kept, and heard when it takes a place. From then on it is a
+    replica like any other, also when it comes back: it reports a quorum then, and is no spare any more.
+    """
+
+    def __init__(self) -> None:
+        self._spares: dict[str, Spare] = {}
+        self._names: dict[int, str] = {}  # by session
+
+    def __len__(self) -> int:
+        return len(self._spares)
+
+    def __iter__(self) -> Iterator[Spare]:
+        return iter(self._spares.values())
+
+    def open(self, spare: Spare) -> None:
+        """Add a spare."""
+        self._spares[spare.replica_id] = spare
+        self._names[spare.session.number] = spare.replica_id
+
+    def named(self, replica_id: str) -> Spare | None:
+        """Return the spare with this name."""
+        return self._spares.get(replica_id)
+
+    def of_session(self, session: int) -> Spare | None:
+        """Return the spare that speaks through a session."""
+        return self._spares.get(self._names.get(session, ""))
+
+    def close(self, session: int) -> Spare | None:
+        """Forget the spare that speaks through a session, and return it."""
+        return self._spares.pop(self._names.pop(session, ""), None)
+
+    @property
+    def joined(self) -> int:
+        """How many spares ask for a quorum."""
+        return sum(spare.member is not None for spare in self)
+
+    def first_joined(self) -> Spare | None:
+        """Return the first spare that asks for a quorum."""
+        return next((spare for spare in self if spare.member is not None), None)
 
 
 @dataclass(slots=True)

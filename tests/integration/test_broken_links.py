@@ -8,7 +8,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
+from lighthouse.core.left_out import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from lighthouse.events import read_events
 from lighthouse.wire import torchft_pb2 as pb
 from tests.integration.lighthouse_clients import LIMIT_S, ids_of, registered

@@ -8,7 +8,7 @@ from typing import get_type_hints
 import pytest
 
 from lighthouse import admission, net, server, session
-from lighthouse.core import claims, config, history, links
+from lighthouse.core import claims, config, history, left_out
 from lighthouse.listening import DESCRIPTORS_KEPT
 from lighthouse.page import server as page
 from tests.conftest import ROOT
@@ -74,7 +74,7 @@ LIMITS: dict[str, list[str]] = {
     "a replica id": [f"{admission.TEXT_MAX:,} characters"],
     "a step": [f"0 to 10^{len(str(admission.STEP_MAX)) - 1}"],
     "quorums of an earlier start": [f"{claims.QUORUMS_MAX}, "],
-    "links that": [f"{links.REPORTED_MAX}, {links.REPORTED_CHARACTERS_MAX:,} characters"],
+    "links that": [f"{left_out.REPORTED_MAX}, {left_out.REPORTED_CHARACTERS_MAX:,} characters"],
     "a quorum id": [f"{admission.AHEAD_MS_MAX // (365 * 24 * 60 * 60 * 1000)} years"],
     "unary Quorum calls": [f"{server._CALLS_PER_REPLICA_MAX}"],
     "messages that wait": [f"{JOB.session_queue_max}; {conversation.KEPT_MAX} at a ManagerServer"],

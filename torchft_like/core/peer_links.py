@@ -22,7 +22,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from lighthouse.core.links import REPORTED_CHARACTERS_MAX, REPORTED_MAX
+from lighthouse.core.left_out import REPORTED_CHARACTERS_MAX, REPORTED_MAX
 from torchft_like.core.assignment import QuorumMemberLike
 
 

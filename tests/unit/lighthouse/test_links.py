@@ -7,7 +7,7 @@ import time
 import pytest
 
 from lighthouse.core.decisions import Member
-from lighthouse.core.links import REPORTED_MAX, Links, leave_out
+from lighthouse.core.left_out import REPORTED_MAX, Links, leave_out
 
 pytestmark = pytest.mark.progress
 

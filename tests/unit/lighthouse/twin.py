@@ -28,9 +28,9 @@ from lighthouse.core.decisions import (
     SessionSuperseded,
 )
 from lighthouse.core.identity import Identity, why_foreign
+from lighthouse.core.left_out import describe_pause
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX
-from lighthouse.core.sickness import describe_pause
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import pytest
 
 from lighthouse.admission import TEXT_MAX, about_links
-from lighthouse.core.links import REPORTED_MAX
+from lighthouse.core.left_out import REPORTED_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
 from torchft_like.core.peer_links import Probe
