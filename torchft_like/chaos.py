@@ -1,8 +1,8 @@
-"""`python -m torchft_like.chaos`: the command of torchft_like/testing/chaos under its short name."""
+"""`python -m torchft_like.chaos`: the command `torchft-like` where the package is not installed."""
 
 import sys
 
-from torchft_like.testing.chaos.cli import main
+from torchft_like.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from torchft_like.cli import main
 from torchft_like.testing.chaos.campaign import FAILED, WRONG_ARGUMENT
-from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.chaos.schedule import KINDS, draw
 
 

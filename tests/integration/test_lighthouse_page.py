@@ -24,7 +24,7 @@ from tests.conftest import ROOT
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
 from tests.managers import lighthouse_here
 from tests.ports import free_ports
-from torchft_like.testing.chaos.cli import main
+from torchft_like.cli import main
 from torchft_like.testing.cluster import LISTENING, LighthouseProcess
 from torchft_like.testing.processes import Processes
 

@@ -35,13 +35,13 @@ from tests.integration.lighthouse_clients import LIMIT_S, refusal, registered
 from tests.integration.test_manager_api import make_manager
 from tests.ports import free_ports
 from tests.stress.hostile import connected
+from torchft_like.cli import main
 from torchft_like.coordination import LighthouseClient
 from torchft_like.core.store import VALIDATION_MAGIC, Query
 from torchft_like.errors import TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import MANAGER_PORT_ENV
 from torchft_like.process_group.store_server import UNKNOWN_MAX, StoreServer
-from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.cluster import Group
 from torchft_like.testing.processes import Processes
 

@@ -30,13 +30,13 @@ from tests.unit.manager.test_service import Ear
 from tests.waiting import wait_for
 from torchft_like.checkpointing import http_transport
 from torchft_like.checkpointing.http_transport import HTTPTransport
+from torchft_like.cli import main
 from torchft_like.coordination import LighthouseClient, LighthouseServer
 from torchft_like.errors import CheckpointError, ConfigError, TrustError
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager_server.rank_link import SessionLink
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.store_server import StoreServer
-from torchft_like.testing.chaos.cli import main
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration

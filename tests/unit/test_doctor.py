@@ -15,9 +15,9 @@ from lighthouse.tls import TLS_ENV
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV
 from tests.certificates import certify
 from torchft_like import doctor
+from torchft_like.cli import main
 from torchft_like.coordination import LighthouseServer
 from torchft_like.doctor import DOUBTFUL, OK, WRONG, Finding
-from torchft_like.testing.chaos.cli import main
 
 CHECKS = [
     "versions",

@@ -22,7 +22,8 @@ FILES = sorted(
 )
 LIBRARY = [path for path in FILES if path.parts[len(ROOT.parts)] in ("lighthouse", "torchft_like")]
 
-KIT = (ROOT / "torchft_like" / "testing", ROOT / "torchft_like" / "chaos.py")
+# The testing kit, and the command, of which `chaos` is a part.
+KIT = tuple(ROOT / "torchft_like" / name for name in ("testing", "chaos.py", "cli.py"))
 
 # Functions with more parameters than `PARAMETERS_MAX`, and why.
 MANY_PARAMETERS = {

@@ -32,7 +32,7 @@ from lighthouse.tls import (
 )
 from lighthouse.trust import TOKEN_ENV, TOKEN_FILE_ENV, about_openness, authorization, process_trust
 from tests.certificates import certify
-from torchft_like.testing.chaos.cli import main
+from torchft_like.cli import main
 
 ONE, OTHER, THIRD = "one-" * 8, "other-" * 8, "third-" * 8
 

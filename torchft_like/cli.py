@@ -1,4 +1,4 @@
-"""The command `torchft-like`, or `python -m torchft_like.chaos`.
+"""The command `torchft-like`; `python -m torchft_like.chaos` where the package is not installed.
 
     torchft-like lighthouse --min_replicas 2
     torchft-like status 127.0.0.1:29510
