@@ -132,13 +132,11 @@ def accepted(peer: socket.socket) -> socket.socket:
     return identity.server.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
 
 
-def connecting(peer: socket.socket, *, shakes: bool = True) -> socket.socket:
-    """Return the connection through which to speak to a server. Its `connect` shakes hands, too, unless
-    `shakes` is False; then the first operation does.
-    """
+def connecting(peer: socket.socket) -> socket.socket:
+    """Return the connection through which to speak to a server. Its `connect` shakes hands, too."""
     if (identity := process_identity()) is None:
         return peer
-    return identity.client.wrap_socket(peer, server_hostname=NAME, do_handshake_on_connect=shakes)
+    return identity.client.wrap_socket(peer, server_hostname=NAME)
 
 
 def page_context(asks: bool) -> ssl.SSLContext | None:

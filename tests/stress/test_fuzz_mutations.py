@@ -349,7 +349,6 @@ def answer_of_store(data: bytes) -> object:
     ours, theirs = socket.socketpair()
     store = AbortableStore(StoreAddress(Address(LOOPBACK, 1), "p"), LIMIT)
     store._socket = ours
-    ours.setblocking(False)
     with theirs:
         theirs.sendall(data[1:IN_SOCKET_MAX])
         theirs.shutdown(socket.SHUT_WR)

@@ -109,6 +109,7 @@ MAKERS = {
         "torchft_like/in_process/health.py",
         "torchft_like/parameter_server.py",
         "torchft_like/process_group/checking.py",
+        "torchft_like/process_group/store.py",
     },
     "listen_tcp": {
         "lighthouse/page/server.py",

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import functools
 import os
 import re
-import select
 import socket
 import ssl
 import struct
@@ -38,13 +36,12 @@ from torch.distributed import DistStoreError
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import Turn, disown, in_each_fork, replace_sockets
 from lighthouse.listening import listen_tcp
-from lighthouse.tls import connecting
 from torchft_like.core.quorum_secret import shared_key
 from torchft_like.core.store import READY, VALIDATION_MAGIC, Query
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.runtime.connecting import shut
+from torchft_like.runtime.connecting import RECONNECT_S, REFUSED, connect_tcp, shut
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -52,13 +49,8 @@ S = TypeVar("S", bound="AbortableStore")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 VALUE_BYTES_MAX = 64 * 1024 * 1024
-RECONNECT_SECONDS = 0.02
 RECEIVE_BYTES = 64 * 1024
-POLL_MS_MAX = 2**31 - 1  # the system call takes a C int
-
-# The store does not listen yet, or this host has no such addresses: another address, or a later attempt, may
-# work.
-_NOT_THERE = (errno.ECONNREFUSED, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH)
+WAIT_S_MIN, WAIT_S_MAX = 0.001, (2**31 - 1) / 1000  # what sockets take: 0 is no wait, and the rest a C int
 
 _TLS = "tls://"
 _SECRET = re.compile(r"\bsecret=([^/]*)")
@@ -268,17 +260,26 @@ class AbortableStore(Store):
     @_in_turn
     def connect(self, *, insists: bool = True) -> None:
         """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
-        self._connect(self._deadline(), insists)
-        if self._is_tls:
-            with self._lock:
-                self._check()
-                plain = self._open_socket()
-                self._socket = connecting(plain, shakes=False)
-                if self._socket is plain:
-                    raise ProcessGroupError(
-                        f"the store at {self._server} speaks TLS, and this process has no certificate: set "
-                        "TORCHFT_TLS"
-                    )
+        limit_s = self._left_s(self._deadline())
+        try:
+            connection = connect_tcp(
+                self._server,
+                limit_s,
+                self._use,
+                is_plain=not self._is_tls,
+                refused_s=limit_s if insists else 0.0,
+                disowns=False,
+            )
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        except BaseException as error:
+            self.close()
+            self._explain(error)
+            raise
+        if self._is_tls and not isinstance(connection, ssl.SSLSocket):
+            raise ProcessGroupError(
+                f"the store at {self._server} speaks TLS, and this process has no certificate: set "
+                "TORCHFT_TLS"
+            )
         self._send(Query.VALIDATE, struct.pack("=I", VALIDATION_MAGIC), self._deadline())
         deadline = self._ask(Query.PING, struct.pack("=I", os.getpid()))
         if struct.unpack("=I", self._receive(4, deadline))[0] != os.getpid():
@@ -356,44 +357,17 @@ class AbortableStore(Store):
     def _keys(self, keys: list[str]) -> bytes:
         return struct.pack("=Q", len(keys)) + b"".join(map(self._key, keys))
 
-    def _connect(self, deadline: float, insists: bool) -> None:
-        """Connect to the first address that accepts.
+    def _left_s(self, deadline: float) -> float:
+        return min(max(deadline - time.monotonic(), WAIT_S_MIN), WAIT_S_MAX)
 
-        A name may stand for several addresses, as `localhost` does for one of each family, and the store
-        listens on one.
-        """
-        try:
-            found = socket.getaddrinfo(self._server.host, self._server.port, type=socket.SOCK_STREAM)
-        except OSError as error:
-            raise ProcessGroupError(f"the store's host {self._server.host!r} is unknown: {error}") from error
-        while True:
-            for family, _, _, _, target in found:
-                if (code := self._connect_once(family, target, deadline)) == 0:
-                    return
-                if code not in _NOT_THERE:
-                    raise self._lost(os.strerror(code))
-            self._check()
-            if not insists or time.monotonic() + RECONNECT_SECONDS > deadline:
-                raise ProcessGroupError(
-                    f"the store at {self._server} refuses connections: {os.strerror(code)}"
-                )
-            time.sleep(RECONNECT_SECONDS)
-
-    def _connect_once(self, family: int, target: tuple[object, ...], deadline: float) -> int:
-        """Try to connect; return the number of the error, 0 for none."""
+    def _use(self, connection: socket.socket) -> None:
+        """Use a socket that is about to connect, which an abort ends from now on."""
         with self._lock:
             self._check()
             if self._socket is not None:
                 self._socket.close()
             self._unread.clear()
-            self._socket = socket.socket(family, socket.SOCK_STREAM)
-            self._socket.setblocking(False)
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            code = self._socket.connect_ex(target)
-        if code == errno.EINPROGRESS:
-            self._await(select.POLLOUT, deadline)
-            code = self._open_socket().getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        return code
+            self._socket = connection
 
     def _ask(self, query: Query, body: bytes, timeout: timedelta | None = None) -> float:
         """Send a query; return the deadline of the answer."""
@@ -404,13 +378,14 @@ class AbortableStore(Store):
     def _send(self, query: Query, body: bytes, deadline: float) -> None:
         data = memoryview(bytes([query]) + body)
         while data:
-            data = data[self._act(lambda to: to.send(data), select.POLLOUT, deadline) :]  # noqa: B023
+            data = data[self._act(lambda to: to.send(data), deadline) :]  # noqa: B023
 
     def _receive(self, count: int, deadline: float) -> bytes:
         while len(self._unread) < count:
-            part = self._act(lambda of: of.recv(RECEIVE_BYTES), select.POLLIN, deadline)
+            part = self._act(lambda of: of.recv(RECEIVE_BYTES), deadline)
             if not part:
-                raise self._lost("it closed the connection")
+                self._check()
+                raise ProcessGroupError(f"lost the store at {self._server}: it closed the connection")
             self._unread += part
         received = bytes(self._unread[:count])
         del self._unread[:count]
@@ -425,28 +400,31 @@ class AbortableStore(Store):
             raise ProcessGroupError(f"the store at {self._server} announces a value of {count} bytes")
         return self._receive(count, deadline)
 
-    def _act(self, act: Callable[[socket.socket], T], event: int, deadline: float) -> T:
-        """Do something with the connection, as soon as that can be done."""
-        while True:
-            self._check()
-            try:
-                return act(self._open_socket())
-            except BlockingIOError:
-                self._await(event, deadline)
-            except ssl.SSLWantReadError:
-                self._await(select.POLLIN, deadline)
-            except ssl.SSLWantWriteError:
-                self._await(select.POLLOUT, deadline)
-            except OSError as error:
-                raise self._lost(error.strerror or str(error)) from error
-
-    def _await(self, event: int, deadline: float) -> None:
-        poll = select.poll()
-        poll.register(self._open_socket(), event)
-        ready = poll.poll(min(max(0.0, deadline - time.monotonic()) * 1000, POLL_MS_MAX))
+    def _act(self, act: Callable[[socket.socket], T], deadline: float) -> T:
+        """Do something with the connection, until the deadline at most."""
         self._check()
-        if not ready:
-            raise self._late_error(f"the store at {self._server} did not answer in time")
+        connection = self._open_socket()
+        try:
+            connection.settimeout(self._left_s(deadline))
+            return act(connection)
+        except OSError as error:
+            self._explain(error)
+            raise
+
+    def _explain(self, error: BaseException) -> None:
+        """Raise the error for the caller, if the connection has failed with this one."""
+        self._check()
+        if isinstance(error, socket.gaierror):
+            text = f"the store's host {self._server.host!r} is unknown: {error}"
+        elif isinstance(error, TimeoutError):
+            raise self._late_error(f"the store at {self._server} did not answer in time") from error
+        elif isinstance(error, OSError) and error.errno in REFUSED:
+            text = f"the store at {self._server} refuses connections: {error.strerror}"
+        elif isinstance(error, OSError):
+            text = f"lost the store at {self._server}: {error.strerror or error}"
+        else:
+            return
+        raise ProcessGroupError(text) from error
 
     def _open_socket(self) -> socket.socket:
         if self._socket is None:
@@ -456,10 +434,6 @@ class AbortableStore(Store):
     def _check(self) -> None:
         if self._aborted:
             raise ProcessGroupAbortedError(f"aborted while talking to the store at {self._server}")
-
-    def _lost(self, reason: str) -> ProcessGroupError:
-        self._check()
-        return ProcessGroupError(f"lost the store at {self._server}: {reason}")
 
 
 class SharedStore(AbortableStore):
@@ -519,9 +493,9 @@ def _is_first(store: AbortableStore, key: str) -> bool:
         except ProcessGroupAbortedError:
             raise
         except ProcessGroupError:
-            if time.monotonic() + RECONNECT_SECONDS > deadline:
+            if time.monotonic() + RECONNECT_S > deadline:
                 raise
-        time.sleep(RECONNECT_SECONDS)
+        time.sleep(RECONNECT_S)
         store.connect(insists=False)
 
 
