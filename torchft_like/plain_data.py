@@ -255,12 +255,7 @@ def disassemble(value: object) -> Message:
           is too large; the text names the part (`a[3]`), its type, and what to pass instead.
     """
     structure, leaves = dissect(value)
-    return Message(structure, as_tensors(leaves) if leaves else ())
-
-
-def as_tensors(leaves: Sequence[Leaf]) -> tuple[Tensor, ...]:
-    """Return the leaves as tensors: others than tensors as uint8, on their memory if it is writable."""
-    return tuple(map(_as_tensor, leaves))
+    return Message(structure, tuple(map(as_tensor, leaves)))
 
 
 def dissect(value: object) -> tuple[bytes, list[Leaf]]:
@@ -269,18 +264,6 @@ def dissect(value: object) -> tuple[bytes, list[Leaf]]:
     if leaves:
         leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return structure, leaves
-
-
-def assemble(structure: bytes, tensors: Sequence[Tensor]) -> object:
-    """Put a value together that `disassemble` took apart, on the memory and the devices of `tensors`.
-
-    Raises:
-        PlainDataError: the bytes are no structure, or the tensors are not those that it describes.
-    """
-    known = Structure(structure, MESSAGES)
-    if known.specs or tensors:
-        _require_same(known.specs, tensors)
-    return known.value(TensorLeaves(tensors))
 
 
 def encode(values: Sequence[object]) -> bytes:
@@ -309,18 +292,6 @@ def decode(data: bytes, start: int = 0, count: int = 1) -> list[object]:
     return values
 
 
-def _require_same(specs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
-    if len(specs) != len(tensors):
-        raise foreign(ValueError(f"the structure speaks of {len(specs)} tensors, and {len(tensors)} came"))
-    for index, (spec, tensor) in enumerate(zip(specs, tensors, strict=True)):
-        if spec.dtype != tensor.dtype or spec.shape != tuple(tensor.shape):
-            problem = (
-                f"the structure speaks of tensor {index} as {spec.dtype} {spec.shape}, and it came as "
-                f"{tensor.dtype} {tuple(tensor.shape)}"
-            )
-            raise foreign(ValueError(problem))
-
-
 class TensorLeaves:
     """Leaves that came as tensors, which the value takes over."""
 
@@ -340,7 +311,8 @@ class TensorLeaves:
         return bytes(self.memory(nbytes))
 
 
-def _as_tensor(leaf: Leaf) -> Tensor:
+def as_tensor(leaf: Leaf) -> Tensor:
+    """Return a leaf as a tensor: another one than a tensor as uint8, on its memory if that is writable."""
     if isinstance(leaf, Tensor):
         return leaf
     data = bytearray(leaf) if isinstance(leaf, bytes) or not leaf.flags.writeable else leaf

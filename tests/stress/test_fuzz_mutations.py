@@ -111,7 +111,7 @@ from torchft_like.plain_data import (
     ORDERED_DICT,
     TUPLE,
     Structure,
-    assemble,
+    TensorLeaves,
     decode,
     disassemble,
     encode,
@@ -270,8 +270,8 @@ GEOMETRY = Geometry(4, 256)
 
 
 def read_plain(structure: bytes) -> object:
-    Structure(structure, MESSAGES)
-    return assemble(structure, MESSAGE.tensors)
+    known = Structure(structure, MESSAGES)
+    return known.value(TensorLeaves(MESSAGE.tensors)) if len(known.specs) == len(MESSAGE.tensors) else None
 
 
 def ring() -> bytes:

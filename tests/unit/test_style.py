@@ -91,7 +91,6 @@ MAKERS = {
         "torchft_like/message_queue/remote.py",  # ZeroMQ's, with keys of their own
         "torchft_like/process_group/baby/fork_pool.py",  # pairs of sockets that have no address
         "torchft_like/process_group/gloo.py",  # Gloo's own
-        "torchft_like/process_group/store.py",  # torch's own, of a store
     },
     "Context": {"torchft_like/message_queue/remote.py"},
     "create_connection": set(),

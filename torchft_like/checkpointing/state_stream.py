@@ -60,7 +60,7 @@ from torchft_like.plain_data import (
     Structure,
     TensorLeaves,
     TensorSpec,
-    as_tensors,
+    as_tensor,
     bytes_of,
     nbytes_of,
     settled,
@@ -188,8 +188,7 @@ class LiveState(_OutgoingState):
         turns, used = iter(blocks), 0
         block = torch.empty(0, dtype=torch.uint8)
         for leaf, (start, end) in zip(self._leaves, pairwise(self._offsets), strict=True):
-            (tensor,) = as_tensors([leaf])
-            data = as_bytes(settled(tensor.detach()))
+            data = as_bytes(settled(as_tensor(leaf).detach()))
             for part in (data, data.new_zeros(end - start - len(data))):
                 at = 0
                 while at < len(part):

@@ -58,9 +58,7 @@ from torchft_like.plain_data import (
     Structure,
     TensorLeaves,
     TensorSpec,
-    as_tensors,
     disassemble,
-    dissect,
 )
 
 OBJECT = "object"
@@ -135,10 +133,7 @@ def start_broadcast(
             checked_rank(src, communicator.world_size, "src")  # raises an error that says what is wrong
         stated = _stated(operation, src, more())
         if communicator.rank == src:
-            structure, leaves = dissect(value if make is None else make())
-            if leaves:
-                tensors = as_tensors(leaves)
-                check_size(communicator, tensors)
+            structure, tensors = disassembled(communicator, value if make is None else make())
             payload = structure if len(structure) <= PAYLOAD_BYTES_MAX else b""
             record = pack(stated, len(structure), payload)
         else:
@@ -278,17 +273,13 @@ def start_receiving(
 def disassembled(communicator: Communicator, value: object) -> Message:
     """Take a value apart; a PlainDataError says what cannot be sent, or is too large."""
     message = disassemble(value)
-    check_size(communicator, message.tensors)
-    return message
-
-
-def check_size(communicator: Communicator, tensors: Sequence[Tensor]) -> None:
-    nbytes = sum(tensor.nbytes for tensor in tensors)
+    nbytes = sum(tensor.nbytes for tensor in message.tensors)
     if nbytes > communicator.options.message_bytes_max:
         raise PlainDataError(
             f"its tensors have {nbytes} bytes, and message_bytes_max of the CoordinatorOptions is "
             f"{communicator.options.message_bytes_max}: send it in parts, or raise that on every rank"
         )
+    return message
 
 
 # What moves are `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.

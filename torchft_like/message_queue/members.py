@@ -39,7 +39,7 @@ from torchft_like.errors import (
 )
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
-from torchft_like.plain_data import assemble, disassemble, dissect
+from torchft_like.plain_data import decode, dissect, encode
 from torchft_like.process_group.wrapper import as_timedelta
 from torchft_like.runtime.hosts import local_host_towards, own_place
 
@@ -110,7 +110,7 @@ def create_single_reader(
 
     def prepare() -> tuple[Statement, int, bytes, MessageQueue]:
         made.append(_queue_for(group, {reader: 0}, places))
-        handle = disassemble(made[0].export_handle()).structure
+        handle = encode([made[0].export_handle()])
         if len(handle) > PAYLOAD_BYTES_MAX:
             raise ValueError(f"the handle of a queue has {len(handle)} bytes")
         return Statement(operation), 0, handle, made[0]
@@ -119,7 +119,7 @@ def create_single_reader(
         places = _places(group, operation, terms)
         said, queue = group.agree(operation, prepare)
         group.keep(queue)
-        return queue, [assemble(each.payload, []) for each in said] if group.rank == reader else []
+        return queue, [decode(each.payload)[0] for each in said] if group.rank == reader else []
 
 
 @contextlib.contextmanager
