@@ -54,7 +54,7 @@ from torchft_like.manager.divergence_watch import DivergenceWatch
 from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
-from torchft_like.process_group.registration import abort_groups_of_torch
+from torchft_like.process_group.torch_interface import abort_groups_of_torch
 from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,6 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from torchft_like.backends import BACKENDS
@@ -34,13 +33,6 @@ from torchft_like.process_group.store import StoreAddress, parse_store_address, 
 from torchft_like.process_group.store_server import serving_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
-
-
-def abort_groups_of_torch(reason: str) -> None:
-    """Abort the groups that torch knows and that are of this package; torch's own cannot be ended."""
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if isinstance(group, ProcessGroup):
-            group.abort(reason)
 
 
 def create_group(name: str, wanted: Any, pg_options: object) -> ProcessGroup:

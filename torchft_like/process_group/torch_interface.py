@@ -386,6 +386,13 @@ def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
         own.set_timeout(timeout)
 
 
+def abort_groups_of_torch(reason: str) -> None:
+    """Abort the groups that torch knows and that are of this package; torch's own cannot be ended."""
+    for group in list(c10d._world.pg_map):
+        if (own := _own(group)) is not None:
+            own.abort(reason)
+
+
 def _own(group: Any) -> Any:
     """Return the group, or the default one, if this package made it; else None."""
     target = c10d.GroupMember.WORLD if group is None else group

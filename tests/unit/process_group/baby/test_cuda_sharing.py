@@ -19,7 +19,6 @@ import torch
 from torchft_like import shared_memory
 from torchft_like.errors import NotSupportedError, ProcessGroupError, SubprocessLostError
 from torchft_like.process_group.baby import cuda_sharing as cuda_memory
-from torchft_like.process_group.baby.child import _load, _Server
 from torchft_like.process_group.baby.cuda_sharing import (
     Arena,
     CudaExporter,
@@ -28,6 +27,7 @@ from torchft_like.process_group.baby.cuda_sharing import (
     PeerEvents,
     RemoteCudaOperation,
 )
+from torchft_like.process_group.baby.fork_pool import _Fork, _load
 from torchft_like.process_group.baby.group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.messages import Channel, Outcome, ToChild, encode_call
 from torchft_like.process_group.baby.requests import Request
@@ -464,7 +464,7 @@ def test_an_arena_in_use_is_never_given_back(pair: Pair, monkeypatch: pytest.Mon
 
 def test_the_events_of_refused_requests_are_used_again(pair: Pair) -> None:
     ours, childs = map(Channel, Channel.pair())
-    server = _Server(childs)
+    server = _Fork(childs)
     server._importer = pair.importer
     made = []
     for number in range(100):

@@ -36,8 +36,7 @@ from torchft_like.process_group import (
 )
 from torchft_like.process_group.baby import group as backend
 from torchft_like.process_group.baby import requests
-from torchft_like.process_group.baby.child import WATCHED_MAX
-from torchft_like.process_group.baby.fork_pool import fork_pool
+from torchft_like.process_group.baby.fork_pool import WATCHED_MAX, fork_pool
 from torchft_like.process_group.baby.group import RemoteBackend
 from torchft_like.process_group.baby.heartbeat import Heartbeat
 from torchft_like.process_group.gloo import GLOO_THREADS_COUNT
