@@ -17,12 +17,12 @@ from typing import Any
 import pytest
 
 from torchft_like.testing.chaos import engine
+from torchft_like.testing.chaos.campaign import hangs, make_report
 from torchft_like.testing.chaos.engine import Engine, Run, features
 from torchft_like.testing.chaos.evidence import Injection, Outcome
 from torchft_like.testing.chaos.injectors import Injected, Target, inject, may_end
 from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.orders import JobSettings
-from torchft_like.testing.chaos.report import hangs, make_report
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.journal import Journal, JournalReader
 

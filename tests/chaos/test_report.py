@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos.histories import Story, diverged, killed_and_back, run_of
-from torchft_like.testing.chaos.engine import Run
+from torchft_like.testing.chaos.campaign import Report, make_report, measure, percentiles, plot
+from torchft_like.testing.chaos.engine import Run, growth
 from torchft_like.testing.chaos.evidence import Injection
 from torchft_like.testing.chaos.orders import JobSettings
-from torchft_like.testing.chaos.report import Report, make_report, measure, percentiles, plot
-from torchft_like.testing.chaos.resources import growth
 
 
 def report_of(run: Run, baseline: Run | None = None) -> Report:

@@ -1,22 +1,36 @@
-"""A command of `torchft-like`: the job with faults, for a soak after the job without them, and the report."""
+"""A command of `torchft-like`: the job with faults, for a soak after the job without them, and the report.
+
+The report has numbers and a verdict, as text and as JSON. docs/testing.md defines the numbers ("The numbers
+of a report"). A divergence is a violation of `agreement`, `heal_is_clean` or `no_trace`: other bits at the
+same step.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from torchft_like.testing.chaos.engine import Engine, Run, features, usable
 from torchft_like.testing.chaos.job import JobError
 from torchft_like.testing.chaos.network import NetworkUnavailableError
 from torchft_like.testing.chaos.orders import JobSettings, Training
-from torchft_like.testing.chaos.report import hangs, make_report, plot
 from torchft_like.testing.chaos.schedule import Planned, draw
+from torchft_like.testing.invariants import INVARIANTS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes  # which the package does not need: it is imported only to draw
+
 
 FAILED, WRONG_ARGUMENT, INTERRUPTED = 1, 2, 130
 SHOWN = ("seed", "replicas", "ranks", "spares", "algorithm", "backend", "interval", "length")
@@ -134,3 +148,288 @@ def _say(text: str, stream: TextIO | None = None, end: str = "\n") -> None:
 
 def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
+
+
+PERCENTILES = (50, 90, 99, 100)
+BIN_S = 5.0
+LISTED_MAX = 20
+# Invariants that cannot be checked for a command that writes no digests and no ledger.
+NEEDS_JOURNAL = ("agreement", "no_trace", "no_zombie")
+DIVERGENCE = ("agreement", "heal_is_clean", "no_trace")
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The throughput of one run.
+
+    Attributes:
+        seconds: the seconds over which it was counted.
+        steps: the number of steps that the job made.
+        batches, steps_lost: as docs/testing.md defines them.
+        curve: batches per second in each `BIN_S` seconds.
+        quiet_rate: batches per second while no fault was being recovered from.
+    """
+
+    seconds: float
+    steps: int
+    batches: int
+    steps_lost: int
+    curve: tuple[float, ...] = ()
+    quiet_rate: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Batches per second."""
+        return self.batches / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class OfKind:
+    """The summary of all faults of one kind; times are percentiles 50, 90, 99 and the largest, in seconds."""
+
+    faults: int
+    felt: int
+    recovery_s: tuple[float, ...]
+    pause_s: tuple[float, ...]
+    whole_s: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """The report of a run. `problems` has lists of sentences; a run with any of them has failed."""
+
+    setup: Mapping[str, Any]
+    throughput: Throughput
+    baseline: Throughput | None
+    by_kind: Mapping[str, OfKind]
+    overall: OfKind
+    faults: Sequence[Mapping[str, Any]]
+    skipped: Mapping[str, str]
+    compared: int
+    problems: Mapping[str, Sequence[str]] = field(default_factory=dict)
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing diverged, hung, crashed, leaked or went unfelt."""
+        return not any(self.problems.values())
+
+    @property
+    def kept(self) -> float | None:
+        """The part of the fault-free throughput that was kept; None if that is not known."""
+        if self.baseline is None or not self.baseline.rate:
+            return None
+        return self.throughput.rate / self.baseline.rate
+
+    def to_json(self) -> str:
+        """Return the whole report as JSON."""
+        fields = {**asdict(self), "kept": self.kept, "passed": self.passed}
+        return json.dumps(fields, indent=1)
+
+    def to_text(self) -> str:
+        """Return the report as readable text."""
+        now, before = self.throughput, self.baseline
+        lines = [
+            ", ".join(f"{key} {value}" for key, value in self.setup.items()),
+            f"{self.overall.faults} faults, {self.overall.felt} felt",
+            f"{_amount(now)}, {now.steps_lost} steps lost",
+        ]
+        if before is not None and self.kept is not None:
+            lines += [f"without faults: {_amount(before)}", f"throughput kept: {self.kept:.2%}"]
+        if now.quiet_rate:
+            lines.append(f"of its own rate between faults: {now.rate / now.quiet_rate:.2%}")
+        lines.append(f"{self.compared} processes lived through enough faults for a leak to show")
+        lines += [f"left out: {kind}: {why}" for kind, why in self.skipped.items()]
+        lines += ["", *_table(self.by_kind, self.overall), ""]
+        lines += [f"{name}: {len(found)}" for name, found in self.problems.items()]
+        lines += [f"  {text}" for found in self.problems.values() for text in found[:LISTED_MAX]]
+        return "\n".join([*lines, "", "PASSED" if self.passed else "FAILED"]) + "\n"
+
+    def save(self, folder: Path) -> None:
+        """Write `report.json` and `report.txt`."""
+        (folder / "report.json").write_text(self.to_json() + "\n")
+        (folder / "report.txt").write_text(self.to_text())
+
+
+def make_report(
+    run: Run,
+    setup: Mapping[str, Any],
+    *,
+    baseline: Run | None = None,
+    skipped: Mapping[str, str] | None = None,
+) -> Report:
+    """Check all records of a run, and sum them up."""
+    outcomes = run.outcomes
+    kinds = sorted({outcome.injection.kind for outcome in outcomes})
+    of = {kind: [o for o in outcomes if o.injection.kind == kind] for kind in kinds}
+    return Report(
+        setup=setup,
+        throughput=measure(run),
+        baseline=None if baseline is None else measure(baseline),
+        by_kind={kind: _sum_up(found) for kind, found in of.items()},
+        overall=_sum_up(outcomes),
+        faults=[{**(fields := asdict(o)).pop("injection"), **fields} for o in outcomes],
+        skipped={**(skipped or {}), **_unchecked(run)},
+        compared=run.compared,
+        problems=_problems(run, baseline),
+    )
+
+
+def hangs(run: Run) -> list[str]:
+    """Return the faults from which the job did not recover, and the replica groups that did not end, in
+    words.
+    """
+    return [str(outcome) for outcome in run.outcomes if outcome.is_hang] + run.hangs
+
+
+def measure(run: Run) -> Throughput:
+    """Count steps and batches."""
+    seconds = min(run.ended - run.began, run.length_s)
+    counted = [
+        commit
+        for commit in run.log.commits
+        if commit.group_rank == 0 and run.began < commit.time <= run.began + seconds
+    ]
+    batches = [commit for commit in counted if commit.participating]
+    steps = [commit.step for commit in counted]
+    bins = Counter(int((commit.time - run.began) / BIN_S) for commit in batches)
+    failed = run.log.notes_between(run.began, run.began + seconds, "failed")
+    return Throughput(
+        seconds=seconds,
+        steps=max(steps) - min(steps) + 1 if steps else 0,
+        batches=len(batches),
+        steps_lost=sum(note.get("group_rank", 0) == 0 for note in failed),
+        curve=tuple(bins[index] / BIN_S for index in range(int(seconds / BIN_S))),
+        quiet_rate=_quiet_rate(run, [commit.time for commit in batches], seconds),
+    )
+
+
+def percentiles(values: Iterable[float]) -> tuple[float, ...]:
+    """Compute percentiles by nearest rank, so that each is a measured value; empty if there are no values."""
+    ordered = sorted(values)
+    ranks = (max(1, math.ceil(percent / 100 * len(ordered))) for percent in PERCENTILES)
+    return tuple(ordered[rank - 1] for rank in ranks) if ordered else ()
+
+
+def _amount(done: Throughput) -> str:
+    return f"{done.steps} steps, {done.batches} batches in {done.seconds:.0f} s ({done.rate:.2f} a second)"
+
+
+def _sum_up(outcomes: Sequence[Any]) -> OfKind:
+    return OfKind(
+        faults=len(outcomes),
+        felt=sum(bool(outcome.felt) for outcome in outcomes),
+        recovery_s=percentiles(o.recovery_s for o in outcomes if o.recovery_s is not None),
+        pause_s=percentiles(o.pause_s for o in outcomes),
+        whole_s=percentiles(o.whole_s for o in outcomes if o.whole_s is not None),
+    )
+
+
+def _problems(run: Run, baseline: Run | None) -> dict[str, list[str]]:
+    runs = [run, *([baseline] if baseline else [])]
+    broken: dict[str, list[str]] = defaultdict(list)
+    for one in runs:
+        for name, check in INVARIANTS.items():
+            if name not in _unchecked(one):
+                broken[name] += check(one.log.history())
+    unfelt = [
+        f"fault {o.injection.number}: {o.injection.kind} {dict(o.injection.details)}"
+        for o in run.outcomes
+        if not o.felt
+    ]
+    if len(run.outcomes) < run.planned:
+        unfelt.append(f"{run.planned - len(run.outcomes)} of {run.planned} planned faults never came")
+    return {
+        "divergences": [f"{name}: {text}" for name in DIVERGENCE for text in broken[name]],
+        "other violations": [
+            f"{n}: {text}" for n, texts in broken.items() if n not in DIVERGENCE for text in texts
+        ],
+        "hangs": [text for one in runs for text in hangs(one)],
+        "leaked resources": [text for one in runs for text in one.leaks],
+        "crashes": [text for one in runs for text in one.crashes],
+        "faults that nobody felt": unfelt,
+    }
+
+
+def _unchecked(run: Run) -> dict[str, str]:
+    """Return the invariants that cannot be checked for this run, and why."""
+    return dict.fromkeys(NEEDS_JOURNAL, "the command writes no digests") if run.settings.command else {}
+
+
+def _quiet_rate(run: Run, times: Sequence[float], seconds: float) -> float:
+    """Return the batches per second outside of the times from an injection until all were back."""
+    spans = [(o.injection.time, o.injection.time + (o.whole_s or seconds)) for o in run.outcomes]
+    end = run.began + seconds
+    troubled_s = sum(max(0.0, min(until, end) - max(since, run.began)) for since, until in spans)
+    quiet = sum(not any(since < time <= until for since, until in spans) for time in times)
+    return quiet / (seconds - troubled_s) if seconds > troubled_s else 0.0
+
+
+def _table(by_kind: Mapping[str, OfKind], overall: OfKind) -> Iterator[str]:
+    titles = "".join(f"{title:^32}" for title in ("recovery, s", "longest pause, s", "whole, s"))
+    yield f"{'':18}{'faults':>7}{'felt':>6}   {titles}"
+    yield " " * 34 + "".join(f"{name:>8}" for name in ("p50", "p90", "p99", "max")) * 3
+    for name, of in {**by_kind, "all": overall}.items():
+        measures = [
+            each or (math.nan,) * len(PERCENTILES) for each in (of.recovery_s, of.pause_s, of.whole_s)
+        ]
+        times = "".join(f"{value:8.2f}" for values in measures for value in values)
+        yield f"{name:18}{of.faults:7}{of.felt:6}   {times}"
+
+
+def plot(report: Report, path: Path) -> None:
+    """Draw recovery times by kind, and throughput over time beside that of the run without faults.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    import matplotlib as mpl  # noqa: PLC0415
+    import matplotlib.pyplot as plt  # noqa: PLC0415
+
+    mpl.use("Agg")
+    kinds = list(report.by_kind)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 2.0 + 0.35 * max(6, len(kinds))))
+    _draw_recoveries(left, kinds, report)
+    _draw_throughput(right, report)
+    kept = "" if report.kept is None else f", {report.kept:.1%} of the throughput kept"
+    problems = ", ".join(f"{len(found)} {name}" for name, found in report.problems.items())
+    figure.suptitle(f"{report.overall.faults} faults{kept}\n{problems}", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_recoveries(axes: Axes, kinds: list[str], report: Report) -> None:
+    """Draw a dot for each fault."""
+    for measure, color, shift, label in (
+        ("recovery_s", "tab:blue", 0.12, "survivors commit again"),
+        ("whole_s", "tab:orange", -0.12, "all together again"),
+    ):
+        shown: list[dict[str, Any]] = [dict(f) for f in report.faults if f[measure] is not None]
+        axes.scatter(
+            [fault[measure] for fault in shown],
+            [kinds.index(fault["kind"]) + shift for fault in shown],
+            s=12,
+            color=color,
+            alpha=0.6,
+            label=label,
+        )
+    axes.set_yticks(range(len(kinds)), kinds)
+    axes.set_xscale("symlog", linthresh=1.0)
+    axes.set(xlim=(0, None), xlabel="seconds from the injection")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _draw_throughput(axes: Axes, report: Report) -> None:
+    for throughput, color, label in (
+        (report.baseline, "tab:gray", "without faults"),
+        (report.throughput, "tab:blue", "with faults"),
+    ):
+        if throughput is not None:
+            times = [BIN_S * (index + 0.5) for index in range(len(throughput.curve))]
+            axes.plot(times, throughput.curve, color=color, label=label, linewidth=1)
+    began = float(report.setup.get("began", 0.0))
+    for fault in report.faults:
+        axes.axvline(fault["time"] - began, color="tab:red", alpha=0.15, linewidth=0.8)
+    axes.set(ylim=(0, None), xlabel="seconds", ylabel="batches per second")
+    axes.legend(fontsize=8)
