@@ -458,6 +458,8 @@ def _histogram(name: str, what: str, durations: Durations) -> Metric:
     return HistogramMetricFamily(f"{_PREFIX}_{name}", what, buckets, durations.sum_s)
 
 
+# -- the document of /status
+
 SCHEMA = 1
 STATES = (
     "member",

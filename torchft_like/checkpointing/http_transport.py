@@ -314,6 +314,8 @@ def _address_of(source: Source) -> Address:
         raise CheckpointError(f"replica {source.rank} does not send over this transport: {error}") from error
 
 
+# -- a source's server
+
 WAIT_S_MAX = 5.0
 SILENT_S = 0.25  # seconds after which a client without a request may lose its place
 REASON_LENGTH_MAX = 400
@@ -810,6 +812,8 @@ def _refuse(peer: socket.socket) -> None:
         except OSError as error:
             logger.debug("a refused checkpoint client did not hear of it: %s", error)
 
+
+# -- a receiver's fetch
 
 ASK_AGAIN_S = 0.05
 CONNECT_S = 5.0

@@ -317,6 +317,8 @@ class _Line:
             raise kind(f"the group moved no state to or from {peer}: {error}") from error
 
 
+# -- a block of a device's memory
+
 BLOCK_BYTES = 256 * 1024 * 1024
 OFFER_BYTES = 512
 NO_OFFER = bytes(OFFER_BYTES)

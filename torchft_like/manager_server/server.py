@@ -511,6 +511,9 @@ class ManagerServer:
                     await self._rank_gone.wait()
 
 
+# -- the gRPC interface
+
+
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
     """Make the handlers of the service torchft.ManagerService."""
     handlers = _Handlers(server)

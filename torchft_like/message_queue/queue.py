@@ -598,6 +598,8 @@ def _forget_all() -> None:
 in_each_fork(Turn.OBJECTS, _forget_all)
 
 
+# -- local readers, as the writer sees them, and how they get in
+
 CALLERS_MAX = 64
 HELLO_S_MAX = 5.0
 CONNECT_S_MAX = 5.0
@@ -907,7 +909,7 @@ class LocalReaders:
         reader.close()
 
 
-# ---------------------------------------------------------------------------- a reader's end
+# -- a local reader's end
 
 
 def call(handle: QueueHandle, rank: int) -> socket.socket:

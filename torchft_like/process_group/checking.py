@@ -485,6 +485,8 @@ def _error_for(problem: Problem) -> Exception:
     return CollectiveTimeoutError(problem.seconds, problem.ranks, problem.waiting)
 
 
+# -- the connections between the ranks and the referee
+
 CALL, OVERDUE, PASSED, WHY = 1, 2, 3, 4  # kinds of requests
 RULING, LAST_RULING, QUESTION = 1, 2, 3  # kinds of answers
 BODY_BYTES_MAX = 4 * 1024 * 1024

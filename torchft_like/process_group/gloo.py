@@ -447,6 +447,8 @@ class _NativeBackend:
         self._owner._leave(self)
 
 
+# -- the device
+
 INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 TRANSPORT_ENV = "GLOO_DEVICE_TRANSPORT"
 ATTEMPTS_MAX = 20
@@ -730,6 +732,8 @@ def _leave_devices_to_parent() -> None:
 
 in_each_fork(Turn.SOCKETS, _leave_devices_to_parent)
 
+
+# -- what Gloo lacks or gets wrong
 
 # Collectives whose results Gloo copies into the outputs once they have come. The others write into the
 # outputs' memory.

@@ -150,6 +150,8 @@ def _interrupt(_signal: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+# -- the report
+
 PERCENTILES = (50, 90, 99, 100)
 BIN_S = 5.0
 LISTED_MAX = 20

@@ -235,6 +235,8 @@ class Engine:
         run.leaks += job.left_behind()
 
 
+# -- what the processes of the job hold
+
 SAMPLES_COMPARED = 3
 # By how much a process may grow beyond its first samples: pools fill up, and some things are about to be
 # closed.
