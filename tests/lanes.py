@@ -3,7 +3,8 @@
 Each job is a run of pytest over a file or the small files of a folder, in a fork that has torch and pytest
 loaded (torchft_like/testing/forks.py): to load them takes longer than most files. Tests of jobs run two at a
 time: with three on two busy processors a PING goes unanswered for a second now and then. What they leave of
-the processors while they wait is for the types, and for tests that start no job.
+the processors while they wait is for the types, and for tests for which nobody has to answer in time: these
+run with a niceness, and so do their processes.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ LONGEST = (
     "conformance/test_collectives.py",
     "interop/test_mixed_jobs.py",
     "integration/test_replica_faults.py",
+    "integration/test_in_process_restart.py",
     "conformance/test_faults.py",
     "integration/test_loader_workers.py",
     "integration/test_hsdp.py",
@@ -41,16 +43,18 @@ LONGEST = (
     "unit/test_as_torchft.py",
 )
 FILES_MAX = 6  # of one folder in one job; those that start no job may be more, as they fill gaps
-# What starts jobs or servers in the folders of tests that mostly do not.
+# What starts jobs or servers, whose answers are waited for, in the folders of tests that mostly do not.
 WITH_JOBS = re.compile(
     r"test_elastic|process_group/baby|unit/manager/test_(group|lighthouse_link|peer_links|probing|service|stall)"
 )
-WITHOUT_JOBS = re.compile(r"(simulation|unit)/|stress/test_fuzz_|integration/test_(grpc_in_forks|startup)")
+WITHOUT_JOBS = re.compile(
+    r"(simulation|unit)/|stress/test_fuzz_|integration/test_grpc_in_forks|conformance/test_(coll|func|cpp|meth)"
+)
 LOADED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 OPTIONS = ("-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", LOADED)
 NICE, PATIENT_S, LOOK_EVERY_S = 10, "600", 0.05
 NOTHING_CHOSEN = 5  # pytest's exit code
-LANES = 2
+LANES, NICE_LANES = 2, 2
 
 
 class Job:
@@ -125,7 +129,10 @@ def run(todo: Iterable[Job]) -> list[Job]:
     while running or any(waiting.values()):
         busy = sum(job.starts_jobs for job in running)
         # A lane that has nothing to do any more is for what starts no job.
-        for starts, places in ((False, 1 if waiting[True] else 1 + LANES - busy), (True, LANES)):
+        for starts, places in (
+            (False, NICE_LANES if waiting[True] else NICE_LANES + LANES - busy),
+            (True, LANES),
+        ):
             while waiting[starts] and sum(job.starts_jobs is starts for job in running) < places:
                 job = waiting[starts].popleft()
                 running.append(job)

@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.conftest import WAIT_LIMIT_S
+from tests.waiting import soon
 from torchft_like.testing import forks
 from torchft_like.testing.processes import OutputError, Processes, RunningProcess
 
@@ -30,6 +31,13 @@ def test_one_ends_with_the_process_that_forks(monkeypatch: pytest.MonkeyPatch, t
     found.wait(WAIT_LIMIT_S)
     assert not found.is_running()
     forks._servers[0].stop()
+
+
+def test_one_is_as_nice_as_who_has_ordered_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.getpriority", lambda *_: 19)
+    found = start(tmp_path, "sleep")
+    assert soon(lambda: psutil.Process(found.pid).nice() == 19)
+    found.kill()
 
 
 # Its fork says its process id and ends, or waits.

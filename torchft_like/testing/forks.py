@@ -2,8 +2,9 @@
 
 Loading torch takes six seconds of a processor, and a test starts four processes or more, so the failure tests
 would spend most of their time on loading torch. A fork runs a module as `python -m` does, or a script, in a
-session of its own, with its own environment and output; all forks share what was loaded before. What a fork
-starts in this way comes from the same server, and ends with it.
+session of its own, with its own environment and output and the niceness of the process that has ordered it;
+all forks share what was loaded before. What a fork starts in this way comes from the same server, and ends
+with it.
 
 Forks are for the processes of a job. A test of starting, importing or memory starts its processes cold.
 """
@@ -66,7 +67,8 @@ class Fork:
     def __init__(
         self, argv: Sequence[str], env: Mapping[str, str], descriptors: Sequence[int], namespace: str = ""
     ) -> None:
-        order = {"argv": list(argv), "env": dict(env), "namespace": namespace}
+        nice = os.getpriority(os.PRIO_PROCESS, 0)
+        order = {"argv": list(argv), "env": dict(env), "namespace": namespace, "nice": nice}
         self.pid, self._watch = _server().fork(order, descriptors)
         self._code: int | None = None
 
@@ -231,6 +233,7 @@ def _end(client: socket.socket, running: set[int]) -> None:
 
 def _carry_out(order: dict[str, Any], descriptors: list[int], server: int, control: socket.socket) -> None:
     """Be the fork that was ordered."""
+    os.nice(max(0, order["nice"] - os.getpriority(os.PRIO_PROCESS, 0)))
     _become(order["env"], descriptors[0], server)
     if order["namespace"]:  # before there is any other thread: threads that start later inherit it
         with open(order["namespace"], "rb") as file:
