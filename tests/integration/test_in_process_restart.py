@@ -110,7 +110,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
     with Cluster(tmp_path, limit_s=LIMIT_S) as cluster:
         go = tmp_path / "go"
         waits = "--fault=waits", f"--go={go}", "--fault-on", *map(str, range(size))
-        options = "--steps=60", "--pause=0.05", f"--tp={tp}", "--fault-at=1", *waits
+        options = "--steps=20", "--pause=0.05", f"--tp={tp}", "--fault-at=1", *waits
         spares = [
             cluster.launch(f"spare{number}", [JOB, *options], variables={"TORCHFT_SPARE": "rank"})
             for number in range(2)
@@ -144,12 +144,17 @@ def test_a_spare_takes_the_place_of_a_rank_that_was_killed(
 
 @pytest.mark.parametrize("dies_in_try", [0, also_slow(1)], ids=str)
 def test_a_rank_that_dies_before_it_has_a_manager_holds_nobody_up(tmp_path: Path, dies_in_try: int) -> None:
-    """The others wait for it in torch's `init_process_group`, without a limit to speak of."""
+    """The others wait for it in torch's `init_process_group`, without a limit to speak of, or for the
+    ManagerServer of a rank 0 that has already ended its try.
+    """
     with Cluster(tmp_path, limit_s=LIMIT_S, is_patient=True) as cluster:
         options = "--name=a", "--groups=1", "--steps=6", "--fault-at=2", f"--dies-in-try={dies_in_try}"
-        spare = cluster.launch("spare", [JOB, *options], variables={"TORCHFT_SPARE": "rank"}).ranks[0]
+        limit = {"TORCHFT_CONNECT_TIMEOUT_SEC": "15"}
+        spare = cluster.launch("spare", [JOB, *options], variables={"TORCHFT_SPARE": "rank", **limit}).ranks[
+            0
+        ]
         cluster.lighthouse.wait_for_output("waits for a place", LIMIT_S)
-        group = cluster.launch("a", [JOB, *options], size=3)
+        group = cluster.launch("a", [JOB, *options], size=3, variables=limit)
         lives = [rank for rank in group.ranks if rank.number != 1]
         for rank in (*group.ranks, spare):
             rank.may_end = True
@@ -195,7 +200,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
     with Cluster(tmp_path, limit_s=LIMIT_S, lighthouse_flags=patient, is_patient=False) as cluster:
         go = tmp_path / "go"
         waits = "--fault=waits", f"--go={go}", "--fault-at=1", "--fault-on", "0", "1", "2"
-        job = [JOB, "--steps=60", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits]
+        job = [JOB, "--steps=20", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits]
         variables = {"TORCHFT_DEAD_AFTER_SEC": "3"}
         own = {"TORCHFT_SPARE": "rank", "TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENT_MS)}
         spare = cluster.launch("spare", job, variables={**variables, **own}).ranks[0]
@@ -214,7 +219,7 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
         assert passed_over.exit_code == 1
         assert re.search("gone on without rank|is another process by now", passed_over.output)
         others = [spare, *(rank for rank in group.ranks if rank is not passed_over)]
-        assert [said(rank.output, "finished")[0]["finished"] for rank in others] == [60, 60, 60]
+        assert [said(rank.output, "finished")[0]["finished"] for rank in others] == [20, 20, 20]
 
 
 @pytest.mark.slow
