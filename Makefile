@@ -63,7 +63,7 @@ build/triton: $(READY)
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==3.9.0
 
 kernels: $(READY) build/triton  ## the kernels of quantized collectives in Triton's interpreter, against the CPU's bits
-	PYTHONPATH=build/triton $(BIN)/python -m pytest tests/unit/test_quantization.py
+	PYTHONPATH=build/triton $(BIN)/python -m pytest tests/unit/test_quantized_collectives.py
 
 # Names of rows and of suites of docs/versions.md; all of them where none is given.
 ROWS ?=

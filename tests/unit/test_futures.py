@@ -4,17 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import logging
+import math
+import os
 import threading
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from torch.futures import Future
 
 from torchft_like import futures
-from torchft_like.futures import TimerThread, context_timeout, future_timeout, future_wait, stream_timeout
+from torchft_like.futures import (
+    WATCHDOG_TIMEOUT_SEC,
+    TimerThread,
+    context_timeout,
+    future_timeout,
+    future_wait,
+    stream_timeout,
+)
+from torchft_like.runtime import long_waits
+from torchft_like.runtime.long_waits import LONG_WAIT_S, LongWait
+from torchft_like.runtime.spin_wait import CROWDED_S, SPIN_S_MAX, AdaptiveSpin
+from torchft_like.testing.processes import Processes, RunningProcess
 
 SOON = timedelta(milliseconds=10)
 LATE = timedelta(seconds=60)
@@ -159,3 +175,140 @@ class TestStreamTimeout:
         stream_timeout(told.set, SOON)
         assert told.wait(LIMIT_S)
         torch.cuda.synchronize()
+
+
+# TORCHFT_WATCHDOG_TIMEOUT_SEC: a process in which no timeout works any more ends, and no other does.
+
+
+PROGRAM = """
+import threading, time
+from datetime import timedelta
+from torchft_like.futures import context_timeout
+blocks = {blocks}
+done = threading.Event()
+def callback():
+    done.set()
+    if blocks:
+        time.sleep(600)
+with context_timeout(callback, timedelta(seconds=0.01)):
+    done.wait()
+{then}
+"""
+
+
+Run = Callable[[str, str | None, bool], RunningProcess]
+
+
+@pytest.fixture
+def run(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs the program to its end, with a limit or without."""
+    monkeypatch.delenv(WATCHDOG_TIMEOUT_SEC, raising=False)
+    script = tmp_path / "program.py"
+
+    def run(then: str, limit: str | None, blocks: bool) -> RunningProcess:
+        script.write_text(PROGRAM.format(then=then, blocks=blocks))
+        done = processes.fork(str(script), env={} if limit is None else {WATCHDOG_TIMEOUT_SEC: limit})
+        done.wait()
+        return done
+
+    return run
+
+
+def test_a_callback_that_does_not_return_ends_the_process(run: Run) -> None:
+    done = run("time.sleep(600)", "0.5", True)
+    assert done.exit_code == 1
+    assert "the callback of a timeout ran for 0.5 s (TORCHFT_WATCHDOG_TIMEOUT_SEC)" in done.output
+    assert "in callback" in done.output
+
+
+@pytest.mark.parametrize(("limit", "blocks"), [("0.2", False), (None, True), ("", True)])
+def test_others_go_on(run: Run, limit: str | None, blocks: bool) -> None:
+    assert run("time.sleep(1); print('went on')", limit, blocks).output == "went on\n"
+
+
+@pytest.mark.parametrize("limit", ["soon", "0", "-1", "nan", "inf"])
+def test_a_limit_that_is_none_is_an_error(run: Run, limit: str) -> None:
+    assert f"TORCHFT_WATCHDOG_TIMEOUT_SEC is '{limit}': it must be" in run("", limit, False).output
+
+
+# Long waits: which lines they log, and what a fork takes over of those of its parent.
+
+
+def test_a_line_is_due_once_in_every_minute_of_a_wait(caplog: pytest.LogCaptureFixture) -> None:
+    wait = LongWait(1000.0)
+    with caplog.at_level(logging.INFO):
+        for second in range(0, 200, 5):
+            wait.look(1000.0 + second, lambda: "rank 1, for rank 0")
+    assert caplog.messages == [f"waiting for {n * LONG_WAIT_S:.0f} s: rank 1, for rank 0" for n in (1, 2, 3)]
+
+
+def test_nothing_is_said_of_a_wait_that_may_be_long(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        LongWait(0.0, is_expected=True).look(1e9, lambda: "rank 1")
+    assert caplog.messages == []
+
+
+def test_a_call_is_told_of_until_it_has_returned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls: dict[object, tuple[float, str, object]] = {}
+    monkeypatch.setattr(long_waits, "calls", calls)
+    watch = long_waits._Watch()
+    with caplog.at_level(logging.INFO):
+        calls["old"], calls["new"] = (0.0, "recv", "group a"), (float("inf"), "send", "group a")
+        watch._look()
+        del calls["old"]
+        watch._look()
+    assert [text.partition(": ")[2] for text in caplog.messages] == ["recv over group a"]
+    assert set(watch._waits) == {"new"}
+
+
+def test_a_fork_has_none_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_waits._watch, "_has_begun", True)
+    long_waits.calls["a test's"] = 0.0, "recv", "a group"
+    try:
+        if (child := os.fork()) == 0:
+            os._exit(bool(long_waits.calls) or long_waits._watch._has_begun)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    finally:
+        del long_waits.calls["a test's"]
+
+
+# When it is worth while to watch for what is awaited.
+
+
+def test_who_was_answered_soon_watches_and_who_was_not_sleeps() -> None:
+    patience = AdaptiveSpin()
+    assert patience.spin_s() == SPIN_S_MAX
+    patience.learn(1.0)
+    patience.learn(1.0)
+    assert patience.spin_s() == 0.0
+    for _ in range(10):
+        patience.learn(SPIN_S_MAX / 10)
+    assert patience.spin_s() == SPIN_S_MAX
+
+
+def test_where_others_need_the_core_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    patience, moment = AdaptiveSpin(), itertools.count(0.0, 2 * CROWDED_S)  # each look comes late
+    monkeypatch.setattr("torchft_like.runtime.spin_wait.time.monotonic", moment.__next__)
+    assert not patience.watch(lambda: False, math.inf)
+    assert patience.spin_s() == 0.0
+    for _ in range(20):
+        patience.learn(10e-6)
+    assert patience.spin_s() == SPIN_S_MAX  # it tries again
+
+
+def test_watching_ends_with_what_is_awaited_or_with_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    moment, looks = itertools.count(0.0, CROWDED_S / 10), iter([False, False, True])
+    monkeypatch.setattr("torchft_like.runtime.spin_wait.time.monotonic", moment.__next__)
+    assert AdaptiveSpin().watch(lambda: next(looks), math.inf)
+    assert not AdaptiveSpin().watch(lambda: False, next(moment) + CROWDED_S)
+    assert not AdaptiveSpin().watch(lambda: False, math.inf)
+
+
+def test_one_long_wait_among_short_ones_is_forgotten() -> None:
+    patience = AdaptiveSpin()
+    patience.learn(3600.0)
+    for _ in range(8):
+        patience.learn(10e-6)
+    assert patience.spin_s() == SPIN_S_MAX

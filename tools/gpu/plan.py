@@ -149,7 +149,6 @@ def _can_it_work() -> list[Probe]:
             "Manager, fingerprints, gangs, coordinators, and whatever else has tests there",
             220,
             "",
-            "process_group/test_configure_order.py",
             "tests/gpu",
             *(
                 f"--ignore=tests/gpu/test_{done}.py"

@@ -2,24 +2,54 @@
 
 from __future__ import annotations
 
+import asyncio
+import os
+import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
-from lighthouse.address import Address, parse_address
+from lighthouse.address import LOOPBACK, Address, parse_address
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.server import Lighthouse
+from tests.conftest import WAIT_LIMIT_S
+from tests.waiting import soon
 from torchft_like.core.meeting import MeetingProtocol, Steps
-from torchft_like.core.restarts import Ending, RankProcess, Told
-from torchft_like.errors import GroupLostError
-from torchft_like.in_process import meeting
+from torchft_like.core.restarts import (
+    OF_THE_RUN,
+    Ending,
+    RankProcess,
+    RestartBudget,
+    Told,
+    all_start_again,
+    ending_of,
+    pauses_s,
+    why_not,
+)
+from torchft_like.errors import (
+    AddressError,
+    ConfigError,
+    DivergenceError,
+    ForeignStateError,
+    GroupLostError,
+    HealthCheckError,
+    MaxRetriesError,
+    QuorumTimeoutError,
+)
+from torchft_like.in_process import health, meeting, spare
 from torchft_like.in_process.meeting import Meeting, RestartGroup
-from torchft_like.in_process.spare import Place, SpareDesk
+from torchft_like.in_process.spare import Place, SpareDesk, take_place
+from torchft_like.manager.config import LIGHTHOUSE_ENV
 from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import serve_store
+from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT = timedelta(seconds=60)
 GROUP = "group"
@@ -142,3 +172,238 @@ def test_a_spare_that_declines_a_place_serves_nothing_there_any_more(monkeypatch
     with pytest.raises(GroupLostError, match="nobody meets there") as _error_is_kept:
         RestartGroup.as_spare(Place(GROUP, 0, 2, address, 0, {}), LIMIT.total_seconds(), SpareDesk())
     assert not is_listening(served[0])
+
+
+# Whether ranks start again: the decisions.
+
+
+OWN, OTHERS, UNKNOWN, LAST = Ending.OWN, Ending.SECONDHAND, Ending.UNKNOWN, Ending.LAST
+SPENT, UNFIT, GONE, REPLACED = Ending.SPENT, Ending.UNFIT, Ending.GONE, Ending.REPLACED
+
+
+@pytest.mark.parametrize(
+    ("error", "ending"),
+    [
+        (MaxRetriesError("x"), OWN),
+        (DivergenceError("x"), OWN),
+        (ZeroDivisionError("x"), OWN),
+        (GroupLostError("x"), OTHERS),
+        (QuorumTimeoutError("x"), OTHERS),
+        (RuntimeError("x"), UNKNOWN),
+        (ForeignStateError("x"), LAST),
+        (ConfigError("x"), LAST),
+        (KeyboardInterrupt(), LAST),
+        (SystemExit(0), LAST),
+    ],
+)
+def test_an_error_ends_a_try_in_one_of_four_ways(error: BaseException, ending: Ending) -> None:
+    assert ending_of(error, (ArithmeticError, *OF_THE_RUN)) is ending
+
+
+def test_an_error_that_is_never_restarted_is_not_if_it_is_named_either() -> None:
+    assert ending_of(ConfigError("x"), (Exception,)) is LAST
+
+
+@pytest.mark.parametrize(
+    ("endings", "again"),
+    [
+        ([OWN], True),
+        ([OTHERS], True),
+        ([UNKNOWN], False),
+        ([OWN, OTHERS, UNKNOWN], True),  # what is not known is the consequence
+        ([OTHERS, OTHERS], True),
+        ([OTHERS, UNKNOWN], False),  # what is lost is the consequence
+        ([OWN, LAST], False),
+        ([REPLACED, OTHERS, UNKNOWN, SPENT], True),
+        ([REPLACED, LAST], False),
+        ([REPLACED, GONE], False),
+        ([OWN, UNFIT], False),
+        ([OWN, SPENT], False),
+    ],
+)
+def test_all_ranks_decide_alike_from_how_their_tries_ended(endings: list[Ending], again: bool) -> None:
+    assert all_start_again([Told(ending, "") for ending in endings]) is again
+
+
+def test_the_reason_against_a_restart_is_that_of_the_rank_that_is_why() -> None:
+    told = [Told(OTHERS, "a"), Told(UNKNOWN, "b"), Told(LAST, "c")]
+    assert (why_not(told), why_not(told[:2])) == ("c", "b")
+
+
+def test_restarts_count_within_the_window_only() -> None:
+    budget, in_all = RestartBudget(2, window_s=10.0), RestartBudget(2, None)
+    taken = [take(budget, now) for now in (0.0, 1.0, 9.0, 10.0, 10.5, 11.0)]
+    assert taken == [True, True, False, True, False, True]
+    assert [take(in_all, now) for now in (0.0, 1e6, 1e9)] == [True, True, False]
+
+
+def take(budget: RestartBudget, now: float) -> bool:
+    """Count a restart, if it is allowed; return whether it is."""
+    if budget.is_spent(now):
+        return False
+    budget.count(now)
+    return True
+
+
+def test_pauses_grow_up_to_a_limit() -> None:
+    assert list(islice(pauses_s(), 7)) == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+
+
+# Health checks between two tries.
+
+
+MORE_THAN_THERE_IS = 1 << 60
+
+
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The seconds for which a rank pauses; none of them passes."""
+    taken: list[float] = []
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        taken.append(seconds)
+        now[0] += seconds
+
+    monkeypatch.setattr("time.sleep", sleep)
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    return taken
+
+
+def test_a_failing_check_is_tried_again_after_longer_and_longer_pauses(pauses: list[float]) -> None:
+    failures = [OSError("the disk"), OSError("the disk"), OSError("the disk")]
+
+    def check() -> None:
+        if failures:
+            raise failures.pop()
+
+    health.wait_until_healthy([check], 60.0)
+    assert pauses == [1.0, 2.0, 4.0]
+
+
+def test_a_rank_gives_up_with_the_reason(pauses: list[float]) -> None:
+    def check() -> None:
+        raise OSError("the disk is gone")
+
+    with pytest.raises(HealthCheckError, match=r"for 10 s.*OSError: the disk is gone") as raised:
+        health.wait_until_healthy([lambda: None, check], 10.0)
+    assert pauses == [1.0, 2.0, 4.0, 3.0], "it is tried a last time at the limit"
+    assert isinstance(raised.value.__cause__, OSError)
+
+
+def test_memory_and_device() -> None:
+    health.device()
+    health.memory(1)()
+    with pytest.raises(RuntimeError, match=f"bytes of memory are available, {MORE_THAN_THERE_IS} are needed"):
+        health.memory(MORE_THAN_THERE_IS)()
+
+
+def test_a_disk_has_to_take_a_file_and_to_have_room(tmp_path: Path) -> None:
+    health.disk(tmp_path, 1)()
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(RuntimeError, match=f"bytes are free at {tmp_path}"):
+        health.disk(tmp_path, MORE_THAN_THERE_IS)()
+    with pytest.raises(FileNotFoundError):
+        health.disk(tmp_path / "missing", 1)()
+
+
+def test_a_lighthouse_has_to_take_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        health.lighthouse(address)()
+        monkeypatch.setenv(LIGHTHOUSE_ENV, address)
+        health.lighthouse()()
+    with pytest.raises(ConnectionError, match="cannot be reached"):
+        health.lighthouse()()
+    monkeypatch.delenv(LIGHTHOUSE_ENV)
+    with pytest.raises(AddressError):
+        health.lighthouse()()
+
+
+# Spares and the ranks that ask for them, at a lighthouse in this process.
+
+
+T = TypeVar("T")
+
+
+def started(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    return asyncio.run_coroutine_threadsafe(coroutine, coordination_loop().loop)
+
+
+def start(bind: Address) -> Lighthouse:
+    return started(Lighthouse.start(LighthouseConfig(min_replicas=1), bind)).result(WAIT_LIMIT_S)
+
+
+@pytest.fixture
+def lighthouse(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lighthouse]:
+    server = start(Address(LOOPBACK, 0))
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", str(server.address))
+    yield server
+    started(server.stop()).result(WAIT_LIMIT_S)
+
+
+def ask(group: str = "g") -> Future[str]:
+    """Ask for a spare, as a rank does that would not wait for one; the answer is why none comes."""
+    return SpareDesk().asks_for(group, 2, {})(RankProcess(1, ""), RankProcess(0, "127.0.0.1:1"), 0)
+
+
+def waiting(server: Lighthouse, number: int) -> bool:
+    return soon(lambda: len(server.spare_ranks.names()) == number)
+
+
+def waiting_spare(address: Address, take: Callable[[Place], T]) -> Future[T]:
+    outcome: Future[T] = Future()
+
+    def wait() -> None:
+        try:
+            outcome.set_result(take_place(address, WAIT_LIMIT_S, take))
+        except BaseException as error:  # noqa: BLE001 - the outcome has it
+            outcome.set_exception(error)
+
+    threading.Thread(target=wait, daemon=True, name="a spare").start()
+    return outcome
+
+
+def test_a_spare_that_ends_on_its_way_has_not_taken_the_place(lighthouse: Lighthouse) -> None:
+    def take(_: Place) -> None:
+        raise KeyboardInterrupt
+
+    spare = waiting_spare(lighthouse.address, take)
+    assert waiting(lighthouse, 1)
+    assert ask().result(WAIT_LIMIT_S).startswith("no spare rank is free")
+    with pytest.raises(KeyboardInterrupt):
+        spare.result(WAIT_LIMIT_S)
+
+
+def test_a_place_to_which_there_is_no_way_harms_no_spare(lighthouse: Lighthouse) -> None:
+    def take(place: Place) -> str:
+        assert threading.current_thread().name == "a spare", "a signal that ends the wait ends this, too"
+        if place.group_id == "afar":
+            raise AddressError("no route")
+        return place.group_id
+
+    spare = waiting_spare(lighthouse.address, take)
+    assert waiting(lighthouse, 1)
+    assert ask(group="afar").result(WAIT_LIMIT_S).startswith("no spare rank is free")
+    assert ask(group="near").result(WAIT_LIMIT_S) == ""
+    assert spare.result(WAIT_LIMIT_S) == "near"
+
+
+def test_a_rank_that_has_missed_the_lighthouse_waits_for_its_spares_too(
+    lighthouse: Lighthouse, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come back one after the other, as it happens."""
+    monkeypatch.setattr(spare, "AWAY_S", WAIT_LIMIT_S)
+    at = lighthouse.address
+    started(lighthouse.stop()).result(WAIT_LIMIT_S)
+    answer = ask()
+    with pytest.raises(TimeoutError):  # it asks again and again
+        answer.result(2 * spare.RETRY_S)
+    again = start(at)
+    try:
+        with pytest.raises(TimeoutError):
+            answer.result(4 * spare.RETRY_S)
+        waits = waiting_spare(at, lambda place: place.rank)
+        assert (answer.result(WAIT_LIMIT_S), waits.result(WAIT_LIMIT_S)) == ("", 1)
+    finally:
+        started(again.stop()).result(WAIT_LIMIT_S)
