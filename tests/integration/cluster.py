@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -16,6 +17,12 @@ from torchft_like.testing.invariants import INVARIANTS
 
 # The invariants that each cluster checks when its block ends.
 CHECKED = [getattr(pytest.mark, name) for name in INVARIANTS]
+Test = TypeVar("Test", bound=Callable[..., None])
+
+
+def checked(test: Test) -> Test:
+    """Mark one test by the invariants, of a file whose other tests have no cluster."""
+    return reduce(lambda marked, mark: mark(marked), CHECKED, test)
 
 
 PATIENT_MS = 20_000

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tests.integration.coordinator_mistakes import CASES
+from tests.integration.coordinator_cases import CASES
 from torchft_like.errors import FaultToleranceError
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, GroupCoordinator
 from torchft_like.group_coordinator.creation import KEEPS_ORDER

@@ -1,4 +1,4 @@
-"""A process that configures one kind of group again and again, and tells what that has left behind.
+"""A process that does something again and again, and tells what that has left behind.
 
 Two ranks, each with a thread of its own. Most rounds use the group; some abort it in the middle of a
 collective, some in the middle of `configure`.
@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.managers import manager_alone
 from tests.standby import stand_by
-from torchft_like.coordination import LighthouseServer
+from torchft_like import LighthouseServer, Optimizer, Restart, restartable
+from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.fsdp import ShardedState
+from torchft_like.message_queue import MessageQueue
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ManagedProcessGroup,
@@ -28,7 +34,8 @@ from torchft_like.process_group import (
     ProcessGroupWrapper,
 )
 
-from .footprint import MB, Allowance, left_by
+from . import footprint
+from .footprint import MB, Allowance, Footprint, excess_after, left_by
 from .gloo_member import LIMIT_S
 
 RANKS = 2
@@ -181,3 +188,73 @@ SUBJECTS: dict[str, Callable[[int], Subject]] = {
     "Dummy": Alone,
     "BabyGloo": lambda store: Pair(store, ProcessGroupBabyGloo),
 }
+
+# A training function that is run again and again. Each try leaves everything open that it has made, in the
+# middle of a step: a Manager, torch's default group, a sharded model, a process group, a queue, and threads.
+HELD_BYTES = 48 * MB  # the C library may keep freed blocks of up to 32 MB
+
+
+class InjectedError(Exception):
+    """The fault of every try."""
+
+
+def left_by_restarts(_: object, warm_up: int, repeats: int, kept: bool = False) -> list[str]:
+    """Return what is left after `repeats` restarts, those of the warm-up not counted.
+
+    With `kept` each try lets something outlive it, for a test of the probe.
+    """
+    torch.set_num_threads(1)
+    lighthouse = LighthouseServer(min_replicas=1)
+    os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    if kept:
+        footprint.SETTLE_S = 0.5  # nothing of it will end
+    before: list[Footprint] = []
+    hoard: list[object] = []
+
+    @restartable(restart_on=[InjectedError], max_restarts=warm_up + repeats)
+    def main(restart: Restart | None = None) -> list[str]:
+        assert restart is not None
+        if restart.attempt == warm_up:
+            before.append(footprint.settled())
+        if restart.attempt == warm_up + repeats:
+            return excess_after(before[0], Allowance(32 + repeats // 10, 4 * MB + repeats * 16 * 1024))
+        made = train(lighthouse.address())
+        if kept:
+            hoard.append(made)
+        raise InjectedError
+
+    try:
+        return main()
+    finally:
+        lighthouse.shutdown()
+
+
+def train(lighthouse: str) -> object:
+    """Do one step, and most of another."""
+    manager = manager_alone("probe", lighthouse, pg=ProcessGroupGloo())
+    mesh = ft_init_device_mesh(
+        device_type="cpu",
+        mesh_shape=(1, 1),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+        replicate_dim=0,
+        manager=manager,
+    )
+    model = nn.Linear(64, 64)
+    fully_shard(model, mesh=mesh)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer = Optimizer(manager, sgd)
+    state = ShardedState(model, sgd)
+    manager.register_state_dict_fn("train", state.load_state_dict, state.state_dict)
+    manager.register_replay(optimizer.replay())
+    other = ProcessGroupGloo()
+    queue = MessageQueue(1, 1, max_chunk_bytes=1024)
+    held = torch.ones(HELD_BYTES, dtype=torch.uint8)
+    told = threading.Event()
+    threading.Thread(target=told.wait, args=[0.01]).start()
+    for is_last in (False, True):
+        optimizer.zero_grad()
+        model(torch.ones(1, 64)).sum().backward()
+        if not is_last:
+            optimizer.step()
+    assert manager.current_step() == 1
+    return manager, other, queue, held

@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from lighthouse.events import Event
 from tests.integration.test_manager_api import make_manager
+from tests.managers import each_in_a_thread
 from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
@@ -30,13 +30,12 @@ pytestmark = pytest.mark.integration
 T = TypeVar("T")
 
 
-class Replica:
+class Replica(NamedTuple):
     """One of two, which begin with the same parameters."""
 
-    def __init__(self, name: str, manager: Manager, model: nn.Module) -> None:
-        self.name = name
-        self.manager = manager
-        self.model = model
+    name: str
+    manager: Manager
+    model: nn.Module
 
 
 def on_both(
@@ -45,14 +44,13 @@ def on_both(
     act: Callable[[Replica], T],
     **settings: Any,
 ) -> list[T]:
-    def run(name: str, model: nn.Module) -> T:
-        with make_manager(lighthouse, name, model, **{"init_sync": False} | settings) as manager:
-            return act(Replica(name, manager, model))
+    def run(name: str) -> T:
+        with make_manager(lighthouse, name, models[name], **{"init_sync": False} | settings) as manager:
+            return act(Replica(name, manager, models[name]))
 
-    models = [make_model() for _ in range(2)]
-    models[1].load_state_dict(models[0].state_dict())
-    with ThreadPoolExecutor(2) as threads:
-        return list(threads.map(run, ["a", "b"], models))
+    models = {name: make_model() for name in "ab"}
+    models["b"].load_state_dict(models["a"].state_dict())
+    return each_in_a_thread("ab", run)
 
 
 class Branches(nn.Module):
@@ -292,12 +290,8 @@ def test_a_script_interrupted_between_commit_and_optimizer_heals(lighthouse: Lig
         optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
 
         def interrupt(event: Event) -> None:
-            if (replica.name, event.kind, event.step, event.fields.get("committed")) == (
-                "a",
-                "commit",
-                2,
-                True,
-            ):
+            told = (replica.name, event.kind, event.step, event.fields.get("committed"))
+            if told == ("a", "commit", 2, True):
                 raise KeyboardInterrupt
 
         replica.manager.events.subscribe(interrupt)

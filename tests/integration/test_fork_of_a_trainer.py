@@ -6,19 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.processes import Processes, RunningProcess
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 
-
-def start(processes: Processes, folder: Path, program: str) -> RunningProcess:
-    """Run a program as the main module of a process that has torch loaded already."""
-    script = folder / "trainer.py"
-    script.write_text(program)
-    return processes.fork(str(script))
-
-
-PROGRAM = """
+GROUPS = """
 from tests.standby import stand_by
 stand_by()
 import os, sys, torch
@@ -44,15 +36,7 @@ assert os.waitpid(forked, 0)[1] == 0
 print("sums after the fork", list(pool.map(reduce, range(2))), flush=True)
 """
 
-
-@pytest.mark.parametrize("group", ["ProcessGroupGloo", "ProcessGroupBabyGloo"])
-def test_a_fork_that_ends_breaks_nothing(processes: Processes, tmp_path: Path, group: str) -> None:
-    trainer = start(processes, tmp_path, PROGRAM.format(group=group))
-    trainer.wait_for_output(r"sums after the fork \[6\.0, 6\.0\]")
-    assert trainer.wait() == 0
-
-
-SIGNALS_PROGRAM = """
+SIGNALS = """
 import os, signal, time
 from torchft_like import stop_on_signals
 
@@ -92,14 +76,7 @@ assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 print("told:", manager.told, flush=True)
 """
 
-
-def test_a_fork_obeys_signals_which_its_trainer_never_hears(processes: Processes, tmp_path: Path) -> None:
-    trainer = start(processes, tmp_path, SIGNALS_PROGRAM)
-    trainer.wait_for_output(r"told: \[\]")
-    assert trainer.wait() == 0
-
-
-OUTLIVED_PROGRAM = """
+OUTLIVED = """
 import os, signal
 from torchft_like import stop_on_signals
 
@@ -117,14 +94,7 @@ os.kill(forked, signal.SIGKILL)
 os.waitpid(forked, 0)
 """
 
-
-def test_a_trainer_stops_listening_before_its_forks_end(processes: Processes, tmp_path: Path) -> None:
-    trainer = start(processes, tmp_path, OUTLIVED_PROGRAM)
-    trainer.wait_for_output("over before its fork")
-    assert trainer.wait() == 0
-
-
-CONNECTIONS_PROGRAM = """
+CONNECTIONS = """
 import os, sys, socket, time, torch
 from concurrent.futures import ThreadPoolExecutor
 import psutil
@@ -155,15 +125,7 @@ is_kept = own < after <= before and all(work.wait() for work in works)
 print("the parent has more, and keeps it:", is_kept, flush=True)
 """
 
-
-def test_a_fork_keeps_its_scripts_connections_not_ours(processes: Processes, tmp_path: Path) -> None:
-    trainer = start(processes, tmp_path, CONNECTIONS_PROGRAM)
-    trainer.wait_for_output("the fork has its script's only: True")
-    trainer.wait_for_output("the parent has more, and keeps it: True")
-    assert trainer.wait() == 0
-
-
-MANAGERS_PROGRAM = """
+MANAGERS = """
 import os, sys, torch
 from torch.distributed import ReduceOp
 from torchft_like import Manager, ProcessGroupGloo
@@ -204,11 +166,40 @@ assert step(inherited)
 print("the parent steps on", flush=True)
 """
 
+# What holds of a fork -> the program of its trainer, and what that, and the fork, say in the end.
+FACTS: dict[str, tuple[str, list[str]]] = {
+    "its end breaks nothing": (
+        GROUPS.format(group="ProcessGroupGloo"),
+        [r"sums after the fork \[6\.0, 6\.0\]"],
+    ),
+    "its end breaks no Baby group": (
+        GROUPS.format(group="ProcessGroupBabyGloo"),
+        [r"sums after the fork \[6\.0, 6\.0\]"],
+    ),
+    "it obeys signals which its trainer never hears": (SIGNALS, [r"told: \[\]"]),
+    "its trainer stops listening before it ends": (OUTLIVED, ["over before its fork"]),
+    "it keeps its script's connections, and not ours": (
+        CONNECTIONS,
+        ["the fork has its script's only: True", "the parent has more, and keeps it: True"],
+    ),
+    "it has a Manager of its own beside its parent's": (
+        MANAGERS,
+        [
+            r"this Manager is that of process \d+",
+            "the fork has stepped with its parent",
+            "the parent steps on",
+        ],
+    ),
+}
 
-def test_a_fork_has_a_manager_of_its_own_beside_its_parents(processes: Processes, tmp_path: Path) -> None:
-    trainer = start(processes, tmp_path, MANAGERS_PROGRAM)
-    trainer.wait_for_output(r"this Manager is that of process \d+")
-    trainer.wait_for_output("the fork has stepped with its parent")
-    trainer.wait_for_output("the parent steps on")
+
+@pytest.mark.parametrize("fact", FACTS)
+def test_of_a_fork(processes: Processes, tmp_path: Path, fact: str) -> None:
+    program, said = FACTS[fact]
+    script = tmp_path / "trainer.py"
+    script.write_text(program)
+    trainer = processes.fork(str(script))
+    for words in said:
+        trainer.wait_for_output(words)
     assert trainer.wait() == 0
     assert "lost parent" not in trainer.output

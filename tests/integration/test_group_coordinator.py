@@ -11,7 +11,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from tests.integration import coordinator_job as job
-from tests.integration.coordinator_mistakes import CASES
+from tests.integration.coordinator_cases import CASES
 from tests.stores import serve_store
 from torchft_like.testing.ranks import Rank, Ranks, running
 

@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -20,7 +21,9 @@ from lighthouse.core.trust import Role
 from lighthouse.page.server import CONNECTIONS_MAX, SNAPSHOT_S, Scope, role_of
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
+from tests.browser import Browser, needs_chromium
 from tests.conftest import ROOT
+from tests.integration.cluster import Cluster, checked
 from tests.integration.lighthouse_clients import LIMIT_S, SessionClient, registered
 from tests.managers import lighthouse_here
 from tests.ports import free_ports
@@ -304,3 +307,40 @@ def test_the_status_in_a_terminal(processes: Processes, capsys: pytest.CaptureFi
         assert re.search(r"^b:1b4e +member +3 +h:1$", table, re.MULTILINE)
         assert main(["status", address, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["job"]["members"] == 2
+
+
+MARKUP = "<img src=x onerror=window.hacked=1><b>x</b>"
+
+
+@needs_chromium()
+@checked
+def test_an_operator_sees_the_job_and_kills_a_replica_by_keyboard(tmp_path: Path) -> None:
+    with Browser() as browser, Cluster(tmp_path, lighthouse_flags=["--page=127.0.0.1:0"]) as cluster:
+        page = re.findall(r"lighthouse page on (\S+)", cluster.lighthouse.output)[0]
+        browser.open(page)
+        browser.wait_for("document.title.startsWith('No quorum yet')")
+        a, b = cluster.start_all("ab")
+        browser.wait_for("document.title.startsWith('Training: a quorum of 2')")
+        step = browser.wait_for("Number(document.getElementById('step').textContent)")
+        browser.wait_for(f"Number(document.getElementById('step').textContent) > {step}")
+        assert browser.run("return document.querySelectorAll('#replicas .pill.good').length") == 2
+
+        with registered(cluster.lighthouse_address.removeprefix("http://"), MARKUP):
+            names = "[...document.querySelectorAll('#replicas td:first-child')].map(td => td.title)"
+            assert browser.wait_for(f"{names}.find(name => name.includes('<'))") == MARKUP
+            assert browser.run("return [window.hacked ?? null, document.images.length]") == [None, 0]
+
+        victim = browser.wait_for("document.querySelector('#replicas tr:has(.pill.good) td').title")
+        browser.run("document.querySelector('#replicas tr:has(.pill.good) button').focus()")
+        browser.press("enter", "escape")
+        assert browser.run("return document.getElementById('ask').open") is False
+        browser.press("enter", "tab", "enter")
+        browser.wait_for("!document.getElementById('ask').open")
+        killed, other = (a, b) if a.replica_id == victim else (b, a)
+        for rank in killed.ranks:
+            rank.may_end = True
+        cluster.wait_until(lambda: killed.ranks[0].exit_code is not None, "the end of the killed replica")
+        cluster.wait_for_quorum_of(other)
+        browser.wait_for("document.querySelector('#timeline .bad')?.textContent === 'loss'")
+        browser.wait_for("document.querySelector('#recoveries td.number')?.textContent.endsWith(' s')")
+        assert browser.run("return document.querySelector('#timeline').textContent.includes('is killed')")

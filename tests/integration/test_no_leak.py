@@ -20,8 +20,7 @@ from torchft_like.testing.ranks import Rank, running
 
 from .footprint import Allowance, left_by
 from .gloo_member import StoreHost
-from .leak_probe import SUBJECTS, allowance, left_by_rounds
-from .restart_probe import left_by_restarts
+from .leak_probe import SUBJECTS, allowance, left_by_restarts, left_by_rounds
 
 pytestmark = [pytest.mark.integration, pytest.mark.no_leak]
 

@@ -179,7 +179,7 @@ dist.barrier()
 
 
 def test_a_script_that_is_started_as_by_torchrun_need_not_destroy_our_backend(tmp_path: Path) -> None:
-    """torchrun itself starts examples/train_hsdp.py in test_hsdp_example."""
+    """torchrun itself starts examples/train_hsdp.py in test_examples."""
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     with Cluster(tmp_path) as cluster:
