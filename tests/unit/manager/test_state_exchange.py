@@ -14,7 +14,7 @@ import torch
 from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from torchft_like import devices
-from torchft_like.checkpointing.copy_ahead import CopyAhead
+from torchft_like.checkpointing.copy_ahead import PLAIN_FROM, CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.replica_group import GroupLostNotice
@@ -163,7 +163,7 @@ class TransportAhead(Transport):
 @pytest.fixture
 def ahead(replica: Replica) -> TransportAhead:
     """The transport of the replica, which has a state of one parameter and a replay of its optimizer."""
-    parameter = torch.nn.Parameter(torch.ones(3))
+    parameter = torch.nn.Parameter(torch.ones(PLAIN_FROM))  # smaller ones are not copied ahead
     transport = replica.exchange._transport = TransportAhead()
     replica.exchange.replay = GradientReplay(torch.optim.SGD([parameter]))
     replica.registry.register("model", ignore, parameter.detach)
