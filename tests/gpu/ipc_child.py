@@ -15,11 +15,7 @@ from typing import Any
 
 import torch
 
-from torchft_like.process_group.baby.cuda_sharing import (
-    EventMessage,
-    OwnEvents,
-    PeerEvents,
-)
+from torchft_like.process_group.baby.cuda_sharing import EventMessage, OwnEvents, PeerEvents
 from torchft_like.shared_memory import Export, TorchCuda
 
 LIMIT_S = 60.0

@@ -95,10 +95,7 @@ class Trickle:
     """Clients that send one byte at a time, on and on, and read nothing."""
 
     def __init__(self, address: Address, count: int) -> None:
-        texts = [
-            PREFACE + SETTINGS,
-            b"GET /checkpoint/7/header?wait_ms=0 HTTP/1.1\r\nX: " + b"a" * 9999,
-        ]
+        texts = [PREFACE + SETTINGS, b"GET /checkpoint/7/header?wait_ms=0 HTTP/1.1\r\nX: " + b"a" * 9999]
         self._clients = [(connected(address), texts[number % 2]) for number in range(count)]
         self._said = 0
 

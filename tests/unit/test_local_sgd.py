@@ -188,12 +188,7 @@ def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "placements"),
-    [
-        ((2,), [Shard(0)]),
-        ((2,), [Shard(1)]),
-        ((2, 2), [Shard(0), Shard(1)]),
-        ((4,), [Shard(0)]),
-    ],
+    [((2,), [Shard(0)]), ((2,), [Shard(1)]), ((2, 2), [Shard(0), Shard(1)]), ((4,), [Shard(0)])],
     ids=["FSDP", "TP", "FSDP and TP", "uneven"],
 )
 def test_dtensors_are_synced_shard_by_shard(mesh: tuple[int, ...], placements: list[Placement]) -> None:

@@ -148,10 +148,7 @@ def test_a_byte_and_a_part_of_a_scale_is_sent_for_each_number(
 
 @pytest.mark.parametrize("quantize_to", FORMATS)
 def test_chunks_change_no_bit(
-    party: Party,
-    groups: Mapping[int, list[ProcessGroup]],
-    quantize_to: str,
-    monkeypatch: pytest.MonkeyPatch,
+    party: Party, groups: Mapping[int, list[ProcessGroup]], quantize_to: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shapes = [(5 * ROW + 9,), (0,), (40, 30), (ROW,), (1,)]
 

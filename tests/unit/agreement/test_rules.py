@@ -31,13 +31,7 @@ from torchft_like.core.agreement.statements import (
     unpack,
 )
 from torchft_like.errors import CollectiveMismatchError, CollectiveTimeoutError, PeerLostError
-from torchft_like.process_group.checking import (
-    BODY_BYTES_MAX,
-    CALL,
-    REQUEST,
-    Request,
-    take_request,
-)
+from torchft_like.process_group.checking import BODY_BYTES_MAX, CALL, REQUEST, Request, take_request
 
 FOUR, EIGHT, INTS = "float32[4]", "float32[8]", "int32[4]"
 SUM = Statement("allreduce", inputs=(FOUR,), reduce_op="SUM")

@@ -151,11 +151,7 @@ def test_without_receivers_nothing_is_waited_for(transports: Make, monkeypatch: 
 @pytest.mark.heal_is_clean
 @pytest.mark.parametrize("kind", ["http", "https"])
 def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
-    transports: Make,
-    pool: ThreadPoolExecutor,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    kind: str,
+    transports: Make, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
 ) -> None:
     if kind == "https":
         monkeypatch.setenv(TLS_ENV, str(certify(tmp_path)))
@@ -190,10 +186,7 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
 
 
 def test_a_receiver_that_takes_nothing_any_more_is_not_waited_for(
-    transports: Make,
-    pool: ThreadPoolExecutor,
-    copied: list[Piece],
-    monkeypatch: pytest.MonkeyPatch,
+    transports: Make, pool: ThreadPoolExecutor, copied: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it might be waited for, as the copy would take long."""
     monkeypatch.setattr(http_transport, "wait_s", lambda *_: LIMIT_S)

@@ -205,10 +205,7 @@ def test_a_time_of_zero_is_allowed_where_it_means_at_once() -> None:
         (["--page", "[::]:0"], "[::]:0 asks for no token and no certificate"),
         (["--bind", "192.0.2.1:1", "--insecure"], "cannot listen on 192.0.2.1:1: "),
         (["--replicas_max", "401"], "may open 656 files, and --replicas_max 401 needs 657"),
-        (
-            ["--min_replicas", "401"],
-            "and --replicas_max 10000 needs 10256",
-        ),
+        (["--min_replicas", "401"], "and --replicas_max 10000 needs 10256"),
     ],
 )
 def test_a_bad_argument_is_one_line_and_status_2(

@@ -11,13 +11,7 @@ from lighthouse.core.left_out import REPORTED_MAX
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
 from torchft_like.core.peer_links import Probe
-from torchft_like.core.replica_group import (
-    BrokenLinks,
-    Effect,
-    GroupJoin,
-    LossNotice,
-    ReplicaGroup,
-)
+from torchft_like.core.replica_group import BrokenLinks, Effect, GroupJoin, LossNotice, ReplicaGroup
 
 pytestmark = pytest.mark.progress
 

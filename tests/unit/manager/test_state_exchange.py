@@ -19,12 +19,7 @@ from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.core.step import StepProtocol, StepRules
-from torchft_like.errors import (
-    CheckpointError,
-    ForeignStateError,
-    GroupLostError,
-    ShutdownError,
-)
+from torchft_like.errors import CheckpointError, ForeignStateError, GroupLostError, ShutdownError
 from torchft_like.manager import kept_state, state_exchange
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup

@@ -27,12 +27,7 @@ from torchft_like.message_queue import memory, ring
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import file_of, reading_ring
 from torchft_like.message_queue.memory import map_received, reserve, seal
-from torchft_like.message_queue.queue import (
-    CALLERS_MAX,
-    HELLO_S_MAX,
-    JoinListener,
-    call,
-)
+from torchft_like.message_queue.queue import CALLERS_MAX, HELLO_S_MAX, JoinListener, call
 from torchft_like.message_queue.ring import (
     INLINE,
     PAGE_BYTES,

@@ -13,10 +13,7 @@ import torch
 
 from tests.descriptors import left_open_since, open_descriptors
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.baby.tensor_sharing import (
-    Exports,
-    Staging,
-)
+from torchft_like.process_group.baby.tensor_sharing import Exports, Staging
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
