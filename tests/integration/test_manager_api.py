@@ -32,6 +32,7 @@ from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.digest import state_digest
 from torchft_like.manager import group_store
+from torchft_like.testing.processes import holds_within
 
 pytestmark = pytest.mark.integration
 
@@ -324,6 +325,37 @@ def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: Li
         assert len(done) == 4, [who for who, future in training.items() if not future.done()]
     votes = [future.result() for future in training.values()]
     assert all(v[0] is False and v[-2:] == [True, True] for v in votes)
+
+
+def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:
+    """The other rank, which has nothing to wait for, waits for a vote that comes after the timeout."""
+    lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    managers: dict[int, Manager] = {}
+
+    def has_voted() -> bool:
+        attempt = managers[0]._driver.attempt if 0 in managers else None
+        return attempt is not None and attempt.is_deciding
+
+    def train(rank: int) -> list[bool]:
+        place = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        named = {"replica_id": "a", "lighthouse_addr": lighthouse.address(), "init_sync": False}
+        with Manager(ProcessGroupGloo(), ignore, dict, 1, timeout=4.0, **place, **named) as manager:
+            managers[rank] = manager
+            votes: list[bool] = []
+            while len(votes) < 2:
+                manager.start_quorum()
+                manager.wait_quorum()
+                if rank == 1 and not votes:
+                    assert holds_within(LIMIT_S, has_voted)
+                    never: torch.futures.Future[None] = torch.futures.Future()
+                    manager.wrap_future(never, None).wait()  # as a collective that hangs
+                votes.append(manager.should_commit())
+            return votes
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(train, range(2))) == [[False, True], [False, True]]
+    lighthouse.shutdown()
 
 
 def test_a_replica_that_loaded_a_part_of_a_state_has_no_version(lighthouse: LighthouseServer) -> None:

@@ -49,7 +49,13 @@ from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_
 from torchft_like.manager.group_store import is_listening
 from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
-from torchft_like.process_group.store import AbortableStore, StoreAddress, answers, serve_store
+from torchft_like.process_group.store import (
+    AbortableStore,
+    StoreAddress,
+    answers,
+    serve_store,
+    wait_for_ranks,
+)
 from torchft_like.runtime.environment import environment
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import local_host_towards
@@ -112,12 +118,13 @@ class RestartGroup:
                 if rank == 0:
                     store.set("group", str(uuid.uuid4()))
                 store.set(f"process/{rank}", f"{address} {socket.gethostname()}")
-                keys = ["group", *(f"process/{other}" for other in range(world_size))]
+                keys = [f"process/{other}" for other in range(world_size)]
                 try:
-                    store.wait(keys)
+                    wait_for_ranks(store, keys)
                 except (ProcessGroupError, TimeoutError) as error:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
-                group_id, *said = (value.decode(errors="backslashreplace") for value in store.multi_get(keys))
+                values = store.multi_get(["group", *keys])
+            group_id, *said = (value.decode(errors="backslashreplace") for value in values)
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, world_size, os.environ)

@@ -440,6 +440,10 @@ class Manager:
 
         `Optimizer.step` calls this once after the backward pass.
 
+        Args:
+            timeout: how long the other ranks of this group may take to vote, beside their collectives; that of
+                the Manager if left out.
+
         Raises:
             RuntimeError: the step has ended already: begin the next one first.
             QuorumTimeoutError: there was no quorum within `quorum_timeout`.
@@ -650,8 +654,8 @@ class Manager:
         """Vote; return the replica group's verdict on the step, which is the same on every rank."""
         self._link.vote(self._config.group_rank, vote._replace(stop=self._stop_wanted))
         bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        if attempt.has_exchanged:
-            bound_s += self._config.timeout_s
+        # Another rank may be in a collective that fails after the timeout, and votes then, or heals first.
+        bound_s += self._config.timeout_s * (1 + attempt.has_exchanged)
         verdict = attempt.wait_decided(bound_s)
         if verdict is None:
             # The others may have been told either verdict; a guess could make the ranks of this group differ.

@@ -95,6 +95,7 @@ class RemoteReaders:
         self._taken = set(local_ranks)
         self._joined = 0
         self._sent = 0
+        self._is_closing = False
         self._probe_until = 0.0
         self._readers: dict[bytes, _Reader] = {}
         self._context = zmq.Context()
@@ -174,6 +175,7 @@ class RemoteReaders:
 
     def close(self, linger_s: float = 0.0) -> None:
         """Tell every reader that this was all, and wait up to so many seconds until they have read it."""
+        self._is_closing = True
         try:
             for identity in list(self._readers):
                 self._tell(identity, [NUMBERED.pack(TAG_CLOSED, self._sent)])
@@ -233,7 +235,7 @@ class RemoteReaders:
 
     def _evict(self, identity: bytes, reason: str) -> None:
         reader = self._readers.pop(identity, None)
-        if reader is not None:
+        if reader is not None and not (self._is_closing and reader.read == self._sent):
             self.lost.append(reader.rank)
             _logger.warning("the message queue goes on without remote reader %d: %s", reader.rank, reason)
 

@@ -48,6 +48,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound="AbortableStore")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+WHO_IS_MISSING = timedelta(seconds=1)  # the limit of this question, after a wait in vain
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECEIVE_BYTES = 64 * 1024
 WAIT_S_MIN, WAIT_S_MAX = 0.001, (2**31 - 1) / 1000  # what sockets take: 0 is no wait, and the rest a C int
@@ -506,19 +507,31 @@ def meet(store: AbortableStore, members: GroupMembers) -> None:
     when the store is aborted.
 
     Raises:
-        ProcessGroupError: a member did not come within the group's timeout; the text says which.
+        ProcessGroupError, TimeoutError: as from `wait_for_ranks`.
     """
-    deadline = time.monotonic() + members.timeout.total_seconds()
     store.set(f"arrived/{members.rank}", "1")
-    for rank in range(members.world_size):
-        left_s = max(deadline - time.monotonic(), 0.001)
-        try:
-            store.wait([f"arrived/{rank}"], timedelta(seconds=left_s))
-        except TimeoutError as error:
-            raise ProcessGroupError(
-                f"rank {rank} of {members.world_size} did not come within "
-                f"{members.timeout.total_seconds():g} s"
-            ) from error
+    wait_for_ranks(store, [f"arrived/{rank}" for rank in range(members.world_size)])
+
+
+def wait_for_ranks(store: AbortableStore, keys: list[str]) -> None:
+    """Wait until every rank has set its key, which is at its place among `keys`.
+
+    Raises:
+        ProcessGroupError: some did not within the store's timeout; the text says which.
+        TimeoutError: the store itself does not answer.
+    """
+    try:
+        store.wait(keys)
+    except TimeoutError as error:
+        limit = store.timeout
+        store.set_timeout(min(limit, WHO_IS_MISSING))
+        store.connect(insists=False)
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        store.set_timeout(limit)
+        if missing:
+            who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
+            late = f"{who} of {len(keys)} did not come within {limit.total_seconds():g} s"
+            raise ProcessGroupError(late) from error
 
 
 class ExchangeStore(Store):
@@ -578,7 +591,7 @@ class ExchangeStore(Store):
     def _gather(self) -> None:
         self._store.set(f"member/{self._rank}", encode([self._known]))
         everyone = [f"member/{rank}" for rank in range(self._world_size)]
-        self._store.wait(everyone)
+        wait_for_ranks(self._store, everyone)
         for said in self._store.multi_get(everyone):
             self._known.update(_values_in(said))
         self._is_gathered = True

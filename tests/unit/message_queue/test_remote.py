@@ -221,6 +221,23 @@ def test_who_has_read_all_holds_no_writer_up(queues: Queues, caplog: pytest.LogC
         reader.dequeue(LIMIT_S)
 
 
+def test_who_has_read_all_and_found_the_goodbye_is_not_lost(
+    queues: Queues, caplog: pytest.LogCaptureFixture
+) -> None:
+    writer, (quick, slow) = queues.make(2, remote=[0, 1])
+    writer.enqueue("all", LIMIT_S)
+    assert quick.dequeue(LIMIT_S) == "all"
+    closing = queues.run(writer.shutdown, LIMIT_S)
+    with pytest.raises(QueueClosedError):
+        quick.dequeue(LIMIT_S)
+    quick.shutdown()
+    watched = writer._end._remote  # type: ignore[attr-defined]
+    wait_for(lambda: watched.ranks == [1])
+    assert slow.dequeue(LIMIT_S) == "all"
+    closing.result(LIMIT_S)
+    assert (writer.lost_readers, caplog.records) == ([], [])
+
+
 def test_what_came_before_the_end_can_be_read(queues: Queues, caplog: pytest.LogCaptureFixture) -> None:
     writer, (reader,) = queues.make(remote=[0])
     for number in range(3):
