@@ -441,8 +441,8 @@ class Manager:
         `Optimizer.step` calls this once after the backward pass.
 
         Args:
-            timeout: how long the other ranks of this group may take to vote, beside their collectives; that of
-                the Manager if left out.
+            timeout: how long the other ranks of this group may take to vote, beside their collectives; that
+                of the Manager if left out.
 
         Raises:
             RuntimeError: the step has ended already: begin the next one first.
