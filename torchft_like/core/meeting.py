@@ -174,6 +174,7 @@ class MeetingProtocol:
         self._passed_over: set[int] = set()  # those of the former that are so for silence
         self._admission: Record | None = None  # of a spare
         self._is_in = True  # as all are but a spare on its way
+        self._is_out = False  # the others have gone on without this process
         # By rank, try and the store in which they meet: why no spare comes, once that is known.
         self._asked: dict[tuple[int, int, str], str] = {}
 
@@ -199,7 +200,8 @@ class MeetingProtocol:
         """Note why a process may have ended, as it answers nothing, or "" where it does answer.
 
         All of the other side of a cut fall silent at once, and are found to be one after the other: so only
-        those count as answering that have answered since.
+        those count as answering that have answered since. They answer again at once, too, when it is over: so
+        once one does, the others have to be found silent anew.
 
         Returns:
             Whether the others go on without it, or without one that was silent before, from now on.
@@ -208,7 +210,8 @@ class MeetingProtocol:
         if self._processes.get(rank) != process or rank in self._gone:
             return False
         if not why:
-            self._silent.pop(rank, None)
+            if self._silent.pop(rank, None) is not None:
+                self._silent.clear()
             self._answered.add(rank)
         elif rank not in self._silent:
             self._silent[rank] = why
@@ -261,8 +264,12 @@ class MeetingProtocol:
         return attempt
 
     def say(self, attempt: int, told: Told) -> Steps[None]:
-        """Say that this rank comes to no meeting after this try, nor to any other."""
+        """Say that this rank comes to no meeting after this try, nor to any other. Where the others have gone
+        on without it, it says nothing: that would be the word of the process that has its place.
+        """
         for host in self._hosts()[:TELL_MAX]:
+            if self._is_out:
+                return
             try:
                 yield Open(host.address, briefly=True)
                 yield from self._leave_word(attempt - 1)
@@ -376,6 +383,7 @@ class MeetingProtocol:
                     if (yield Check([key])):
                         (said,) = yield from _read([key])
                         if said.address != self.own.address:
+                            self._is_out = True
                             raise GroupLostError(f"{WITHOUT} rank {self.own.rank}: {said.reason}")
             except (NewsError, StoreLostError):
                 continue
@@ -412,6 +420,7 @@ class MeetingProtocol:
         if self._admission is not None and attempt == self.own.since - 1 and said.is_vacant:
             said = yield from _put(_taken(attempt, self.own.rank), self._admission)
         if said != self._admission:
+            self._is_out = True
             raise GroupLostError(
                 f"rank {self.own.rank} of this group is another process by now: {said.reason}"
             )

@@ -46,13 +46,13 @@ from torchft_like.group_coordinator.creation import (
     unique_name,
 )
 from torchft_like.message_queue import MessageQueue, members
-from torchft_like.process_group import create_store_client
-from torchft_like.process_group.store import without_secret
+from torchft_like.process_group.store import SharedStore, without_secret
 from torchft_like.process_group.wrapper import as_timedelta
 
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 DispatchedTensors = tuple[Any, ...]
 TENSOR = "tensor"
+ANSWER = timedelta(seconds=5)  # for which a barrier waits for the store that knows who is missing
 _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 
 
@@ -886,7 +886,10 @@ class Barriers:
                 store = c10d._world.pg_map.get(control.group, (None, None))[1]
             else:
                 try:
-                    store = create_store_client(str(address), as_timedelta(communicator.options.timeout))
+                    # torch's client would wait for the answer of a host that is silent, whatever its limit.
+                    ours = SharedStore(address, min(ANSWER, as_timedelta(communicator.options.timeout)))
+                    ours.connect(insists=False)
+                    store = ours
                 except (RuntimeError, ValueError) as error:
                     reason = without_secret(str(error))
                     _logger.warning("the barriers of %s cannot name who is missing: %s", communicator, reason)

@@ -402,16 +402,23 @@ class Meeting:
             await until_refused(parse_address(process.address))
             tell(self.protocol.ended, process)
 
+        back = 0.0  # when one that was silent for as long answered again: it or this host had been cut off
+
         async def hear(process: RankProcess) -> None:
+            nonlocal back
             heard = clock.now()
             while True:
-                if await answers(parse_address(process.address), BRIEFLY.total_seconds()):
+                has_answered = await answers(parse_address(process.address), BRIEFLY.total_seconds())
+                silence_s = clock.now() - max(heard, back)
+                why = ""
+                if silence_s > self._dead_after_s:
+                    why = f"it has answered nothing for {silence_s:.0f} s"
+                if has_answered:
                     heard = clock.now()
-                silence_s = clock.now() - heard
-                why = (
-                    f"it has answered nothing for {silence_s:.0f} s" if silence_s > self._dead_after_s else ""
-                )
-                tell(lambda process: self.protocol.silent(process, why), process)  # noqa: B023
+                    back = heard if why else back
+                    why = ""
+                if has_answered or why:
+                    tell(lambda process: self.protocol.silent(process, why), process)  # noqa: B023
                 await clock.sleep(HEAR_EVERY_S)
 
         async def look_again() -> None:

@@ -12,24 +12,27 @@ would make the survivors of a loss wait for half a minute.
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import cast
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
-from torch.distributed import DistError, DistStoreError
+from torch.distributed import DistError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.net import why_unreachable
-from torchft_like.errors import ConnectError
+from torchft_like.errors import ConnectError, ProcessGroupError
 from torchft_like.manager.config import WAIT, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
-from torchft_like.process_group.store import serve_store, store_client
+from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store, store_client
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.event_loop import coordination_loop
 
 PROBE_S = 1.0
+PLACES = "torchft/manager"  # the part of the shared store with the addresses of ManagerServers
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def connect(
     """
     store = open_group_store(config)
     if (place := store.meeting_place) is None:  # another rank has it, which is rank 0
-        address, key = find_manager(store.shared, config)
+        address, key = find_manager(config)
         limits = config.connect_timeout_s, config.host, config.dead_after_s
         return SessionLink(address, config.group_rank, listener, *limits, key), store
     server = ManagerServer(
@@ -108,23 +111,31 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
 
 def publish_manager(store: Store, config: ManagerConfig, place: str) -> None:
     """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks."""
-    store.set(_key(config), place)
+    # A restarted group may find the store of its predecessor, whose address must not be taken for the new
+    # one.
+    store.set(f"{PLACES}/{config.incarnation}", place)
 
 
-def find_manager(store: Store, config: ManagerConfig) -> tuple[Address, str]:
+def find_manager(config: ManagerConfig) -> tuple[Address, str]:
     """Wait for what rank 0 publishes of the ManagerServer, and return it: its address, and its key.
 
     Raises:
         ConnectError: rank 0 did not publish it within `connect_timeout`.
     """
+    shared = StoreAddress(cast("Address", config.store), PLACES)  # a group of several ranks has one
+    # torch's client, after a wait in vain, waits on for a host that is silent.
+    store = AbortableStore(shared, timedelta(seconds=config.connect_timeout_s))
     try:
-        store.wait([_key(config)], timedelta(seconds=config.connect_timeout_s))
-    except DistStoreError as error:
+        with contextlib.closing(store):
+            store.connect()
+            place = store.get(config.incarnation)
+    except (ProcessGroupError, TimeoutError) as error:
         raise ConnectError(
             f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
-            f"within {config.connect_timeout_s:g} s; check that rank 0 has started and its log for errors"
+            f"within {config.connect_timeout_s:g} s ({error}); check that rank 0 has started and its log for "
+            "errors"
         ) from error
-    address, _, key = store.get(_key(config)).decode(errors="backslashreplace").partition(" ")
+    address, _, key = place.decode(errors="backslashreplace").partition(" ")
     return parse_address(address, "address of the ManagerServer"), key
 
 
@@ -147,12 +158,6 @@ def start_default_group(store: Store, incarnation: str, config: ManagerConfig, b
         rank=config.group_rank,
         world_size=config.group_world_size,
     )
-
-
-def _key(config: ManagerConfig) -> str:
-    # A restarted group may find the store of its predecessor, whose address must not be taken for the new
-    # one.
-    return f"torchft/manager/{config.incarnation}"
 
 
 def is_listening(address: Address) -> bool:

@@ -22,11 +22,7 @@ from torch._C._distributed_c10d import ErrorType, Store, Work
 from lighthouse.address import Address
 from lighthouse.core.json_text import read_json
 from torchft_like.errors import ProcessGroupError
-from torchft_like.process_group.store import (
-    DEFAULT_TIMEOUT,
-    create_store_client,
-    parse_store_address,
-)
+from torchft_like.process_group.store import DEFAULT_TIMEOUT, SharedStore, parse_store_address
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.process_group.work import FinishedOperation
 from torchft_like.runtime.hosts import own_host
@@ -191,10 +187,13 @@ def reconfigure_with_store(
 
     Raises:
         AddressError: the address is malformed.
-        torch.distributed.DistError: the store cannot be reached, or a member did not come.
-        ProcessGroupError: the members did not meet; torch's own groups raise errors of torch.
+        torch.distributed.DistStoreError: the store does not answer, or a member did not come.
+        ProcessGroupError: the store refuses connections, or the members did not meet; torch's own groups
+            raise errors of torch.
     """
-    exchange_and_reconfigure(pg, create_store_client(store_addr, timeout), (rank, world_size), timeout)
+    store = SharedStore(parse_store_address(store_addr), timeout)
+    store.connect()
+    exchange_and_reconfigure(pg, store, (rank, world_size), timeout)
 
 
 def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], timeout: timedelta) -> None:

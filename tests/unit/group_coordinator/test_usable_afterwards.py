@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
@@ -18,20 +20,48 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator import GroupCoordinator, Handle, coordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.testing.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
 
 def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object) -> None:
+    def unreachable(*_: object, **__: object) -> None:
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr(coordinator, "create_store_client", unreachable)
+    monkeypatch.setattr(coordinator.SharedStore, "connect", unreachable)
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
         early.barrier(0.05)
     late.barrier()
     early.barrier()
+
+
+def test_a_barrier_does_not_wait_for_a_store_whose_host_is_silent(
+    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "ANSWER", timedelta(seconds=1))
+    flows = threading.Event()
+    flows.set()
+
+    def carry(data: bytes) -> bytes:
+        flows.wait()
+        return data
+
+    relay = Relay(("127.0.0.1", store.port), lambda: carry)
+    groups = [party.own(ProcessGroupGloo(LIMIT_S)) for _ in range(2)]
+    prefix = party.prefix().partition("/")[2]
+    party.together(groups, lambda rank, g: g.configure(f"127.0.0.1:{relay.port}/{prefix}", rank, 2))
+    early, late = over(groups)
+    party.together([early, late], lambda _, c: c.barrier())
+    flows.clear()
+    try:
+        waiting = party.aside(early.barrier, 0.05)
+        with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
+            waiting.result(LIMIT_S)
+    finally:
+        flows.set()
+    party.together([early, late], lambda _, c: c.barrier())
 
 
 def test_an_interrupted_barrier_is_waited_for_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from torch._C._distributed_c10d import PrefixStore
 
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.server import Lighthouse
 from tests.conftest import WAIT_LIMIT_S
 from tests.waiting import soon
-from torchft_like.core.meeting import MeetingProtocol, Steps
+from torchft_like.core.meeting import MeetingProtocol, Record, Steps
 from torchft_like.core.restarts import (
     OF_THE_RUN,
     Ending,
@@ -106,6 +107,46 @@ def test_one_that_lives_and_does_not_come_is_not_waited_for_for_ever(
     waits, _, _stores = pair_of_ranks(own, lambda *_: Future(), timedelta(seconds=1))
     with pytest.raises(GroupLostError, match="did not answer in time"):
         outcome_of(lambda: waits.run(wait(waits.protocol))).result(LIMIT.total_seconds())
+
+
+def three_ranks() -> tuple[list[RankProcess], list[PrefixStore]]:
+    stores, addresses = zip(*(serve_store("127.0.0.1", LIMIT) for _ in range(3)), strict=True)
+    ranks = [RankProcess(rank, str(address)) for rank, address in enumerate(addresses)]
+    return ranks, [PrefixStore(GROUP, store) for store in stores]
+
+
+def test_a_rank_that_was_passed_over_leaves_no_word_for_the_process_that_has_its_place() -> None:
+    """In the next meeting, in another store than that of this one, it would be taken for that process's."""
+    ranks, stores = three_ranks()
+    stores[0].set("0/ended/1", Record(Ending.GONE.value, "it has answered nothing").text())
+    passed_over = Meeting(GROUP, MeetingProtocol(ranks[1], ranks), LIMIT, lambda *_: Future())
+    with pytest.raises(GroupLostError, match="another process by now"):
+        passed_over.run(passed_over.protocol.agree(0, SECONDHAND))
+    passed_over.run(passed_over.protocol.say(1, Told(Ending.LAST, "the others have gone on")))
+    assert not stores[2].check(["1/ended/1"])
+
+
+def test_ranks_that_answer_one_after_the_other_when_a_cut_is_over_are_not_passed_over() -> None:
+    ranks = [RankProcess(rank, f"host:{rank + 1}") for rank in range(3)]
+    cut_off = MeetingProtocol(ranks[0], ranks)
+    found = [(1, "silent"), (2, "silent"), (1, ""), (2, ""), (2, "silent"), (1, "")]
+    passed_over = [cut_off.silent(ranks[rank], why) for rank, why in found]
+    assert passed_over == [False] * 5 + [True], "only the one that is silent again"
+
+
+def test_a_rank_that_has_not_answered_yet_is_not_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unheard(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(meeting, "answers", unheard)
+    monkeypatch.setattr(meeting, "HEAR_EVERY_S", 0.01)
+    waits, _, _stores = pair_of_ranks(1, lambda *_: Future(), timedelta(seconds=1))
+    said: list[str] = []
+    monkeypatch.setattr(waits.protocol, "silent", lambda _, why: said.append(why))
+    with pytest.raises(GroupLostError):
+        waits.run(waits.protocol.find(1))
+    assert said
+    assert all(said)
 
 
 def test_a_spare_may_take_longer_than_ranks_wait_for_each_other() -> None:

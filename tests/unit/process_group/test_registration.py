@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import (
     _DistributedBackendOptions,
     _resolve_process_group,
 )
+from torch.distributed import DistStoreError
 from torch.distributed import distributed_c10d as c10d
 
 from torchft_like.backends import BACKENDS, register_backends
@@ -46,6 +47,7 @@ from torchft_like.process_group import (
     reconfigure_with_store,
 )
 from torchft_like.process_group.handles import meeting_of, parse_handle
+from torchft_like.testing.relay import Relay
 
 from .conftest import LIMIT_S, Party
 
@@ -446,6 +448,31 @@ def test_handles_go_through_a_store(party: Party) -> None:
         exchange = partial(_through_store, party.prefix(), len(groups))
         party.together(groups, exchange)
         assert sums(party, groups, [1.0, 2.0, 4.0]) == [7.0] * 3
+
+
+def test_a_member_that_never_comes_is_waited_for_no_longer_where_the_stores_host_falls_silent(
+    party: Party,
+) -> None:
+    is_over = threading.Event()
+
+    def silent_after_the_first_answer() -> Callable[[bytes], bytes]:
+        passes = iter([True])
+
+        def carry(data: bytes) -> bytes:
+            next(passes, False) or is_over.wait()
+            return data
+
+        return carry
+
+    relay = Relay(("127.0.0.1", party.store.port), silent_after_the_first_answer)
+    group = party.own(ProcessGroupGloo(OWN))
+    address = f"127.0.0.1:{relay.port}/silent"
+    waiting = party.aside(reconfigure_with_store, group, address, 0, 2, timedelta(seconds=1))
+    try:
+        with pytest.raises(DistStoreError):
+            waiting.result(LIMIT_S)
+    finally:
+        is_over.set()
 
 
 def test_a_member_that_never_comes_is_waited_for_as_long_as_the_options_say(party: Party) -> None:
