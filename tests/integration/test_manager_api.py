@@ -338,8 +338,17 @@ def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -
         return attempt is not None and attempt.is_deciding
 
     def train(rank: int) -> list[bool]:
-        place = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
-        named = {"replica_id": "a", "lighthouse_addr": lighthouse.address(), "init_sync": False}
+        place: dict[str, Any] = {
+            "rank": rank,
+            "world_size": 2,
+            "store_addr": "127.0.0.1",
+            "store_port": store.port,
+        }
+        named: dict[str, Any] = {
+            "replica_id": "a",
+            "lighthouse_addr": lighthouse.address(),
+            "init_sync": False,
+        }
         with Manager(ProcessGroupGloo(), ignore, dict, 1, timeout=4.0, **place, **named) as manager:
             managers[rank] = manager
             votes: list[bool] = []

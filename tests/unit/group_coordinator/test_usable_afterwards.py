@@ -20,6 +20,7 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator import GroupCoordinator, Handle, coordinator
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
+from torchft_like.process_group.store import SharedStore
 from torchft_like.testing.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -29,7 +30,7 @@ def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytes
     def unreachable(*_: object, **__: object) -> None:
         raise RuntimeError("the store is gone")
 
-    monkeypatch.setattr(coordinator.SharedStore, "connect", unreachable)
+    monkeypatch.setattr(SharedStore, "connect", unreachable)
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
         early.barrier(0.05)
