@@ -156,20 +156,18 @@ def test_a_reader_that_does_not_read_is_lost_and_blocks_nobody(monkeypatch: pyte
 # -- restarts
 
 
-def test_a_quorum_forms_beside_silent_members_once_the_process_of_one_is_gone() -> None:
+def test_a_quorum_forms_beside_silent_members_once_their_processes_are_gone() -> None:
     with LighthouseProcess() as daemon, socket.create_server(("127.0.0.1", 0)) as process:
         address, url = daemon.address, "http://{}:{}".format(*process.getsockname())
-        with SessionClient(address, "a", serves_at=url) as a, SessionClient(address, "b") as b:
+        with SessionClient(address, "a", serves_at=url) as a, SessionClient(address, "b", serves_at=url) as b:
             a.registered()
             b.registered()
-            a.join(may_stand=True)
-            b.join(may_stand=True)
+            a.join(step=1, may_stand=True)
+            b.join(step=1, may_stand=True)
             assert a.quorum().stands
         with registered(address, "c") as (c,):
             c.join()
-            process.accept()[
-                0
-            ].close()  # the lighthouse looks for the member, and finds that somebody listens there
+            process.accept()[0].close()  # the lighthouse looks for them, and finds that somebody listens
             assert not c.has_message()
             process.close()
             assert ids_of(c.quorum()) == ["c"]
