@@ -59,10 +59,11 @@ def numpy_dtype(code: str) -> np.dtype:
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor's elements in one dimension, on its memory, with a stride of 1.
 
-    A single element may have any stride, which torch refuses where it views the memory in another dtype.
+    A single element, or none, may have any stride, which torch refuses where it views the memory in another
+    dtype.
     """
     elements = tensor.reshape(-1)
-    return elements.reshape(()).reshape(1) if elements.numel() == 1 else elements
+    return elements.as_strided(elements.shape, (1,)) if elements.numel() < 2 else elements
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

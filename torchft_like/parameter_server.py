@@ -84,7 +84,11 @@ class ParameterServer(ABC):
         self._groups: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()
         self._ended = False
-        self._server = _Server(Address(host, port), self, sessions_max)
+        try:
+            self._server = _Server(Address(host, port), self, sessions_max)
+        except BaseException:
+            self.store.close()  # or its port would be taken at the next attempt
+            raise
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="torchft-parameter-server", daemon=True
         )

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 from lighthouse.address import Address
+from tests.ports import free_ports
 from tests.waiting import wait_for
 from torchft_like import parameter_server
-from torchft_like.errors import ConnectError, ProcessGroupError, SessionsTakenError
+from torchft_like.errors import BindError, ConnectError, ProcessGroupError, SessionsTakenError
 from torchft_like.manager.group_store import is_listening
 from torchft_like.parameter_server import ParameterServer
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
@@ -30,9 +31,9 @@ LIMIT_S = 60.0
 class Adder(ParameterServer):
     """Adds 23 to what a client sends, until the client sends a negative number."""
 
-    def __init__(self, sessions_max: int = 1) -> None:
+    def __init__(self, sessions_max: int = 1, port: int = 0, store_port: int = 0) -> None:
         self.ends: Queue[Exception | None] = Queue()
-        super().__init__(0, sessions_max=sessions_max)
+        super().__init__(port, store_port, sessions_max=sessions_max)
 
     @classmethod
     def new_process_group(cls) -> ProcessGroup:
@@ -188,6 +189,14 @@ def test_what_is_no_parameter_server_is_named(server: Adder, path: str) -> None:
             address = f"http://127.0.0.1:{taken.getsockname()[1]}/new_session"
     with pytest.raises(ConnectError, match=r"no parameter server answers at http://127\.0\.0\.1"):
         Adder.new_session(address)
+
+
+def test_a_server_whose_port_is_taken_leaves_no_store_behind(server: Adder) -> None:
+    port = int(server.address().split(":")[2].split("/")[0])
+    (store_port,) = free_ports()
+    with pytest.raises(BindError, match=f":{port}: "):
+        Adder(port=port, store_port=store_port)
+    Adder(store_port=store_port).shutdown()
 
 
 def test_a_server_without_sessions_is_refused() -> None:

@@ -245,7 +245,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """Fetch the state of `step`; wait until it is offered.
 
         The tensors are on the CPU, contiguous and without gradient: `load_state_dict` has to copy them into
-        the model.
+        the model. A DTensor arrives as this rank's `plain_data.Shard`: `shards.place` puts it on a mesh.
         """
         return self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, Destination())
 

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup, Work
 
 from lighthouse.events import printable
 from torchft_like.checkpointing.copy_ahead import aligned
+from torchft_like.checkpointing.shards import place
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     CORRUPT,
@@ -134,16 +135,18 @@ class PGTransport(CheckpointTransport[T]):
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU. `timeout` is this
-        transport's own unless given.
+        transport's own unless given. A DTensor comes to lie on a mesh of the state that `state_dict` returns;
+        without that it is the rank's `plain_data.Shard`.
 
         Raises:
-            CheckpointFormatError: the received bytes are corrupt.
+            CheckpointFormatError: the received bytes are corrupt, or a DTensor lies otherwise here.
             CheckpointTimeoutError: the state did not come in time.
             CheckpointError: the group could not transfer the state, or it is of another step.
         """
         own = None if self._state_dict is None else self._state_dict()
         destination = cast("Destination[T]", Destination(own))
-        return self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, destination)
+        state = self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, destination)
+        return state if own is None else cast(T, place(state, own))
 
     def recv_checkpoint_from(
         self, sources: Sequence[Source], step: int, timeout: timedelta | None, destination: Destination[T]

@@ -36,6 +36,7 @@ from torchft_like.core.store import (
     StoreRequestError,
 )
 from torchft_like.process_group.store import StoreAddress
+from torchft_like.runtime.connecting import shut
 from torchft_like.runtime.event_loop import coordination_loop
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class StoreServer:
         self._serving.drop_room_soon(prefix)
 
     def close(self) -> None:
-        """End all connections. Safe to call again."""
+        """Free the port, and end all connections. Safe to call again."""
         self._end()
 
 
@@ -118,9 +119,10 @@ class _Serving:
         self._loop.call_soon_threadsafe(self._start)
 
     def stop(self) -> None:
-        """Stop, from any thread; the listener is of the process that has made it."""
+        """Stop, from any thread, and free the port; the listener is of the process that has made it."""
         if self._process == os.getpid():
             self._loop.call_soon_threadsafe(self._stop)
+            shut(self._listener)
 
     def announce(self, quorum_id: int, secret: QuorumSecret) -> None:
         self.store.announce(quorum_id, secret)

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 from lighthouse.events import printable
+from tests.fake_world import fake_mesh
 from torchft_like.checkpointing import PGTransport
 from torchft_like.checkpointing.pg_transport import _TAG, FORMAT, MESSAGE_BYTES
 from torchft_like.checkpointing.transport import Destination, Source
@@ -28,7 +30,7 @@ def transport(group: ProcessGroup) -> PGTransport[State]:
 
 def state_of(megabytes: int) -> State:
     some = torch.complex(torch.randn(6), torch.randn(6)).reshape(2, 3)
-    model = {"w": torch.randn(megabytes << 18), "b": torch.arange(7), "c": some.T.conj()}
+    model = {"w": torch.randn(megabytes << 18), "b": torch.arange(7), "c": some.T.conj(), "none": torch.empty(0)[::2]}
     return {"model": model, "step": 3, "lr": 0.1}
 
 
@@ -65,6 +67,21 @@ def test_a_state_arrives_in_the_tensors_of_the_receiver(party: Party, asks: str)
         assert torch.equal(received["model"][name], value)
         if value.is_contiguous() and not value.is_conj():
             assert received["model"][name].data_ptr() == own["model"][name].data_ptr()
+
+
+def test_a_dtensor_comes_to_lie_on_the_receivers_mesh(party: Party) -> None:
+    with fake_mesh(2, rank=1) as mesh:
+
+        def state(value: float) -> State:
+            return {"w": DTensor.from_local(torch.full((3,), value), mesh, [Shard(0)], run_check=False)}
+
+        sender, receiver = party.meet(2)
+        into = PGTransport[State](receiver, LIMIT, "cpu", lambda: state(0.0))
+        sending = party.aside(transport(sender).send_checkpoint, [1], 5, state(7.0))
+        received = party.aside(into.recv_checkpoint, 0, "", 5).result(60)["w"]
+        sending.result(60)
+        assert (received.device_mesh, received.placements) == (mesh, (Shard(0),))
+        assert received.to_local().tolist() == [7.0, 7.0, 7.0]
 
 
 @pytest.mark.heal_is_clean
