@@ -89,7 +89,10 @@ class StateRegistry:
         difference = None if self.form is None else first_difference(self.form, form_of(state))
         if difference is not None:
             sentence = difference.sentence("this replica", f"the state of {source}")
-            raise ForeignStateError(f"{sentence}: all replicas of a job train the same model")
+            cure = "all replicas of a job train the same model"
+            if "missing" in (difference.own, difference.other):
+                cure += "; what a later step makes is None in the state, or in an empty dict, until then"
+            raise ForeignStateError(f"{sentence}: {cure}")
 
     def check_registered(self) -> None:
         """Check that there are functions to save and to load a state.

@@ -419,6 +419,18 @@ def test_a_newcomer_to_which_its_peer_sends_a_foreign_state_is_told_the_differen
     assert not replica.protocol.vote()
 
 
+def test_a_tensor_that_is_made_later_needs_a_place_from_the_beginning() -> None:
+    sent = {"default": {"w": torch.ones(2), "ema": torch.ones(2)}}
+    own: dict[str, object] = {"w": torch.zeros(2)}
+    without = StateRegistry(ignore, own.copy)
+    with_a_place = StateRegistry(ignore, lambda: own | {"ema": None})
+    without.look(ignore)
+    with pytest.raises(ForeignStateError, match=r"ema is missing .* is None in the state"):
+        without.check_form(sent, "a peer")
+    with_a_place.look(ignore)
+    with_a_place.check_form(sent, "a peer")
+
+
 @pytest.mark.heal_is_clean
 def test_a_replica_that_has_committed_takes_the_sender_of_a_foreign_state_for_foreign(
     replica: Replica, monkeypatch: pytest.MonkeyPatch

@@ -30,7 +30,8 @@ def transport(group: ProcessGroup) -> PGTransport[State]:
 
 def state_of(megabytes: int) -> State:
     some = torch.complex(torch.randn(6), torch.randn(6)).reshape(2, 3)
-    model = {"w": torch.randn(megabytes << 18), "b": torch.arange(7), "c": some.T.conj(), "none": torch.empty(0)[::2]}
+    model = {"w": torch.randn(megabytes << 18), "b": torch.arange(7), "c": some.T.conj()}
+    model["none"] = torch.empty(0)[::2]
     return {"model": model, "step": 3, "lr": 0.1}
 
 
