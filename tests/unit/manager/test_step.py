@@ -209,6 +209,17 @@ def test_the_shares_of_a_step_are_those_whose_gradients_count(
     assert found == shares
 
 
+def test_in_a_first_step_with_spares_the_source_is_one_whose_gradients_count_whoever_that_is() -> None:
+    members = [pb.QuorumMember(replica_id=name, commit_failures=2) for name in "abc"]
+    found = []
+    for name in "abc":
+        p = protocol(2, world_size_mode=WorldSizeMode.FIXED_WITH_SPARES)
+        p.begin()
+        p.agreed(assign(1, members, name, 0, init_sync=True), allow_heal=True)
+        found.append((tuple(p.share), p.is_participating))
+    assert found == [((None, 1, 2), False), ((None, 1, 2), False), ((0, 1, 2), True)]
+
+
 # A quorum that stands, on the trainers' side: the step protocol of a rank, and the ranks of a group.
 
 
