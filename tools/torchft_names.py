@@ -48,7 +48,7 @@ REASONS: Mapping[str, str] = {
     "torchft.otel.TeeLogExporter*": "each exporter has a processor of its own",
     "torchft.otel.main": "an example",
     "*.configure": "rank and world size come first; calls in the order of torchft 0.2.0 are taken too",
-    "*.abort": "`abort(reason=...)`: every abort is an error, and says why",
+    "*.abort": "every abort is an error; `reason`, which comes first, says why",
     "torchft.process_group.*": "the names are torch's",
     "TORCH_CPP_LOG_LEVEL": "torch's; nothing here changes it",
     "TORCH_XCCL_NONBLOCKING_TIMEOUT": "there is no group over XCCL",

@@ -35,6 +35,9 @@ OURS = "torchft_like"
 PATH = str(Path(__file__).with_name("as_torchft_path"))
 USAGE = f"usage: python -m {OURS}.as_torchft (SCRIPT | -m MODULE | -c TEXT) [ARGUMENT ...]"
 
+# Modules of torchft's whose names are here in another module.
+_ELSEWHERE = {f"{THEIRS}._torchft": f"{OURS}.coordination"}
+
 _LACKING = (
     f"No module named {{name!r}}: {OURS} is in {THEIRS}'s place and does not have it; its page "
     f"docs/torchft-names.md lists what it has, and why not the rest"
@@ -49,7 +52,7 @@ class _Alias(MetaPathFinder, Loader):
     ) -> importlib.machinery.ModuleSpec | None:
         if name != THEIRS and not name.startswith(f"{THEIRS}."):
             return None
-        ours = importlib.util.find_spec(OURS + name.removeprefix(THEIRS))
+        ours = importlib.util.find_spec(_ELSEWHERE.get(name, OURS + name.removeprefix(THEIRS)))
         if ours is None:
             # It is being imported, not merely looked for.
             if sys._getframe(2).f_code.co_name == "_find_and_load_unlocked":

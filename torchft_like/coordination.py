@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from lighthouse import wire
-from lighthouse.address import parse_address
+from lighthouse.address import Address, parse_address
 from lighthouse.codec import fields_of
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.json_text import read_json
@@ -29,6 +29,7 @@ from torchft_like.manager_server.server import ManagerServer
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
+from torchft_like.runtime.hosts import advertised_host
 
 __all__ = [
     "LighthouseClient",
@@ -71,8 +72,11 @@ class LighthouseServer:
         living.lives(self)
 
     def address(self) -> str:
-        """Return `http://host:port`, for TORCHFT_LIGHTHOUSE."""
-        return self._lighthouse.address.url
+        """Return `http://host:port`, for TORCHFT_LIGHTHOUSE: the host as others reach it, also if the server
+        listens on all interfaces.
+        """
+        bound = self._lighthouse.address
+        return Address(advertised_host(bound.host), bound.port).url
 
     def describe(self) -> str:
         """Describe the quorum's members, the awaited replicas, and why there is no quorum yet."""

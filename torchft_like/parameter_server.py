@@ -43,14 +43,13 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.connecting import connect_tcp, shut
-from torchft_like.runtime.hosts import own_host
+from torchft_like.runtime.hosts import advertised_host
 
 PATH = "/new_session"
 SESSIONS_MAX = 64
 REQUEST_S = 5.0
 REFUSAL_S = 0.5  # in which nobody else is let in
 ANSWER_BYTES_MAX = 4096
-_EVERY_ADDRESS = ("", "::", "0.0.0.0")
 
 _logger = logging.getLogger(__name__)
 
@@ -80,7 +79,7 @@ class ParameterServer(ABC):
         if sessions_max < 1:
             raise ValueError(f"sessions_max is {sessions_max}: a server without sessions serves nobody")
         self.store = StoreServer(Address(host, store_port))
-        self._host = own_host() if host in _EVERY_ADDRESS else host
+        self._host = advertised_host(host)
         self._groups: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()
         self._ended = False

@@ -131,6 +131,16 @@ def test_a_module_that_is_not_here_is_named_with_the_page_that_says_why() -> Non
     assert "docs/torchft-names.md" in done.stderr
 
 
+def test_what_torchft_compiles_is_found_under_its_name() -> None:
+    names = (
+        "LighthouseServer, LighthouseClient, ManagerServer, ManagerClient, Quorum, QuorumMember, QuorumResult"
+    )
+    found = f"from torchft._torchft import {names}; from torchft import coordination"
+    same = "assert LighthouseServer is coordination.LighthouseServer"
+    done = run("-m", "torchft_like.as_torchft", "-c", f"{found}; {same}")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("place", ["installed", "beside the script"])
 def test_another_torchft_is_not_loaded_in_a_script_or_its_children(tmp_path: Path, place: str) -> None:
     script, other = tmp_path / "script.py", tmp_path / "other"

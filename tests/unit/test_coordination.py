@@ -7,9 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from lighthouse.address import LOOPBACK, parse_address
 from lighthouse.errors import ConfigError
 from lighthouse.net import Keepalive, default_keepalive
 from torchft_like.coordination import LighthouseServer
+from torchft_like.errors import AddressError
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
@@ -60,3 +62,23 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, text: str) -
     monkeypatch.setenv("TORCHFT_KEEPALIVE_TIME_MS", text)
     with pytest.raises(ConfigError, match=f"TORCHFT_KEEPALIVE_TIME_MS is '{text}': it must be"):
         default_keepalive()
+
+
+@pytest.mark.parametrize(
+    ("resolved", "host"), [("192.0.2.7", "192.0.2.7"), ("127.0.1.1", "trainer-3"), (None, LOOPBACK)]
+)
+def test_a_lighthouse_on_all_interfaces_gives_an_address_that_others_reach(
+    monkeypatch: pytest.MonkeyPatch, resolved: str | None, host: str
+) -> None:
+    def towards(name: str) -> str:
+        if resolved is None:
+            raise AddressError(f"no route to {name}")
+        return resolved
+
+    monkeypatch.setattr("socket.gethostname", lambda: "trainer-3")
+    monkeypatch.setattr("torchft_like.runtime.hosts.local_host_towards", towards)
+    server = LighthouseServer(bind="0.0.0.0:0")
+    try:
+        assert parse_address(server.address()).host == host
+    finally:
+        server.shutdown()

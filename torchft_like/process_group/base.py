@@ -71,6 +71,8 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         super().__init_subclass__()
         if "configure" in vars(cls):
             cls.configure = _in_either_order(cls.configure)  # type: ignore[method-assign]
+        if "abort" in vars(cls):
+            cls.abort = _with_a_reason(cls.abort)  # type: ignore[method-assign]
 
     def configure(
         self,
@@ -104,14 +106,14 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         reports what is wrong.
         """
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str = "abort() was called", *, errored: bool = True) -> None:
         """End every operation, present and future, until the next `configure`.
 
         Any thread may call this at any time; it returns at once. It ends a `configure` that is under way,
         too; one that another thread is about to call ends with the signal that it is given as `ends_with`.
-
         Args:
             reason: the text of the errors that follow.
+            errored: torchft's argument, which changes nothing: every abort is an error.
         """
         raise NotImplementedError
 
@@ -286,5 +288,19 @@ def _in_either_order(configure: Callable[..., None]) -> Callable[..., None]:
             configure(self, store_addr, *place, **named, **about)
         if self._configuration is before and type(self).configuration is ProcessGroup.configuration:
             self._begin_configuration()
+
+    return take
+
+
+def _with_a_reason(abort: Callable[..., None]) -> Callable[..., None]:
+    """Let an `abort` with torchft's signature, which takes `errored` or nothing, be called with a reason."""
+    takes = list(inspect.signature(abort).parameters)[1:]
+    if takes not in ([], ["errored"]):
+        return abort
+
+    @functools.wraps(abort)
+    def take(self: ProcessGroup, reason: str | bool = "", *, errored: bool = True) -> None:
+        about = {"errored": reason if isinstance(reason, bool) else errored}
+        abort(self, **(about if takes else {}))
 
     return take

@@ -148,7 +148,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
             super().configure(store_addr, rank, world_size, **about)
             is_done.set()
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str = "abort() was called", *, errored: bool = True) -> None:
         """Abort; TORCHFT_TRIGGER_FR_ON_ABORT=true asks torch for a trace first."""
         is_wanted = os.environ.get(TORCHFT_TRIGGER_FR_ON_ABORT, "").lower() in ("1", "true")
         if is_wanted and (generation := self._generation) is not None:

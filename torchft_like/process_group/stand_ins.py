@@ -197,7 +197,7 @@ class ProcessGroupDummy(ProcessGroup):
         self.configure_count += 1
         self._begin_configuration(about.get("ends_with"))
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str = "abort() was called", *, errored: bool = True) -> None:
         """End what belongs to this configuration; no operation is ever under way."""
         self._configuration.set(reason)
 

@@ -205,7 +205,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._global_ranks = global_ranks
         self._refresh_registration()
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str = "abort() was called", *, errored: bool = True) -> None:
         """End every operation, present and future; before the first `configure` there is nothing to end."""
         if (generation := self._generation) is not None:
             generation.end(reason)

@@ -9,10 +9,11 @@ import socket
 import struct
 from pathlib import Path
 
-from lighthouse.address import LOOPBACK, Address
+from lighthouse.address import LOOPBACK, Address, is_loopback
 from lighthouse.errors import AddressError
 
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+_EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
 
 def local_host_towards(host: str, port: int = 9) -> str:
@@ -66,6 +67,22 @@ def own_host(towards: Address | None = None) -> str:
         return local_host_towards(socket.gethostname())
     except AddressError:
         return LOOPBACK
+
+
+def advertised_host(bound: str) -> str:
+    """Return the host under which others reach a server that listens on `bound`.
+
+    Of a server on all interfaces it is the address that this host's name resolves to; the name itself where
+    that is loopback, since other hosts may resolve it otherwise; loopback where it does not resolve.
+    """
+    if bound not in _EVERY_INTERFACE:
+        return bound
+    name = socket.gethostname()
+    try:
+        own = local_host_towards(name)
+    except AddressError:
+        return LOOPBACK
+    return name if is_loopback(own) else own
 
 
 @functools.cache

@@ -288,7 +288,7 @@ def test_a_subclass_that_knows_no_signal_is_aborted_when_it_is_set(when: str) ->
             if when == "during":
                 signal.set("the caller has enough")
 
-        def abort(self, reason: str = "") -> None:
+        def abort(self, reason: str = "") -> None:  # type: ignore[override]
             self.aborts += (reason,)
 
     group: Any = Waiting(0, 1)
@@ -307,3 +307,29 @@ def test_a_subclass_that_says_nothing_of_configurations_begins_one_with_each_con
         seen.append(group.configuration)
     assert [each.number for each in seen] == [0, 1, 2]
     assert [each.reason is None for each in seen] == [False, False, True]
+
+
+def test_abort_takes_torchfts_argument() -> None:
+    group = ProcessGroupDummy(0, 1)
+    group.configure("host:1/x", 0, 1)
+    group.abort(errored=False)
+    assert group.configuration.reason is not None
+
+
+def test_subclasses_with_torchfts_abort_are_told_to_end_by_whoever_has_a_reason() -> None:
+    told: list[bool | None] = []
+
+    class Plain(_OfTorchft):
+        def abort(self) -> None:  # type: ignore[override]
+            told.append(None)
+
+    class WithErrored(_OfTorchft):
+        def abort(self, errored: bool = True) -> None:  # type: ignore[override]
+            told.append(errored)
+
+    for kind in (Plain, WithErrored):
+        group: Any = kind(0, 1)
+        group.abort("a member is lost")
+        group.abort(errored=False)
+        group.abort(False)
+    assert told == [None, None, None, True, False, False]
