@@ -72,7 +72,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
         if "configure" in vars(cls):
             cls.configure = _in_either_order(cls.configure)  # type: ignore[method-assign]
         if "abort" in vars(cls):
-            cls.abort = _with_a_reason(cls.abort)  # type: ignore[method-assign]
+            cls.abort = _with_either_argument(cls.abort)  # type: ignore[method-assign]
 
     def configure(
         self,
@@ -292,15 +292,15 @@ def _in_either_order(configure: Callable[..., None]) -> Callable[..., None]:
     return take
 
 
-def _with_a_reason(abort: Callable[..., None]) -> Callable[..., None]:
-    """Let an `abort` with torchft's signature, which takes `errored` or nothing, be called with a reason."""
+def _with_either_argument(abort: Callable[..., None]) -> Callable[..., None]:
+    """Let an `abort` that takes at most one of `reason` and torchft's `errored` be called with both."""
     takes = list(inspect.signature(abort).parameters)[1:]
-    if takes not in ([], ["errored"]):
+    if takes not in ([], ["errored"], ["reason"]):
         return abort
 
     @functools.wraps(abort)
-    def take(self: ProcessGroup, reason: str | bool = "", *, errored: bool = True) -> None:
-        about = {"errored": reason if isinstance(reason, bool) else errored}
-        abort(self, **(about if takes else {}))
+    def take(self: ProcessGroup, *place: str | bool, **named: str | bool) -> None:
+        named |= {"errored" if isinstance(given, bool) else "reason": given for given in place}
+        abort(self, **{name: given for name, given in named.items() if name in takes})
 
     return take

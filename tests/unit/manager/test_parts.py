@@ -548,7 +548,7 @@ class BlockingGroup(ProcessGroupDummy):
             if self._aborted.is_set():
                 raise ProcessGroupAbortedError(self.aborts[-1])
 
-    def abort(self, reason: str = "") -> None:
+    def abort(self, reason: str = "", *, errored: bool = True) -> None:
         self.aborts.append(reason)
         if not self._is_deaf:
             self._aborted.set()

@@ -44,7 +44,7 @@ class Failing(ProcessGroupDummy):
     def rank(self) -> int:
         return 1
 
-    def abort(self, reason: str = "abort() was called") -> None:
+    def abort(self, reason: str = "abort() was called", *, errored: bool = True) -> None:
         self.aborts.append(reason)
 
     def _run(self, collective: Any, args: Any, kwargs: Any) -> Any:

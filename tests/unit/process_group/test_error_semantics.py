@@ -181,7 +181,7 @@ def test_an_abort_that_completes_other_works_on_the_spot_does_not_lock_up() -> N
     work, other = subject.call("allgather")[0], subject.call("allgather")[0]
     future = other.get_future()
     first, second = subject.inner.works
-    subject.inner.abort = lambda reason="": second.finish(OopsError("the second"))  # type: ignore[method-assign]
+    subject.inner.abort = lambda reason="": second.finish(OopsError("the second"))  # type: ignore[method-assign, misc, assignment]
     first.finish(OopsError("the first"))
     assert work.wait()
     future.wait()

@@ -316,8 +316,8 @@ def test_abort_takes_torchfts_argument() -> None:
     assert group.configuration.reason is not None
 
 
-def test_subclasses_with_torchfts_abort_are_told_to_end_by_whoever_has_a_reason() -> None:
-    told: list[bool | None] = []
+def test_a_subclass_is_aborted_whichever_of_the_arguments_it_takes() -> None:
+    told: list[bool | str | None] = []
 
     class Plain(_OfTorchft):
         def abort(self) -> None:  # type: ignore[override]
@@ -327,9 +327,13 @@ def test_subclasses_with_torchfts_abort_are_told_to_end_by_whoever_has_a_reason(
         def abort(self, errored: bool = True) -> None:  # type: ignore[override]
             told.append(errored)
 
-    for kind in (Plain, WithErrored):
+    class WithReason(_OfTorchft):
+        def abort(self, reason: str = "none") -> None:  # type: ignore[override]
+            told.append(reason)
+
+    for kind in (Plain, WithErrored, WithReason):
         group: Any = kind(0, 1)
         group.abort("a member is lost")
         group.abort(errored=False)
         group.abort(False)
-    assert told == [None, None, None, True, False, False]
+    assert told == [None, None, None, True, False, False, "a member is lost", "none", "none"]
