@@ -111,6 +111,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
 
         Any thread may call this at any time; it returns at once. It ends a `configure` that is under way,
         too; one that another thread is about to call ends with the signal that it is given as `ends_with`.
+
         Args:
             reason: the text of the errors that follow.
             errored: torchft's argument, which changes nothing: every abort is an error.
