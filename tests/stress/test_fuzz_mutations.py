@@ -305,6 +305,7 @@ def said_by_readers(data: bytes) -> None:
     """The writer of a queue hears the readers a, and b, which has not joined."""
     writer = RemoteReaders.__new__(RemoteReaders)
     vars(writer).update(n_readers=2, lost=[], left=[], _token=bytes(32), _taken={0}, _joined=1, _sent=5)
+    vars(writer).update(_is_closing=False)
     vars(writer).update(_readers={b"a": remote._Reader(1, 2)}, _router=SimpleNamespace(send_multipart=len_of))
     for number, body in enumerate(parts_of(data)):
         writer._hear(b"ab"[number % 2 :][:1], body)

@@ -149,6 +149,7 @@ def _can_it_work() -> list[Probe]:
             "Manager, fingerprints, gangs, coordinators, and whatever else has tests there",
             220,
             "",
+            "process_group/test_wrappers.py",
             "tests/gpu",
             *(
                 f"--ignore=tests/gpu/test_{done}.py"

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,8 @@ from torchft_like.plain_data import (
     Structure,
     TensorLeaves,
     TensorSpec,
-    disassemble,
+    as_tensor,
+    dissect,
 )
 
 OBJECT = "object"
@@ -272,14 +274,15 @@ def start_receiving(
 
 def disassembled(communicator: Communicator, value: object) -> Message:
     """Take a value apart; a PlainDataError says what cannot be sent, or is too large."""
-    message = disassemble(value)
-    nbytes = sum(tensor.nbytes for tensor in message.tensors)
+    structure, leaves = dissect(value)
+    tensors = tuple(map(as_tensor, leaves))
+    nbytes = sum(map(attrgetter("nbytes"), tensors))
     if nbytes > communicator.options.message_bytes_max:
         raise PlainDataError(
             f"its tensors have {nbytes} bytes, and message_bytes_max of the CoordinatorOptions is "
             f"{communicator.options.message_bytes_max}: send it in parts, or raise that on every rank"
         )
-    return message
+    return Message(structure, tensors)
 
 
 # What moves are `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.
