@@ -138,6 +138,7 @@ class StepProtocol:
         self._own_failure_before_quorum = ""
         self._agreed = False
         self._lacks_state = False
+        self._stays_behind = False  # its state is none of the newest, and it may not heal in this attempt
         self._stands = False  # the quorum, until this rank is told the step at which it asks for another one
         self._ask_at: int | None = None
         self._is_held = False
@@ -201,6 +202,7 @@ class StepProtocol:
         if self._failure_before_quorum is not None:
             self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
         self.healing = self._lacks_state = (result.heal or result.catches_up) and allow_heal
+        self._stays_behind = result.max_replica_rank is None and not allow_heal
         if not (result.catches_up and allow_heal):  # what it kept leads nowhere
             self.catch_up = None
         self._choose_participants(result, allow_heal)
@@ -498,7 +500,10 @@ class StepProtocol:
             self.has_committed = True
             self._is_settled = False
             self.step += 1
-            self.commit_quorum_id = self.quorum_id
+            if self._stays_behind:  # what it has after the step is not what the others have
+                self.disown_state()
+            else:
+                self.commit_quorum_id = self.quorum_id
             self.first_quorum_id = self.first_quorum_id or self._jobs_first_quorum_id
             self.batches_committed += self.num_participants
             self.commit_failures = 0

@@ -270,7 +270,8 @@ class Manager:
         """Begin a step: ask for a quorum. `Optimizer.zero_grad` calls this.
 
         Args:
-            allow_heal: whether this replica may fetch a peer's state in this step; the same on all.
+            allow_heal: whether this replica may fetch a peer's state in this step; the same on all. One that
+              is behind and may not goes on with its own state, and heals in a later step.
             shrink_only: whether to let no new replicas in; a quorum that stands lets none in anyway.
             timeout: the limit of the wait for this quorum, instead of `quorum_timeout`.
 

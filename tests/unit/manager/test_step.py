@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from lighthouse.core.decisions import DISOWNED, NO_STATE
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
 from torchft_like.core.assignment import QuorumResult, assign
@@ -207,6 +208,25 @@ def test_the_shares_of_a_step_are_those_whose_gradients_count(
         p.agreed(assign(1, members, name, 0, init_sync=True), allow_heal=True)
         found.append(tuple(p.share))
     assert found == shares
+
+
+@pytest.mark.agreement
+@pytest.mark.parametrize(
+    ("own", "committed_in"),
+    [((10, 7), 8), ((10, 5), DISOWNED), ((10, DISOWNED), DISOWNED), ((10, NO_STATE), NO_STATE)],
+)
+def test_one_that_is_behind_and_may_not_heal_does_not_pass_for_one_that_is_not(
+    own: tuple[int, int], committed_in: int
+) -> None:
+    versions = {"a": own, "b": (10, 7)}
+    members = [pb.QuorumMember(replica_id=i, step=v[0], commit_quorum_id=v[1]) for i, v in versions.items()]
+    p = protocol()
+    p.restore({"step": 10, "batches_committed": 10})
+    p.commit_quorum_id = own[1]
+    p.begin()
+    p.agreed(assign(8, members, "a", 0, init_sync=True), allow_heal=False)
+    p.decide(committed=True)
+    assert (p.step, p.commit_quorum_id) == (11, committed_in)
 
 
 def test_in_a_first_step_with_spares_the_source_is_one_whose_gradients_count_whoever_that_is() -> None:
