@@ -194,9 +194,10 @@ def test_what_is_no_parameter_server_is_named(server: Adder, path: str) -> None:
 def test_a_server_whose_port_is_taken_leaves_no_store_behind(server: Adder) -> None:
     port = int(server.address().split(":")[2].split("/")[0])
     (store_port,) = free_ports()
-    with pytest.raises(BindError, match=f":{port}: "):
+    with pytest.raises(BindError, match=f":{port}: ") as kept:  # which keeps the first from being collected
         Adder(port=port, store_port=store_port)
     Adder(store_port=store_port).shutdown()
+    assert kept.value.__traceback__ is not None
 
 
 def test_a_server_without_sessions_is_refused() -> None:
