@@ -19,6 +19,7 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.decisions import STEP_MAX
 from lighthouse.core.hosts import HostList
 from lighthouse.core.identity import about_job_id
 from lighthouse.core.left_out import REPORTED_CHARACTERS_MAX, REPORTED_MAX
@@ -28,7 +29,6 @@ from lighthouse.errors import AddressError
 from lighthouse.wire import torchft_pb2 as pb
 
 TEXT_MAX = 4096  # characters of an id, an address or a reason
-STEP_MAX = 10**15
 IDENTITY_BYTES_MAX = 256 * 1024
 VACANCY_BYTES_MAX = 64 * 1024
 _GROUP_BEGINS = 3  # protobuf's wire type

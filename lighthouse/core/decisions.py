@@ -12,6 +12,7 @@ NO_QUORUM = -1
 # In the place of the quorum in which a state was committed:
 NO_STATE = -1  # there is no state, it is behind all others
 DISOWNED = -2  # it is not that of the step
+STEP_MAX = 10**15
 
 Link = tuple[str, str]  # two replicas; the first has the smaller id
 

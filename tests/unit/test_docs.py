@@ -20,7 +20,7 @@ import pytest
 
 import torchft_like
 from lighthouse import admission, net, server, session
-from lighthouse.core import claims, config, history, left_out
+from lighthouse.core import claims, config, decisions, history, left_out
 from lighthouse.listening import DESCRIPTORS_KEPT
 from lighthouse.page import server as page_server
 from tests.conftest import ROOT
@@ -243,7 +243,7 @@ LIMITS: dict[str, list[str]] = {
     "a group": ["refused"],
     "replicas": [f"{JOB.replicas_max:,}; up to {REPLICAS_HIGHEST:,}"],
     "a replica id": [f"{admission.TEXT_MAX:,} characters"],
-    "a step": [f"0 to 10^{len(str(admission.STEP_MAX)) - 1}"],
+    "a step": [f"0 to 10^{len(str(decisions.STEP_MAX)) - 1}"],
     "quorums of an earlier start": [f"{claims.QUORUMS_MAX}, "],
     "links that": [f"{left_out.REPORTED_MAX}, {left_out.REPORTED_CHARACTERS_MAX:,} characters"],
     "a quorum id": [f"{admission.AHEAD_MS_MAX // (365 * 24 * 60 * 60 * 1000)} years"],

@@ -41,7 +41,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from lighthouse.core.decisions import DISOWNED, NO_STATE
+from lighthouse.core.decisions import DISOWNED, NO_STATE, STEP_MAX
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
 from torchft_like.core.replica_group import RankJoin
@@ -284,13 +284,17 @@ class StepProtocol:
         self._configured_quorum_id = quorum_id
 
     def restore(self, counters: Mapping[str, object]) -> None:
-        """Take over counters of a periodic checkpoint, which `counters` returned."""
+        """Take over counters of a periodic checkpoint, which `counters` returned.
+
+        Raises:
+            ValueError: they are none; nothing has changed then.
+        """
+        version, batches = _version(counters), _count(counters, "batches_committed", 0)
+        first_quorum_id = _count(counters, "first_quorum_id", 0)
         self._stands, self.catch_up = False, None
         self._is_settled = False
-        self.step = _count(counters, "step")
-        self.batches_committed = _count(counters, "batches_committed")
-        self.commit_quorum_id = _count(counters, "commit_quorum_id")
-        self.first_quorum_id = _count(counters, "first_quorum_id")
+        self.step, self.commit_quorum_id = version
+        self.batches_committed, self.first_quorum_id = batches, first_quorum_id
 
     def heal(self, counters: Mapping[str, object]) -> None:
         """Take over the counters of a peer whose state was loaded, after which this replica may commit.
@@ -313,7 +317,7 @@ class StepProtocol:
         Raises:
             ValueError: the steps were kept since another state.
         """
-        found = Version(_count(counters, "step"), _count(counters, "commit_quorum_id"))
+        found = _version(counters)
         if self.catch_up is None or found != self.catch_up.start:
             raise ValueError(f"a state of {found} was fetched for steps that were kept since another one")
         return [step.averages for step in self.catch_up.kept]
@@ -551,8 +555,17 @@ class StepProtocol:
         self._counted = [rank for rank in counted if rank < size]
 
 
-def _count(counters: Mapping[str, object], name: str) -> int:
-    value = counters.get(name, 0)
-    if not isinstance(value, int):
-        raise ValueError(f"the Manager's state has {name}={value!r}, which is not a whole number")
+def _version(counters: Mapping[str, object]) -> Version:
+    """Return the version that the counters name; those of torchft name no quorum."""
+    return Version(_count(counters, "step"), _count(counters, "commit_quorum_id", 0, least=DISOWNED))
+
+
+def _count(counters: Mapping[str, object], name: str, otherwise: int | None = None, *, least: int = 0) -> int:
+    value = counters.get(name, otherwise)
+    if type(value) is not int or not least <= value <= STEP_MAX:
+        what = f"{name}={value!r:.100}" if name in counters else f"no {name!r}"
+        raise ValueError(
+            f"the Manager's state has {what}, and not a whole number from {least} to {STEP_MAX}: load what "
+            "the Manager's state_dict returned"
+        )
     return value

@@ -247,7 +247,11 @@ class Manager:
         return self._protocol.counters()
 
     def load_state_dict(self, state_dict: Mapping[str, int]) -> None:
-        """Restore the counters from a periodic checkpoint."""
+        """Restore the counters from a periodic checkpoint.
+
+        Raises:
+            ValueError: they are not what `state_dict` returned, here or in torchft; nothing was restored.
+        """
         self._protocol.restore(state_dict)
 
     def disown_state(self) -> None:

@@ -170,8 +170,22 @@ def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     p.decide(committed=True)
     q.restore(p.counters())
     assert q.counters() == p.counters()
-    with pytest.raises(ValueError, match="step='five'"):
-        q.restore({"step": "five"})
+    bad: dict[str, dict[str, object]] = {
+        "step='five'": {"step": "five"},
+        "no 'step'": {"model": {}, "manager": p.counters()},  # the whole checkpoint
+        "step=-1": {"step": -1},
+        "step=1180591620717411303424": {"step": 2**70},
+        "step=True": {"step": True},
+        "batches_committed=2.0": {"step": 7, "batches_committed": 2.0},
+        "commit_quorum_id=-3": {"step": 7, "commit_quorum_id": -3},
+        "first_quorum_id=-1": {"step": 7, "first_quorum_id": -1},
+    }
+    for text, counters in bad.items():
+        with pytest.raises(ValueError, match=text):
+            q.restore(counters)
+        assert q.counters() == p.counters()
+    q.restore({"step": 7, "batches_committed": 14})  # of torchft
+    assert q.counters() == {"step": 7, "batches_committed": 14, "commit_quorum_id": 0, "first_quorum_id": 0}
 
 
 def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
