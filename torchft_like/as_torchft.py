@@ -124,15 +124,24 @@ def _run_path(path: str) -> None:
     if not sys.flags.safe_path:
         sys.path[0] = path if finder is not None else str(Path(path).resolve().parent)
         _put_on_path()
-    if finder is None:
-        with io.open_code(str(Path(path).resolve())) as script:
-            _run(compile(script.read(), path, "exec"), file=path)
-    else:
+    if finder is not None:
         _run_module(finder.find_spec("__main__"))
+        return
+    try:
+        with io.open_code(str(Path(path).resolve())) as script:
+            text = script.read()
+    except OSError as error:
+        sys.exit(f"{OURS}.as_torchft: {path} cannot be read: {error.strerror}")
+    _run(compile(text, path, "exec"), file=path)
 
 
 def _spec_of(module: str) -> importlib.machinery.ModuleSpec | None:
-    spec = importlib.util.find_spec(module)
+    try:
+        spec = importlib.util.find_spec(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(f"{error.name}."):
+            raise  # what a package of the name imports
+        return None
     is_package = spec is not None and spec.submodule_search_locations is not None
     return _spec_of(f"{module}.__main__") if is_package else spec
 

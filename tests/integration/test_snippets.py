@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import itertools
 import os
 import time
@@ -23,18 +24,6 @@ from tests.managers import lighthouse_here, manager_alone
 from tests.pages import PAGES, blocks
 from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
-from torchft_like.collectives import allreduce_quantized
-from torchft_like.data import GlobalBatches, GlobalBatchLoader
-from torchft_like.gang import (
-    ElasticGangs,
-    GangError,
-    ManagedGang,
-    ReduceOperation,
-    TopologyError,
-    create_parallel_gangs,
-)
-from torchft_like.group_coordinator import GroupCoordinator
-from torchft_like.local_sgd import DiLoCo
 
 pytestmark = pytest.mark.integration
 
@@ -179,6 +168,14 @@ def python_blocks() -> dict[Number, str]:
     return found
 
 
+def imports_before(number: Number) -> str:
+    """Return what the blocks that stand before one on its page import: what else it needs, it imports."""
+    page, place = number
+    trees = (ast.parse(python_blocks()[page, before]) for before in range(place))
+    found = (node for tree in trees for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom))
+    return "\n".join(map(ast.unparse, found))
+
+
 def test_every_block_runs_here_or_elsewhere() -> None:
     assert set(python_blocks()) == {*SCENES, *ELSEWHERE}
     assert [(file, call) for file, call in ELSEWHERE.values() if call not in (ROOT / file).read_text()] == []
@@ -186,7 +183,7 @@ def test_every_block_runs_here_or_elsewhere() -> None:
 
 @pytest.fixture
 def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Names]:
-    """What all pages presuppose: a lighthouse, a store, a small model, and the public names."""
+    """What all pages presuppose: a lighthouse, a store, a small model, and the names of `torchft_like`."""
     monkeypatch.chdir(tmp_path)
     with ExitStack() as stack:
         lighthouse = stack.enter_context(lighthouse_here(min_replicas=1))
@@ -204,23 +201,11 @@ def usual(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Names]:
             return group
 
         public = {name: getattr(torchft_like, name) for name in vars(torchft_like)["__all__"]}
-        own = (
-            DataLoader,
-            GlobalBatches,
-            GlobalBatchLoader,
-            ElasticGangs,
-            GangError,
-            ManagedGang,
-            TopologyError,
-        )
-        functions = (create_parallel_gangs, GroupCoordinator, allreduce_quantized)
         yield {
             **public,
-            **{one.__name__: one for one in (*own, *functions)},
             "AdamW": torch.optim.AdamW,
+            "DataLoader": DataLoader,
             "ReduceOp": ReduceOp,
-            "ReduceOperation": ReduceOperation,
-            "DiLoCo": DiLoCo,
             "os": os,
             "time": time,
             "torch": torch,
@@ -251,6 +236,7 @@ def test_a_block_does_what_it_says(number: Number, usual: Names) -> None:
         assert old in text
         text = text.replace(old, usual.get(new, new))
     names = {**usual, **scene.before(usual)}
+    exec(imports_before(number), names)
     if number[0] == "message-queue.md":
         run_queue(text, names)
     else:

@@ -108,9 +108,10 @@ def test_it_is_run_as_python_does(tmp_path: Path, call: list[str], shown: str) -
     assert done.stdout == shown.replace("FOLDER", str(tmp_path)) + "\n", done.stderr
 
 
-def test_a_module_that_does_not_exist_cannot_be_run() -> None:
-    done = run("-m", "torchft_like.as_torchft", "-m", "no_such_module_anywhere")
-    assert (done.returncode, "no_such_module_anywhere" in done.stderr) == (1, True)
+@pytest.mark.parametrize("call", [["-m", "no_such"], ["-m", "no_such.module"], ["no_such.py"]], ids=" ".join)
+def test_what_does_not_exist_cannot_be_run(call: list[str]) -> None:
+    done = run("-m", "torchft_like.as_torchft", *call)
+    assert (done.returncode, call[-1] in done.stderr, "Traceback" in done.stderr) == (1, True, False)
 
 
 def test_workers_of_torch_know_the_classes_of_a_script(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from lighthouse.core import claims, config, decisions, history, left_out
 from lighthouse.listening import DESCRIPTORS_KEPT
 from lighthouse.page import server as page_server
 from tests.conftest import ROOT
-from tests.pages import FENCED, PAGES, Block, blocks, commands
+from tests.pages import FENCED, PAGES, SPAN, Block, blocks, commands
 from tools import torchft_names
 from tools.torchft_names import COMMAND, NAMES, rows
 from torchft_like import parameter_server, plain_data
@@ -158,6 +158,26 @@ def test_every_variable_is_read_somewhere() -> None:
     code = sources() + "".join(path.read_text() for path in (ROOT / "examples").glob("*.py"))
     named = {name for page in PAGES for name in re.findall(r"TORCHFT_[A-Z_]*[A-Z]", page.read_text())}
     assert {name for name in named if name not in code} == set()
+
+
+@by_page
+def test_every_file_is_there(page: Path) -> None:
+    """A path in a page may begin at any folder of ours, end without .py, and name several files in braces."""
+    tops = (*OURS, "docs", "examples", "benchmarks", "proto", "tests", "tools")
+    files = [path for top in tops for path in (ROOT / top, *(ROOT / top).rglob("*"))]
+    folders = {path.name for path in files if path.is_dir()}
+    known = "".join(f"/{path.relative_to(ROOT)}\n" for path in files)
+    for span in SPAN.findall(FENCED.sub("", page.read_text())):
+        is_path = span.partition("/")[0] in folders if "/" in span else re.match(r"test_.*\.py$", span)
+        if is_path and re.fullmatch(r"[\w./{},-]+", span):
+            for path in in_braces(span.rstrip("/")):
+                assert f"/{path}\n" in known or f"/{path}.py\n" in known, path
+
+
+def in_braces(text: str) -> list[str]:
+    before, _, rest = text.partition("{")
+    inside, _, after = rest.partition("}")
+    return [before + each + after for each in inside.split(",")]
 
 
 def test_every_error_text_of_the_troubleshooting_is_in_the_code() -> None:

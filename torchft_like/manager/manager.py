@@ -83,6 +83,8 @@ class Manager:
             TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
             and state transfers.
         rank, world_size: the rank in the replica group, and its size (RANK, WORLD_SIZE; 0 of 1 when unset).
+        world_size_mode: how many members take part where there are more than `min_replica_size`: all, or so
+            many, and the others add zeros.
         store_addr, store_port: the group's TCPStore (MASTER_ADDR, MASTER_PORT); a group of one rank
             makes its own when none is given.
         lighthouse_addr: `http://host:port` (TORCHFT_LIGHTHOUSE); read on rank 0.
