@@ -26,6 +26,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lighthouse import __version__
 from lighthouse.address import Address, is_loopback, parse_address
 from lighthouse.errors import CoordinationError
 from lighthouse.events import printable
@@ -106,7 +107,7 @@ def examine(address: str) -> list[Finding]:
     for check, look in checks:
         try:
             findings.append(look())
-        except (CoordinationError, OSError, ValueError) as error:  # whose texts say what to do
+        except (CoordinationError, ImportError, OSError, ValueError) as error:  # whose texts say what to do
             findings.append(Finding(check, WRONG, str(error)))
     return findings
 
@@ -237,7 +238,7 @@ def about_answer(code: str, took_s: float, detail: str = "") -> Finding:
 
 
 def _versions() -> Finding:
-    found = {"torchft-like": metadata.version("torchft-like"), "python": platform.python_version()}
+    found = {"torchft-like": __version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = metadata.version(package)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from email.message import Message
 from pathlib import Path
 
@@ -120,6 +121,14 @@ def test_where_something_is_wrong_the_rest_is_looked_at(
     assert "are both set: leave one out" in printed
     assert "TORCHFT_TIMEOUT_SEC is 'soon'" in printed
     assert "x" * 64 not in printed
+
+
+def test_where_a_package_is_missing_the_rest_is_looked_at(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "grpc", None)  # so that importing it fails
+    _, found = states(capsys, "127.0.0.1:1")
+    assert (list(found), found["lighthouse"]) == (CHECKS, WRONG)
 
 
 def test_why_a_lighthouse_does_not_answer_is_quoted(capsys: pytest.CaptureFixture[str]) -> None:
