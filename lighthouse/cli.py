@@ -250,6 +250,7 @@ def _parse(arguments: Sequence[str]) -> _Given:
         default="INFO",
         choices=["DEBUG", "INFO", "WARNING", "ERROR"],
         metavar="LEVEL",
+        help="of its own log: DEBUG, INFO, WARNING or ERROR (default: %(default)s)",
     )
     given = parser.parse_args(arguments)
     config = LighthouseConfig(**{f.name: getattr(given, f.name) for f in fields(LighthouseConfig)})

@@ -63,14 +63,14 @@ def _make(options: argparse.Namespace) -> int:
             for path, text in {**texts, **files}.items():
                 _write(folder / path, text, undo)
             undo.pop_all()
-        for role, whose in _WHOSE.items():
-            path = folder / role.name.lower()
-            sys.stdout.write(f"{path}: {whose}{path if whose.endswith('=') else ''}\n")
-        if files:
-            sys.stdout.write(f"{folder / 'tls'}: for all of them: {TLS_ENV}={folder / 'tls'}\n")
     except OSError as error:
         sys.stderr.write(f"torchft-like: {error.filename}: {error.strerror}; nothing was overwritten\n")
         return 2
+    for role, whose in _WHOSE.items():
+        path = folder / role.name.lower()
+        sys.stdout.write(f"{path}: {whose}{path if whose.endswith('=') else ''}\n")
+    if files:
+        sys.stdout.write(f"{folder / 'tls'}: for all of them: {TLS_ENV}={folder / 'tls'}\n")
     return 0
 
 

@@ -16,12 +16,13 @@ _known: dict[tuple[str, ...], tuple[object, Any]] = {}  # by paths, the files' s
 _complaints: dict[tuple[str, ...], str] = {}  # by paths, what is wrong with the files now
 
 
-def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
+def read_again(paths: Sequence[str], variable: str, read: Callable[[], T]) -> T:
     """Return what `read` makes of these files, which is called again once one of them has changed.
 
     If they cannot be read then, what they held before stays good, with a warning.
 
     Args:
+        variable: the environment variable that names them, for the text of an error.
         read: a function that reads the files; what it raises, an OSError or a ConfigError, must not quote
           them.
 
@@ -39,7 +40,8 @@ def read_again(paths: Sequence[str], read: Callable[[], T]) -> T:
         failure = error
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
-            failure = ConfigError(f"the file {error.filename or ' or '.join(paths)} cannot be read: {reason}")
+            name = error.filename or " or ".join(paths)
+            failure = ConfigError(f"the file {name} ({variable}) cannot be read: {reason}")
         if value is None:
             raise failure from None
         if _complaints.get(key) != str(failure):  # else a line for each call and connection

@@ -55,7 +55,7 @@ def process_identity() -> Identity | None:
     """
     if not (folder := os.environ.get(TLS_ENV)):
         return None
-    return read_again([os.path.join(folder, name) for name in FILES], lambda: _read(Path(folder)))
+    return read_again([os.path.join(folder, name) for name in FILES], TLS_ENV, lambda: _read(Path(folder)))
 
 
 def _read(folder: Path) -> Identity:

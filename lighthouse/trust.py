@@ -51,7 +51,8 @@ def process_trust() -> Trust | None:
     if path and text:
         raise ConfigError(f"{TOKEN_FILE_ENV} and {TOKEN_ENV} are both set: leave one out")
     if path:
-        return read_again([path], lambda: parse_trust(_read(path), f"the file {path} ({TOKEN_FILE_ENV})"))
+        where = f"the file {path} ({TOKEN_FILE_ENV})"
+        return read_again([path], TOKEN_FILE_ENV, lambda: parse_trust(_read(path), where))
     return parse_trust(text, f"the environment variable {TOKEN_ENV}") if text else None
 
 

@@ -62,7 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     if options.name not in _LENGTHS:
         try:
-            return int(options.run(options))
+            status = int(options.run(options))
+            sys.stdout.flush()
+            return status
+        except BrokenPipeError:  # whoever reads has enough, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except CoordinationError as error:
             print(f"torchft-like: {error}", file=sys.stderr)  # noqa: T201 - a command line prints its errors
             return 1 if isinstance(error, RefusedError) else 2
@@ -90,12 +95,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     _add_spare_command(commands)
     for name, what in (
         ("chaos", "inject faults into a job of real processes, and check what it wrote"),
-        ("soak", "the same, after a run of the same length without faults"),
+        ("soak", "do as chaos does, after a run of the same length without faults"),
     ):
         _add_options(commands.add_parser(name, help=what, description=what), _LENGTHS[name])
     options = parser.parse_args(argv)
     if options.name not in _LENGTHS:
         return options
+    parser = commands.choices[options.name]
     if options.baseline is None:
         options.baseline = options.length if options.name == "soak" else 0.0
     if "{index}" not in options.names:

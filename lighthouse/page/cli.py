@@ -4,9 +4,9 @@
     torchft-like watch [ADDRESS]               again every second, until Ctrl-C
     torchft-like kill REPLICA [ADDRESS]        end a replica group; exit status 1 if the lighthouse refuses
 
-REPLICA is a replica group's id, or the part of it before the colon, if that is one group's alone. ADDRESS is
-that of the lighthouse or of its page; without it the one in TORCHFT_LIGHTHOUSE. Exit status 2 says that no
-page answers there.
+REPLICA is a replica group's id; or the part of it before the colon or what `status` prints of it, if that is
+one group's alone. ADDRESS is that of the lighthouse or of its page; without it the one in TORCHFT_LIGHTHOUSE.
+Exit status 2 says that no page answers there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from urllib.parse import quote
 
 from lighthouse.address import Address, parse_address
 from lighthouse.core.json_text import read_json
-from lighthouse.errors import AddressError, CoordinationError
+from lighthouse.errors import AddressError, ConfigError, CoordinationError
 from lighthouse.events import printable, short_name
 from lighthouse.tls import connecting
 from lighthouse.trust import TOKEN_FILE_ENV, authorization
@@ -55,12 +55,12 @@ def add_commands(commands: Any) -> None:
     """
     for name, what, run in (
         ("status", "print what a lighthouse knows of its job", _status),
-        ("watch", "the same every second", _watch),
+        ("watch", "print it every second, until Ctrl-C", _watch),
         ("kill", "end a replica group", _kill),
     ):
         parser = commands.add_parser(name, help=what, description=what)
         if name == "kill":
-            parser.add_argument("replica", help="its id, or the name that begins it")
+            parser.add_argument("replica", help="its id, the name that begins it, or what `status` prints")
         parser.add_argument(
             "address",
             nargs="?",
@@ -105,7 +105,7 @@ def chosen(name: str, known: Sequence[str]) -> str:
     """
     if name in known:
         return name
-    found = [replica_id for replica_id in known if replica_id.partition(":")[0] == name]
+    found = [each for each in known if name in (each.partition(":")[0], short_name(each))]
     if len(found) == 1:
         return found[0]
     what = f"{len(found)} replica groups are" if found else "no replica group is"
@@ -162,12 +162,15 @@ class Pages:
         for address in list(self._addresses):
             try:
                 found = _fetch(address)
+            except ConfigError:  # this process's own tokens or certificate
+                raise
             except (OSError, http.client.HTTPException, ValueError) as error:
                 problems.append(f"{address}: {type(error).__name__} {error}".rstrip())
             else:
                 self._addresses = [address]
                 return found
-        raise NoPageError(printable(f"no page of a lighthouse answers at {'; '.join(problems)}"))
+        found_none = f"no page of a lighthouse answers at {'; '.join(problems)}"
+        raise NoPageError(printable(f"{found_none}: does one run there, and where does it say its page is?"))
 
     def kill(self, replica_id: str) -> None:
         """Let the lighthouse end a replica group; `status` has been called before.

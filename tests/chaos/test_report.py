@@ -489,12 +489,24 @@ def test_the_command_says_why_there_is_no_fault_at_all(
     assert complaint in capsys.readouterr().err
 
 
+def test_a_command_that_ends_before_it_has_trained_has_failed_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 1e9)
+    command = f"{sys.executable} -c 'raise SystemExit(\"no data\")'"
+    assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command]) == FAILED
+    said = capsys.readouterr().err
+    assert "before a first step of all replica groups r" in said
+    assert "ended with 1, which nobody asked for:\nno data" in said
+
+
 def test_a_job_that_does_not_even_start_has_failed_and_its_logs_are_kept(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 0.5)
-    command = f"{sys.executable} -c 'print(\"nothing to do\"); input()'"
+    command = f"{sys.executable} -c 'import time; time.sleep(1e6)'"
     assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command]) == FAILED
     said = capsys.readouterr().err
     assert "no first step" in said

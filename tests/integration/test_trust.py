@@ -277,6 +277,7 @@ def test_the_command_line_kills_as_an_operator_only(
 
 def test_a_name_that_begins_several_ids_is_nobodys() -> None:
     assert cli.chosen("a", ["a:1", "ab:1", "b:1"]) == "a:1"
+    assert cli.chosen("a:1b4e", ["a:1b4e28ba", "a:2b4e28ba"]) == "a:1b4e28ba", "as `status` prints it"
     with pytest.raises(cli.RefusedError, match="2 replica groups are called a; there are: a:1, a:2"):
         cli.chosen("a", ["a:1", "a:2", "b"])
 

@@ -197,7 +197,7 @@ class Manager:
         """Add one part of the training script's state; every replica registers the same keys.
 
         Raises:
-            ConfigError: the key is taken.
+            ConfigError: the key is taken, or what is given is no function.
         """
         self._state.register(key, load_state_dict, state_dict)
 

@@ -49,8 +49,12 @@ class StateRegistry:
         """Add one part of the state.
 
         Raises:
-            ConfigError: the key is taken.
+            ConfigError: the key is taken, or what is given is no function.
         """
+        for name, function in (("load_state_dict", load), ("state_dict", save)):
+            if not callable(function):
+                what = f"{name} is of type {type(function).__name__}"
+                raise ConfigError(f"{what}: pass a function, as model.{name}, without a call")
         if key in self._functions:
             raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
         self._functions[key] = load, save

@@ -61,7 +61,8 @@ class Argument:
         for name in self.names:
             if name in kwargs:
                 return _nest(kwargs[name], self.depth)
-        raise TypeError(f"missing argument {self.names[0]!r}")
+        given = f" (given are {', '.join(kwargs)}; the names are torch's)" if kwargs else ""
+        raise TypeError(f"missing argument {self.names[0]!r}{given}")
 
 
 class Call(NamedTuple):

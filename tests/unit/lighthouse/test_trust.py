@@ -7,8 +7,10 @@ import base64
 import hmac
 import logging
 import os
+import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -233,7 +235,7 @@ def test_a_process_without_a_certificate_has_none(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("spoil", "complaint"),
     [
-        (lambda folder: (folder / KEY).unlink(), f"{KEY} cannot be read: No such file"),
+        (lambda folder: (folder / KEY).unlink(), f"{KEY} (TORCHFT_TLS) cannot be read: No such file"),
         (
             lambda folder: (folder / CERTIFICATE).write_text("secret"),
             "no certificate, its key and its authority",
@@ -263,7 +265,7 @@ def test_a_certificate_that_is_none_is_an_error_or_stays_as_it_was(
         assert process_identity() is before
     assert complaint in caplog.text
     monkeypatch.setenv(TLS_ENV, str(bad))
-    with pytest.raises(ConfigError, match=complaint) as caught:
+    with pytest.raises(ConfigError, match=re.escape(complaint)) as caught:
         process_identity()
     assert "secret" not in caplog.text + str(caught.value)
 
@@ -274,6 +276,27 @@ def test_keys_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "nothing was overwritten" in capsys.readouterr().err
     assert (tmp_path / "participate").read_text() == ONE
     assert [path.name for path in tmp_path.iterdir()] == ["participate"]
+
+
+def test_a_reader_that_has_enough_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torchft_like.chaos", "keys", "--tokens-only", str(tmp_path)]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, check=False)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "participate").exists()
+
+
+def test_a_token_file_that_cannot_be_read_is_told_of_and_no_page_that_is_missing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(TOKEN_FILE_ENV, str(tmp_path / "none"))
+    assert main(["status", "127.0.0.1:1"]) == 2
+    told = f"torchft-like: the file {tmp_path}/none (TORCHFT_TOKEN_FILE) cannot be read: No such file or"
+    assert capsys.readouterr().err.startswith(told)
 
 
 def test_a_certificate_that_cannot_be_read_is_an_error_beside_tokens(

@@ -393,6 +393,10 @@ class TestStateRegistry:
         with pytest.raises(ConfigError, match="'model'"):
             registry.register("model", lambda _: None, dict)
 
+    def test_what_a_function_returns_is_no_function(self) -> None:
+        with pytest.raises(ConfigError, match=r"state_dict is of type dict: pass a function, as model\."):
+            StateRegistry().register("model", lambda _: None, {"weight": 1})  # type: ignore[arg-type]
+
     @pytest.mark.heal_is_clean
     def test_a_peer_with_other_keys_is_refused_before_anything_is_loaded(self) -> None:
         registry, loaded = StateRegistry(), list[object]()

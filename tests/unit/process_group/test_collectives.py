@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import pytest
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, ReduceOp
+from torch._C._distributed_c10d import AllreduceOptions, BroadcastOptions, ReduceOp
 from torch._C._distributed_c10d import ProcessGroup as TorchProcessGroup
 
 from torchft_like.process_group import ProcessGroup
@@ -80,6 +81,11 @@ def test_every_overload_binds_to_the_same_call() -> None:
         assert call.outputs[0][1] is outputs[1]
         assert call.inputs[0] is tensor
         assert [item is output for item, output in zip(call.result, outputs, strict=True)] == [True, True]
+
+
+def test_a_name_that_is_not_torchs_is_told_of() -> None:
+    with pytest.raises(TypeError, match=r"missing argument 'tensors' \(given are tensor_list, opts; the"):
+        BY_NAME["broadcast"].bind((), {"tensor_list": [torch.ones(1)], "opts": BroadcastOptions()})
 
 
 def test_the_reduction_is_read_from_every_overload() -> None:

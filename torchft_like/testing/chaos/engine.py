@@ -128,9 +128,11 @@ class Engine:
             target = self._set_up(stack, run)
             job, run.log = target.job, target.job.log
             job.start()
-            if not job.tend_until(lambda: job.is_whole(0.0), FIRST_STEP_S_MAX):
+            if not job.tend_until(lambda: job.crashes or job.is_whole(0.0), FIRST_STEP_S_MAX):
                 tails = "\n".join(rank.tail() for rank in job.ranks())
                 raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
+            if job.crashes:
+                raise JobError(f"before a first step of all replica groups {job.crashes[0]}")
             run.began = time.time()
             all(self._strike(target, planned, run) for planned in plan)  # up to one that hangs
             self._finish(job, run)
