@@ -15,6 +15,7 @@ The names, arguments and defaults are torchft's.
 
 from __future__ import annotations
 
+import itertools
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from torchft_like.checkpointing.shards import like_shard_of, local_part
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.step import Share
 from torchft_like.core.sync_schedule import SyncSchedule
+from torchft_like.errors import CheckpointFormatError
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction
 
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
@@ -215,6 +217,25 @@ class DiLoCo(_InnerSteps):
         """
         return [fragment.state_dict() for fragment in self._fragments]
 
+    def load_global_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Load from a checkpoint what `global_states` returned on this rank, before the first inner step.
+
+        Without it the global parameters are those that the model had when this object was made, and the outer
+        optimizers begin anew.
+
+        Raises:
+            CheckpointFormatError: the model had other fragments; nothing was taken over.
+        """
+        own_forms, forms = (list(map(_form_of, each)) for each in (self.global_states(), states))
+        for number, (own, other) in enumerate(itertools.zip_longest(own_forms, forms)):
+            if own != other:
+                raise CheckpointFormatError(
+                    f"fragment {number} has the parameters {own!r:.500} here and {other!r:.500} in the "
+                    "checkpoint: every start of a job cuts the same model into the same fragments and shards"
+                )
+        for fragment, state in zip(self._fragments, states, strict=True):
+            fragment.load_state_dict(state)
+
     def _on_step(self, *_: object) -> None:
         schedule = self._schedule
         schedule.step()
@@ -331,6 +352,10 @@ class _Fragment:
         for name, kept in self.original_parameters.items():
             kept.copy_(state["original_parameters"][name])
         self._outer.load_state_dict(state["outer_optimizer"])
+
+
+def _form_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in state["original_parameters"].items()}
 
 
 def extract_local_tensor(t: Tensor) -> Tensor:

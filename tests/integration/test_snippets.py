@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import itertools
 import os
 import time
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
 import torchft_like
@@ -24,6 +26,7 @@ from tests.managers import lighthouse_here, manager_alone
 from tests.pages import PAGES, blocks
 from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.local_sgd import DiLoCo
 
 pytestmark = pytest.mark.integration
 
@@ -94,6 +97,33 @@ def in_a_step(names: Names) -> Names:
     return {"manager": manager, "process_group": names["make_group"]()}
 
 
+def with_diloco(names: Names) -> Names:
+    model, inner = names["model"], names["adamw"]
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9)
+    manager = names["make_manager"](use_async_quorum=False)
+    diloco = DiLoCo(manager, [model], inner, outer, sync_every=1)
+    return {"manager": manager, "inner": inner, "diloco": diloco}
+
+
+def begins_as_it_was_saved(names: Names) -> None:
+    """Check that what a sync changes is put back to what it was when it was saved."""
+    diloco, inner, model = names["diloco"], names["inner"], names["model"]
+
+    def sync() -> dict[str, Any]:
+        names["loss"](model(names["inputs"])).backward()
+        inner.step()
+        step = names["manager"].current_step()
+        return copy.deepcopy({"step": step, "model": model.state_dict(), "global": diloco.global_states()})
+
+    with diloco:
+        sync()
+        names["save"]("saved.pt")
+        after = sync()
+    names["load"]("saved.pt")
+    with diloco:
+        assert_close(sync(), after, rtol=0, atol=0)
+
+
 def has_committed(names: Names) -> None:
     assert names["manager"].current_step() > 0
 
@@ -157,6 +187,7 @@ SCENES: dict[Number, Scene] = {
     ("process-groups.md", 0): Scene(
         instead={"10.0.0.1:29500": "STORE"}, after=lambda names: names["group"].shutdown()
     ),
+    ("restart.md", 0): Scene(with_diloco, after=begins_as_it_was_saved),
 }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +18,7 @@ from torch.futures import Future
 
 from tests.fake_world import fake_world
 from torchft_like.core.step import Share
+from torchft_like.errors import CheckpointFormatError
 from torchft_like.local_sgd import USE_BUCKETIZATION_ENV, DiLoCo, LocalSGD
 
 INNER_LR, OUTER_LR, MOMENTUM = 0.5, 0.7, 0.9
@@ -184,6 +187,46 @@ def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
         load(state)
     torch.testing.assert_close([save() for _, save in peers[1].registered.values()], states[0])
     assert list(peers[0].registered) == ["StreamingDiLoCoFragment_0", "StreamingDiLoCoFragment_1"]
+
+
+@pytest.mark.parametrize("fragments", [1, 2])
+def test_a_start_from_a_checkpoint_goes_on_with_the_same_bits(fragments: int) -> None:
+    saved: list[io.BytesIO] = []
+    ends: list[list[Tensor]] = []
+    for _ in range(2):
+        net, peer = model(), Peer()
+        modules: list[nn.Module] = list(net) if fragments == 2 else [net]
+        inner = torch.optim.AdamW(net.parameters(), lr=INNER_LR)
+        diloco = DiLoCo(peer, modules, inner, [outer_sgd([module]) for module in modules], sync_every=4)
+        if saved:
+            parts = torch.load(io.BytesIO(saved[0].getvalue()))
+            net.load_state_dict(parts["model"])
+            inner.load_state_dict(parts["inner"])
+            peer.step = peer.syncs = peer.begun = parts["step"]
+            diloco.load_global_states(parts["global"])
+        with diloco:
+            while peer.step < 5:
+                next(train(net, inner))
+                if peer.step == 3 and not saved:
+                    parts = {"model": net.state_dict(), "inner": inner.state_dict()}
+                    saved.append(io.BytesIO())
+                    torch.save({**parts, "step": 3, "global": diloco.global_states()}, saved[0])
+        ends.append([p.detach() for p in net.parameters()])
+    torch.testing.assert_close(ends[1], ends[0], rtol=0, atol=0)
+
+
+def test_a_checkpoint_of_other_fragments_is_refused_as_a_whole() -> None:
+    net = model()
+    inner = torch.optim.SGD(net.parameters(), lr=INNER_LR)
+    diloco = DiLoCo(Peer(), list(net), inner, outer_sgd(list(net)), sync_every=2)
+    before = copy.deepcopy(diloco.global_states())
+    bad = copy.deepcopy(before)
+    bad[0]["original_parameters"]["weight"] += 1
+    bad[1]["original_parameters"]["weight"] = torch.zeros(1, 1)  # could be spread over the parameter
+    for states, number in ((bad, 1), (bad[:1], 1), ([bad[1], bad[0]], 0)):
+        with pytest.raises(CheckpointFormatError, match=f"fragment {number} has the parameters"):
+            diloco.load_global_states(states)
+    torch.testing.assert_close(diloco.global_states(), before, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
