@@ -27,7 +27,7 @@ from lighthouse.address import Address, parse_address
 from lighthouse.core.json_text import read_json
 from lighthouse.errors import AddressError, ConfigError, CoordinationError
 from lighthouse.events import printable, short_name
-from lighthouse.tls import connecting
+from lighthouse.tls import TLS_ENV, connecting
 from lighthouse.trust import TOKEN_FILE_ENV, authorization
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
@@ -165,12 +165,14 @@ class Pages:
             except ConfigError:  # this process's own tokens or certificate
                 raise
             except (OSError, http.client.HTTPException, ValueError) as error:
-                problems.append(f"{address}: {type(error).__name__} {error}".rstrip())
+                name = "" if type(error) is ValueError else f"{type(error).__name__} "  # ours say it all
+                problems.append(f"{address}: {name}{error}".rstrip())
             else:
                 self._addresses = [address]
                 return found
         found_none = f"no page of a lighthouse answers at {'; '.join(problems)}"
-        raise NoPageError(printable(f"{found_none}: does one run there, and where does it say its page is?"))
+        cure = f"does one run there, where does it say its page is, and have both {TLS_ENV}, or neither?"
+        raise NoPageError(printable(f"{found_none}: {cure}"))
 
     def kill(self, replica_id: str) -> None:
         """Let the lighthouse end a replica group; `status` has been called before.

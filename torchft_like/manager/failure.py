@@ -17,8 +17,8 @@ class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
 
     def __init__(self, e: Exception) -> None:
         super().__init__(e)
-        self.original_exception = e
-        self.stack_trace = "".join(traceback.format_exception(e))
+        self.original_exception: Exception = e
+        self.stack_trace: str = "".join(traceback.format_exception(e))
         self.__cause__ = e
 
     def __str__(self) -> str:

@@ -170,7 +170,7 @@ class Manager:
         self._replica_id, self._init_sync, self._checks = config.replica_id, init_sync, []
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
-        self.events = followed(EventLog("manager", logger))
+        self.events: EventLog = followed(EventLog("manager", logger))
         self._group = group = ManagedGroup(pg, protocol, self._emit, config.given_timeout_s)
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)

@@ -22,7 +22,7 @@ from torchft_like.checkpointing.shards import is_dtensor, layout_of, place, shar
 from torchft_like.errors import CheckpointError, ConfigError, ForeignStateError
 from torchft_like.plain_data import DEPTH_MAX, Layout, Shard
 
-LoadFunction = Callable[[Any], None]
+LoadFunction = Callable[[Any], object]  # a module returns the keys that do not fit
 SaveFunction = Callable[[], Any]
 
 
