@@ -1,9 +1,10 @@
 """Events of Managers under the names of torchft's three loggers, and from there to OpenTelemetry if wanted.
 
 `torchft_quorums` has a record for each quorum with a new id, `torchft_commits` one for each vote, and
-`torchft_errors` one for each abort of a process group. With TORCHFT_USE_OTEL=true all of them go to the
-console and to the collector that opentelemetry's own variables name (OTEL_EXPORTER_OTLP_ENDPOINT, ...).
-That needs `pip install 'torchft-like[otel]'`.
+`torchft_errors` one for each abort of a process group, if such a logger has a handler or a level: on the
+root's handlers alone they would say again what the logger `torchft_like` says. With TORCHFT_USE_OTEL=true
+all of them go to the console and to the collector that opentelemetry's own variables name
+(OTEL_EXPORTER_OTLP_ENDPOINT, ...). That needs `pip install 'torchft-like[otel]'`.
 """
 
 from __future__ import annotations
@@ -72,8 +73,10 @@ def followed(events: EventLog) -> EventLog:
 
 
 def _is_wanted(kind: str) -> bool:
-    name = _LOGGERS.get(kind)
-    return name is not None and logging.getLogger(name).isEnabledFor(logging.INFO)
+    if (name := _LOGGERS.get(kind)) is None:
+        return False
+    logger = logging.getLogger(name)
+    return bool(logger.handlers or logger.level) and logger.isEnabledFor(logging.INFO)
 
 
 def _tell(event: Event) -> None:

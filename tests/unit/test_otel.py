@@ -33,7 +33,8 @@ def test_the_loggers_are_told_what_torchft_tells_them(
     events: EventLog, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JOB_ID", "job7")
-    caplog.set_level(logging.INFO)
+    for name in ("torchft_quorums", "torchft_commits", "torchft_errors"):
+        caplog.set_level(logging.INFO, name)
     common = {"replica_id": "a:1", "group_rank": 2, "step": 3, "quorum_id": 4}
     events.emit("quorum", members=["a:1"], **common)  # type: ignore[arg-type]
     events.emit("commit", committed=False, participants=1, **common)  # type: ignore[arg-type]
@@ -49,6 +50,15 @@ def test_the_loggers_are_told_what_torchft_tells_them(
         ]
     assert vars(records["torchft_commits"])["commit_result"] is False
     assert vars(records["torchft_errors"])["error"] == "process_group_abort"
+
+
+def test_a_script_that_logs_is_told_of_a_quorum_once(
+    events: EventLog, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    events.emit("quorum", members=["a:1"], replica_id="a:1", step=3, quorum_id=4)
+    events.emit("commit", committed=True, participants=1, replica_id="a:1", step=3, quorum_id=4)
+    assert [record.name for record in caplog.records] == ["torchft_like"]
 
 
 def test_without_opentelemetry_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
