@@ -4,8 +4,9 @@ The first of the groups that take part writes them, every rank its part of the s
 the training goes on. A group that starts loads the newest one that is complete: if all start, the job goes on
 from there; if others train, or have found a newer one, this group heals from them in its first step.
 
-A checkpoint is complete when it has its `.metadata`, which torch writes last. Each start of a group writes
-into folders of its own: a process that was taken for dead may go on writing.
+A checkpoint is complete when it has its `.metadata`, which torch writes last. One that is complete and cannot
+be read, as a file is damaged, is passed over. Each start of a group writes into folders of its own: a process
+that was taken for dead may go on writing. Nothing here deletes old checkpoints, or parts of one.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save
@@ -51,20 +53,36 @@ class Checkpoints:
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def resume(self) -> bool:
-        """Load the newest complete checkpoint, before the first step; return whether there is one."""
-        chosen = [self.newest()]
+        """Load the newest checkpoint that can be read, before the first step; return whether there is one.
+
+        Raises:
+            CheckpointException: none of those that are complete can be read: no job is begun anew then.
+        """
+        found = [self.complete()]
         if self.group is not None:  # another group may complete one just now: all ranks load the same
-            dist.broadcast_object_list(chosen, group_src=0, group=self.group)
-        if chosen[0] is None:
-            return False
+            dist.broadcast_object_list(found, group_src=0, group=self.group)
+        unreadable = None
+        for folder in found[0]:
+            try:
+                self.load(folder)
+            except CheckpointException as error:  # on all ranks, if one of them cannot read its part
+                logger.error("%s cannot be read: %r", folder, error)
+                unreadable = error
+            else:
+                return True
+        if unreadable is not None:
+            raise unreadable
+        return False
+
+    def load(self, folder: Path) -> None:
+        """Load a checkpoint."""
         state = self.state()
-        load(state, checkpoint_id=chosen[0], process_group=self.group, no_dist=self.group is None)
+        load(state, checkpoint_id=folder, process_group=self.group, no_dist=self.group is None)
         set_state_dict(
             self.model, self.optim, model_state_dict=state["model"], optim_state_dict=state["optim"]
         )
         self.manager.load_state_dict(state["manager"])
         self.saved_step = self.manager.current_step()
-        return True
 
     def save_if_due(self) -> None:
         """Begin to save a state that is due; called between two steps."""
@@ -95,9 +113,10 @@ class Checkpoints:
             logger.error("a checkpoint was not written: %r", error)
         self.writing = None
 
-    def newest(self) -> Path | None:
+    def complete(self) -> list[Path]:
+        """Return the folders of the complete checkpoints, the newest one first."""
         complete = self.folder.glob("step-*/.metadata") if self.folder is not None else ()
-        return max((path.parent for path in complete), key=_step_and_name, default=None)
+        return sorted((path.parent for path in complete), key=_step_and_name, reverse=True)
 
     def state(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.model, self.optim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import time
@@ -108,7 +109,9 @@ def newest(saved: Mapping[int, Path]) -> int:
 
 
 def test_a_job_of_which_nothing_was_left_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> None:
-    """One group finds an older one, and one finds none; there is one that was not written to the end."""
+    """One group finds an older one, and one finds none; of two others one was not written to the end, and one
+    cannot be read.
+    """
     with Cluster(tmp_path, min_replicas=ALL) as cluster:
         job = Job(cluster, steps=1_000_000)
         job.start()
@@ -122,10 +125,14 @@ def test_a_job_of_which_nothing_was_left_goes_on_from_its_newest_checkpoint(tmp_
         shutil.copytree(saved[EVERY], older / saved[EVERY].name)
         shutil.copytree(saved[EVERY], torn)
         (torn / ".metadata").rename(torn / ".metadata.tmp")
+        unreadable = job.saved / f"step-{job.steps}-unreadable"
+        shutil.copytree(saved[EVERY], unreadable)
+        os.truncate(unreadable / "__0_0.distcp", 1000)
         job.start({NAMES[0]: older, NAMES[1]: tmp_path / "none"})
         digest = job.finish()
         job.check(began=newest(saved))
         assert [bool(group.events("heal")) for group in job.living] == [True, True, False]
+        assert f"{unreadable} cannot be read" in job.living[2].ranks[0].output
     assert digest == undisturbed(tmp_path / "undisturbed", job.steps)
 
 
