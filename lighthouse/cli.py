@@ -122,12 +122,23 @@ async def _serve(given: _Given) -> None:
     lighthouse, page = await Lighthouse.start(given.config, given.bind), None
     try:
         page = await _start_page(lighthouse, given)
-        print(f"lighthouse listening on {lighthouse.address.url}", flush=True)  # noqa: T201
+        _say(f"lighthouse listening on {lighthouse.address.url}")
         watch = loop.create_task(_watch_certificate())
         await signalled.wait()
         watch.cancel()
     finally:
         await asyncio.gather(lighthouse.stop("signal"), *([page.stop()] if page else []))
+
+
+def _say(text: str) -> None:
+    """Print a line, or log it: a lighthouse serves, too, where the disk with its output is full."""
+    if sys.stdout is None:
+        return
+    try:
+        # Python would keep what cannot be written, and fail once more at its end.
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+    except OSError as error:
+        logging.getLogger("lighthouse").warning("standard output: %s; %s", error.strerror or error, text)
 
 
 async def _watch_certificate() -> None:
@@ -165,7 +176,7 @@ async def _start_page(lighthouse: Lighthouse, given: _Given) -> PageServer | Non
     except BindError as error:
         failure = error
     else:
-        print(f"lighthouse page on {page.url}", flush=True)  # noqa: T201
+        _say(f"lighthouse page on {page.url}")
         return page
     if given.must_have_page:
         raise failure

@@ -233,9 +233,11 @@ class TimerThread:
             time.sleep(limit_s / _LOOKS)
             now = self._firing
             seen, looks = now, looks + 1 if now is not None and now is seen else 0
-        sys.stderr.write(f"the callback of a timeout ran for {limit_s:g} s ({WATCHDOG_TIMEOUT_SEC})\n")
-        faulthandler.dump_traceback()
-        os._exit(1)
+        try:
+            sys.stderr.write(f"the callback of a timeout ran for {limit_s:g} s ({WATCHDOG_TIMEOUT_SEC})\n")
+            faulthandler.dump_traceback()
+        finally:  # standard error may be on a full disk
+            os._exit(1)
 
     def _next_due(self) -> Timer:
         with self._changed:

@@ -31,6 +31,7 @@ from tests.integration.lighthouse_clients import (
 from tests.waiting import soon
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.testing.cluster import LighthouseProcess
+from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
 
@@ -272,6 +273,19 @@ def test_a_port_in_use_is_one_line_and_status_2() -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(f"lighthouse: cannot listen on {bind}: Address already in use")
     assert done.stderr.count("\n") == 1
+
+
+def test_a_lighthouse_serves_where_its_output_cannot_be_written(processes: Processes) -> None:
+    command = f"exec {sys.executable} -m lighthouse --bind 127.0.0.1:0 --min_replicas 1 > /dev/full"
+    daemon = processes.start("sh", "-c", command)
+    place = "No space left on device; lighthouse {} on http://(\\S+)"
+    assert daemon.wait_for_output(place.format("page"), LIMIT_S)
+    address = daemon.wait_for_output(place.format("listening"), LIMIT_S)[1]
+    with registered(address, "a") as (a,):
+        a.join()
+        assert ids_of(a.quorum()) == ["a"]
+    daemon.signal(signal.SIGTERM)
+    assert daemon.wait(LIMIT_S) == 0
 
 
 def test_event_records_tell_the_story(tmp_path: Path) -> None:

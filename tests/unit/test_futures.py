@@ -221,6 +221,11 @@ def test_a_callback_that_does_not_return_ends_the_process(run: Run) -> None:
     assert "in callback" in done.output
 
 
+def test_it_ends_as_well_where_nothing_can_be_written(run: Run) -> None:
+    full = "import sys; sys.stderr = open('/dev/full', 'w', buffering=1)"
+    assert run(f"{full}; time.sleep(600)", "0.5", True).exit_code == 1
+
+
 @pytest.mark.parametrize(("limit", "blocks"), [("0.2", False), (None, True), ("", True)])
 def test_others_go_on(run: Run, limit: str | None, blocks: bool) -> None:
     assert run("time.sleep(1); print('went on')", limit, blocks).output == "went on\n"
