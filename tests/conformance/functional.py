@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import Tensor
 
@@ -71,6 +72,21 @@ def compiled(name: str) -> Case:
         return [plain(traced(s.tensor(salt, s.joined()))) for salt in (0, 1)]
 
     return case
+
+
+def between(s: Scene) -> Any:
+    """Call what Dynamo cannot trace, so that the interpreter calls the group between two compiled pieces."""
+
+    def compute(tensor: Tensor) -> Tensor:
+        total = tensor * 2
+        work = dist.all_reduce(total, group=s.group, async_op=True)
+        work.wait()
+        dist.broadcast(tensor, s.root, group=s.group)
+        return total + tensor
+
+    torch._dynamo.reset()
+    traced = torch.compile(compute, backend="aot_eager")
+    return [traced(s.tensor(salt)) for salt in (0, 1)]
 
 
 def plain(given: Any) -> Any:

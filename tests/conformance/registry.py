@@ -9,7 +9,7 @@ from torchft_like.errors import CollectiveRefusedError, NotSupportedError
 from . import cases
 from .calls import CALLS, REDUCING, REDUCTIONS, call
 from .forms import AVERAGES, FORMS
-from .functional import FUNCTIONAL, compiled, functional_call
+from .functional import FUNCTIONAL, between, compiled, functional_call
 from .methods import METHODS, THREADED, WRONG, method
 from .scene import Case
 
@@ -37,6 +37,7 @@ CASES: dict[str, Case] = {
     **WRONG,
     **{f"functional {name}": functional_call(name) for name in FUNCTIONAL},
     **{f"compiled {name}": compiled(name) for name in FUNCTIONAL},
+    "between compiled code": between,
 }
 
 

@@ -83,6 +83,12 @@ def test_compiled_code_gets_torchs_results(fleet: Fleet, subject: Subject, world
     fleet.assert_like_torch(subject.name, world, f"compiled {name}")
 
 
+def test_the_interpreter_calls_a_group_between_compiled_code(
+    fleet: Fleet, subject: Subject, world: int
+) -> None:
+    fleet.assert_like_torch(subject.name, world, "between compiled code")
+
+
 def test_no_function_that_takes_a_group_is_forgotten() -> None:
     """A release of torch cannot add one unnoticed."""
     called = set(re.findall(r"\w+", " ".join([*CALLS, *CASES])))

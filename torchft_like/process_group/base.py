@@ -28,6 +28,7 @@ from torchft_like.process_group.configuration import ANEW, AbortSignal, Configur
 from torchft_like.process_group.handles import Reconfigurable
 from torchft_like.process_group.store import StoreAddress
 from torchft_like.process_group.torch_interface import TorchInterface
+from torchft_like.process_group.uncompiled import uncompiled
 from torchft_like.process_group.work import JointOperation
 
 
@@ -45,6 +46,7 @@ class About(TypedDict, total=False):
     ends_with: AbortSignal | None
 
 
+@uncompiled
 @install_collectives
 class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: ignore[misc] # the stub types names more narrowly
     """A `torch.distributed.ProcessGroup` whose members can change.
@@ -73,6 +75,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
             cls.configure = _in_either_order(cls.configure)  # type: ignore[method-assign]
         if "abort" in vars(cls):
             cls.abort = _with_either_argument(cls.abort)  # type: ignore[method-assign]
+        uncompiled(cls)
 
     def configure(
         self,

@@ -38,6 +38,7 @@ from torch.distributed import distributed_c10d as c10d
 from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.process_group.collectives import BY_NAME
+from torchft_like.process_group.uncompiled import uncompiled
 
 
 class TorchInterface:
@@ -240,6 +241,7 @@ class TorchInterface:
 _tables = lock_of_each_process(threading.RLock)  # torch has no lock around its tables
 
 
+@uncompiled
 class _RanksOf(Mapping[int, int]):
     """A view that maps ranks in the job to present ranks in the group."""
 
@@ -259,6 +261,7 @@ class _RanksOf(Mapping[int, int]):
         return len(self._group._member_ranks())
 
 
+@uncompiled
 class _BackendAndStore(Sequence[Any]):
     """The pair of the backend's name and the store that the members share at the time of the call."""
 
@@ -326,6 +329,7 @@ for _name in (*BY_NAME, *_ASKED):
     setattr(GroupBackend, _name, _forward(_name, _name))
 # A group looks at the tensors' layout itself.
 GroupBackend.allreduce_sparse = _forward("allreduce_sparse", "allreduce")  # type: ignore[attr-defined]
+uncompiled(GroupBackend)
 
 
 @functools.cache

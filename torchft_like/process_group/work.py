@@ -27,6 +27,7 @@ from torch.futures import Future
 
 from torchft_like.devices import after
 from torchft_like.futures import copy_outcome, empty_future
+from torchft_like.process_group.uncompiled import uncompiled
 
 FOREVER = math.inf
 
@@ -36,8 +37,13 @@ Explain = Callable[[Exception], Exception | None]
 Finish = Callable[[], list[Any]]
 
 
+@uncompiled
 class Operation(Work):
     """An operation of a group. A subclass defines `wait_until`, `is_completed`, `exception` and `result`."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        uncompiled(cls)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until the operation is over; as in C++, a timeout of zero means no limit.
