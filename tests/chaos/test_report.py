@@ -18,6 +18,8 @@ import torch
 
 from lighthouse.events import Event
 from tests.chaos.histories import JOB, Story, diverged, killed_and_back, run_of
+from tests.conftest import ROOT
+from tests.pages import blocks
 from torchft_like.cli import main
 from torchft_like.testing.chaos.campaign import (
     FAILED,
@@ -499,6 +501,20 @@ def test_a_command_that_ends_before_it_has_trained_has_failed_at_once(
     said = capsys.readouterr().err
     assert "before a first step of all replica groups r" in said
     assert "ended with 1, which nobody asked for:\nno data" in said
+
+
+def test_a_command_whose_groups_have_other_names_has_failed_at_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 1e9)
+    script = tmp_path / "train.py"
+    script.write_text(
+        next(each.text for each in blocks(ROOT / "docs" / "quickstart.md") if each.language == "python")
+    )
+    job = ["--no-network", "--replicas", "2", "--kinds", "kill", "--command", f"{sys.executable} {script}"]
+    assert main(["chaos", *job]) == FAILED
+    assert "trains, and the groups are to be called r0, r1 (--names)" in capsys.readouterr().err
 
 
 def test_a_job_that_does_not_even_start_has_failed_and_its_logs_are_kept(

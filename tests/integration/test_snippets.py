@@ -45,7 +45,7 @@ ELSEWHERE: dict[Number, tuple[str, str]] = {
     ("quickstart.md", 0): ("tests/integration/test_first_step.py", "quickstart.md"),
     ("sharded-training.md", 0): ("examples/train_hsdp.py", "ft_init_device_mesh("),
     ("testing.md", 0): ("tests/integration/test_first_step.py", "cluster.launch("),
-    ("testing.md", 1): ("torchft_like/testing/training.py", "._witness.testify("),
+    ("testing.md", 1): ("tests/integration/test_testing_kit.py", "witness.attend(manager.current_step())\n"),
     ("testing.md", 2): ("tests/integration/test_managed_gang.py", "with running("),
 }
 

@@ -128,17 +128,28 @@ class Engine:
             target = self._set_up(stack, run)
             job, run.log = target.job, target.job.log
             job.start()
-            if not job.tend_until(lambda: job.crashes or job.is_whole(0.0), FIRST_STEP_S_MAX):
-                tails = "\n".join(rank.tail() for rank in job.ranks())
-                raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
-            if job.crashes:
-                raise JobError(f"before a first step of all replica groups {job.crashes[0]}")
+            self._await_first_step(job)
             run.began = time.time()
             all(self._strike(target, planned, run) for planned in plan)  # up to one that hangs
             self._finish(job, run)
         run.leaks += self._watch.leaks() + self._watch.shared_memory_left()
         run.compared = self._watch.compared()
         return run
+
+    def _await_first_step(self, job: ChaosJob) -> None:
+        def has_begun() -> object:
+            return job.crashes or job.strangers() or job.is_whole(0.0)
+
+        if not job.tend_until(has_begun, FIRST_STEP_S_MAX):
+            tails = "\n".join(rank.tail() for rank in job.ranks())
+            raise JobError(f"no first step of all replica groups within {FIRST_STEP_S_MAX:g} s:\n{tails}")
+        if job.crashes:
+            raise JobError(f"before a first step of all replica groups {job.crashes[0]}")
+        if strangers := job.strangers():
+            names = ", ".join(self._settings.names)
+            raise JobError(
+                f"{', '.join(strangers)} trains, and the groups are to be called {names} (--names)"
+            )
 
     def _set_up(self, stack: ExitStack, run: Run) -> Target:
         network = disk = None

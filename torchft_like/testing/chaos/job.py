@@ -240,6 +240,10 @@ class ChaosJob(Cluster):
             for commit in (self.last[rank] for rank in everybody)
         )
 
+    def strangers(self) -> list[str]:
+        """Return the names of replica groups that have committed a step and are none of this job's."""
+        return sorted({name for name, _ in self.last} - set(self.settings.names))
+
     def expect_no_end(self) -> None:
         """Treat any end from now on as a crash: every process with a reason to end has ended."""
         for rank in self.ranks():
