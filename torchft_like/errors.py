@@ -246,7 +246,7 @@ class QueueMemoryError(QueueError, MemoryError):
 
     def __str__(self) -> str:
         missing = max(self.needed - self.available, 0)
-        lack = f"{missing} are missing" if missing else "this process may not take them (ulimit -v)"
+        lack = f"{missing} are missing" if missing else "this process may not take them (ulimit -v, -f)"
         return (
             f"{self.purpose} needs {self.needed} bytes of memory and {self.available} are available: {lack}. "
             "Free some, raise the limit, ask for less (max_chunks, max_chunk_bytes)"

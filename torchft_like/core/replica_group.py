@@ -502,7 +502,8 @@ class ReplicaGroup:
             return [
                 *self._lose(
                     f"the ranks of replica group {self.replica_id} hold states of different steps, or a part "
-                    "of a peer's, and no replica group has a state that they could take over"
+                    "of a peer's, and no replica group has a state that they could take over: if they began "
+                    "from a checkpoint, let all of them take one of the same committed step"
                 )
             ]
         return [*answers]

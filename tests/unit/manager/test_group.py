@@ -86,6 +86,16 @@ def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
     assert group.member_lost(3, "b", "its connection ended") == [LossNotice(3, "b", "its connection ended")]
 
 
+def test_ranks_of_different_steps_of_which_nobody_has_the_state_are_told_to_begin_from_one() -> None:
+    group = ReplicaGroup("a", 2)
+    for rank, step in enumerate((4, 3)):
+        said = group.rank_joined(RankJoin(rank, step, "", commit_quorum_id=2))
+    assert [(join.step, join.commit_quorum_id) for join in said if isinstance(join, GroupJoin)] == [(0, -1)]
+    (lost,) = group.quorum_formed(7, [member("a", 0, -1)], 1)
+    assert isinstance(lost, GroupLostNotice)
+    assert "let all of them take one of the same committed step" in lost.reason
+
+
 class TestSuspicion:
     """A rank is silent: the others go on without its group, which goes on when it answers."""
 
