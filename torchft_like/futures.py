@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -208,7 +208,7 @@ class TimerThread:
     def _start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
-        limit_s = _watchdog_s()
+        limit_s = watchdog_s()
         self._heap.clear()  # in a forked child these are the parent's timers
         self._thread = threading.Thread(target=self._run, name="torchft-timer", daemon=True)
         self._thread.start()
@@ -248,8 +248,13 @@ class TimerThread:
                 self._changed.wait(None if wait_s is None else min(wait_s, threading.TIMEOUT_MAX))
 
 
-def _watchdog_s() -> float | None:
-    text = os.environ.get(WATCHDOG_TIMEOUT_SEC)
+def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
+    """Return the limit that TORCHFT_WATCHDOG_TIMEOUT_SEC sets, if it is set.
+
+    Raises:
+        ConfigError: it is no number of seconds.
+    """
+    text = environ.get(WATCHDOG_TIMEOUT_SEC)
     if not text:
         return None
     try:

@@ -20,6 +20,10 @@ def main() -> int:
     )
     parser.add_argument("--save", action="store_true", help=f"write {RESULTS.name} and docs/dropin.md")
     arguments = parser.parse_args()
+    names = [script.name.lower() for script in SCRIPTS]
+    for word in arguments.words:
+        if not any(word.lower() in name for name in names):
+            parser.error(f"no script has {word} in its name; there are: {', '.join(names)}")
     deadline = time.monotonic() + LIMIT_S
     outcomes: list[Outcome] = []
     try:

@@ -20,6 +20,7 @@ from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.core.identity import about_job_id
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 from torchft_like.errors import ConfigError
+from torchft_like.futures import watchdog_s
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import host_named, local_host_towards
@@ -140,6 +141,7 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         AddressError: an address is malformed.
     """
     _check_open_files()
+    watchdog_s(environ)  # if it is malformed, that is an error now and not in each step
     given = _Settings(environ)
     place = _place(arguments, given)
     lighthouse = _lighthouse(arguments, given) if place.group_rank == 0 else None
@@ -158,7 +160,9 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         dead_after_s=dead_after_s(environ, arguments.dead_after),
         lighthouse=lighthouse,
         host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, place.store),
-        port=_port(given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), "port"),
+        port=_port(
+            given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), f"port ({MANAGER_PORT_ENV})"
+        ),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
         quorum_retries=given.integer(
             arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV, default=0
@@ -248,7 +252,7 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
     has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
     if host is not None and has_port:
         port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0)
-        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), _port(port, "store_port"))
+        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), _port(port, "store_port (MASTER_PORT)"))
     if world_size > 1:
         raise ConfigError(
             "a replica group of several ranks needs a store that all of them reach: pass store_addr and "

@@ -11,8 +11,9 @@ import pytest
 
 from lighthouse.address import Address
 from torchft_like.errors import AddressError, ConfigError
-from torchft_like.manager import get_timeout
+from torchft_like.manager import Manager, get_timeout
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
+from torchft_like.process_group import ProcessGroupDummy
 
 LIGHTHOUSE = {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1234"}
 
@@ -128,6 +129,22 @@ def test_a_wrong_argument_is_named() -> None:
         config(timeout=0)
     with pytest.raises(ConfigError, match="port is '80'"):
         config(port="80")
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "complaint"),
+    [
+        ("TORCHFT_MANAGER_PORT", "70000", r"port \(TORCHFT_MANAGER_PORT\) is 70000"),
+        ("TORCHFT_WATCHDOG_TIMEOUT_SEC", "soon", "TORCHFT_WATCHDOG_TIMEOUT_SEC is 'soon'"),
+    ],
+)
+def test_a_manager_names_the_variable_that_is_wrong(
+    monkeypatch: pytest.MonkeyPatch, variable: str, text: str, complaint: str
+) -> None:
+    monkeypatch.setenv(variable, text)
+    monkeypatch.setenv("TORCHFT_LIGHTHOUSE", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=complaint):
+        Manager(ProcessGroupDummy(0, 1), None, None, min_replica_size=1, connect_timeout=1)
 
 
 def test_the_helper_of_torchft_takes_the_variable_or_the_default() -> None:
