@@ -46,7 +46,7 @@ from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
-from torchft_like.manager.group_store import is_listening
+from torchft_like.manager.group_store import find_start, is_listening
 from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.process_group.store import (
@@ -108,23 +108,22 @@ class RestartGroup:
                 stack.callback(id, served)  # it is served for as long as it is referred to
             own_store, address = serve_store(own_host, limit)
             stack.callback(id, own_store)
-            prefix = f"torchft/restarts/{place.incarnation}/{next(_runs)}"
+            prefix = f"torchft/restarts/{place.run}/{next(_runs)}"
             with contextlib.closing(AbortableStore(StoreAddress(at, prefix), limit)) as store:
                 store.connect()
-                if store.add(f"ranks/{rank}", 1) > 1:
-                    raise ConfigError(
-                        f"rank {rank} of an earlier start has left its traces in the store at {at}"
-                    )
-                if rank == 0:
-                    store.set("group", str(uuid.uuid4()))
-                store.set(f"process/{rank}", f"{address} {socket.gethostname()}")
-                keys = [f"process/{other}" for other in range(world_size)]
                 try:
+                    group_id = _begin_start(store, place, address)
+                    if store.add(f"{group_id}/{rank}", 1) > 1:
+                        raise ConfigError(
+                            f"rank {rank} of an earlier start has left its traces in the store at {at}"
+                        )
+                    store.set(f"{group_id}/process/{rank}", f"{address} {socket.gethostname()}")
+                    keys = [f"{group_id}/process/{other}" for other in range(world_size)]
                     wait_for_ranks(store, keys)
                 except (ProcessGroupError, TimeoutError) as error:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
-                values = store.multi_get(["group", *keys])
-            group_id, *said = (value.decode(errors="backslashreplace") for value in values)
+                values = store.multi_get(keys)
+            said = [value.decode(errors="backslashreplace") for value in values]
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
             asks = desk.asks_for(group_id, world_size, os.environ)
@@ -438,6 +437,24 @@ class Meeting:
             yield
         finally:
             watching.cancel()
+
+
+def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
+    """Return the id of the group in this start of it, which rank 0 gives and publishes.
+
+    Raises:
+        ConfigError: another process is rank 0.
+        ProcessGroupError, TimeoutError: rank 0 did not come.
+    """
+    if place.group_rank > 0:
+        return find_start(store, "start", place)[1]
+    if store.check(["start"]):
+        before = parse_address(store.get("start").decode(errors="backslashreplace").partition(" ")[0])
+        if is_listening(before):
+            raise ConfigError(f"rank 0 of this group has a process already, which serves a store at {before}")
+    group_id = str(uuid.uuid4())
+    store.set("start", f"{own} {group_id}")
+    return group_id
 
 
 def _has_ended(address: str) -> bool:

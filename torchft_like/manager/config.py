@@ -76,14 +76,18 @@ class GroupPlace:
 
     Attributes:
         store: the replica group's TCPStore; None if rank 0 has to make one.
-        incarnation: a text that distinguishes this start of the group from earlier ones on the same store.
+        run: a text that all starts of the group on the same store have in common.
+        start: a text that distinguishes this process from those that its launcher has started before in its
+          place. Ranks that several agents of torchrun have started may have different ones: an agent counts
+          only the restarts for which its own ranks were to blame.
     """
 
     group_rank: int
     group_world_size: int
     store: Address | None
     store_is_agents: bool
-    incarnation: str
+    run: str
+    start: str
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _place(arguments: ManagerArguments, given: _Settings) -> GroupPlace:
         world_size,
         _store(arguments, given, world_size),
         of_torchrun(AGENT_STORE_ENV) == "True",
-        "/".join(of_torchrun(name, "0") for name in OF_TORCHRUN),
+        *(of_torchrun(name, "0") for name in OF_TORCHRUN),
     )
 
 

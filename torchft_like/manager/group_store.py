@@ -13,8 +13,10 @@ would make the survivors of a loss wait for half a minute.
 from __future__ import annotations
 
 import contextlib
+import time
 from dataclasses import dataclass
 from datetime import timedelta
+from hashlib import sha256
 from typing import cast
 
 import torch.distributed as dist
@@ -24,7 +26,7 @@ from torch.distributed import DistError
 from lighthouse.address import Address, parse_address
 from lighthouse.net import why_unreachable
 from torchft_like.errors import ConnectError, ProcessGroupError
-from torchft_like.manager.config import WAIT, ManagerConfig
+from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store, store_client
@@ -32,6 +34,7 @@ from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.event_loop import coordination_loop
 
 PROBE_S = 1.0
+START_S = 0.1  # until a rank looks again whether rank 0 has begun another start
 PLACES = "torchft/manager"  # the part of the shared store with the addresses of ManagerServers
 
 
@@ -111,9 +114,7 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
 
 def publish_manager(store: Store, config: ManagerConfig, place: str) -> None:
     """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks."""
-    # A restarted group may find the store of its predecessor, whose address must not be taken for the new
-    # one.
-    store.set(f"{PLACES}/{config.incarnation}", place)
+    store.set(f"{PLACES}/{config.run}", place)
 
 
 def find_manager(config: ManagerConfig) -> tuple[Address, str]:
@@ -128,15 +129,44 @@ def find_manager(config: ManagerConfig) -> tuple[Address, str]:
     try:
         with contextlib.closing(store):
             store.connect()
-            place = store.get(config.incarnation)
+            return find_start(store, config.run, config)
     except (ProcessGroupError, TimeoutError) as error:
         raise ConnectError(
             f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
             f"within {config.connect_timeout_s:g} s ({error}); check that rank 0 has started and its log for "
             "errors"
         ) from error
-    address, _, key = place.decode(errors="backslashreplace").partition(" ")
-    return parse_address(address, "address of the ManagerServer"), key
+
+
+def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Address, str]:
+    """Wait until rank 0 of the start that this process belongs to has published where it serves, and what
+    else the others have to know; return both.
+
+    A restarted group may find what its predecessor has left in the store. A start is over when nobody serves
+    there any more; and one in which another process of this rank has been, which the launcher has replaced
+    since, is not this process's, even where its rank 0 has not noticed yet.
+
+    Raises:
+        ProcessGroupError, TimeoutError: rank 0 did not within the store's timeout.
+    """
+    limit, deadline = store.timeout, time.monotonic() + store.timeout.total_seconds()
+    try:
+        while True:
+            said = store.get(key)
+            served_at, _, rest = said.decode(errors="backslashreplace").partition(" ")
+            address = parse_address(served_at, "the address at which rank 0 of this group serves")
+            if is_listening(address):
+                in_it = f"{key}/{sha256(said).hexdigest()}/{place.group_rank}"
+                taken = store.compare_set(in_it, "", place.start)
+                if taken.decode() == place.start:
+                    return address, rest
+            left_s = deadline - time.monotonic() - START_S
+            if left_s <= 0:
+                raise TimeoutError(f"rank 0 of an earlier start was at {address}, and no other has come")
+            store.set_timeout(timedelta(seconds=left_s))
+            time.sleep(START_S)
+    finally:
+        store.set_timeout(limit)
 
 
 def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:

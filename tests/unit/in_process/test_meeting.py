@@ -8,9 +8,9 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from itertools import islice
+from itertools import islice, repeat
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -47,7 +47,7 @@ from torchft_like.errors import (
 from torchft_like.in_process import health, meeting, spare
 from torchft_like.in_process.meeting import Meeting, RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk, take_place
-from torchft_like.manager.config import LIGHTHOUSE_ENV
+from torchft_like.manager.config import LIGHTHOUSE_ENV, GroupPlace
 from torchft_like.manager.group_store import is_listening
 from torchft_like.process_group.store import serve_store
 from torchft_like.runtime.event_loop import coordination_loop
@@ -448,3 +448,23 @@ def test_a_rank_that_has_missed_the_lighthouse_waits_for_its_spares_too(
         assert (answer.result(WAIT_LIMIT_S), waits.result(WAIT_LIMIT_S)) == ("", 1)
     finally:
         started(again.stop()).result(WAIT_LIMIT_S)
+
+
+def test_ranks_meet_though_their_agents_count_other_restarts() -> None:
+    """An agent of torchrun that starts its ranks again because of another's does not count that."""
+    agents, at = serve_store("127.0.0.1", LIMIT)
+
+    def meet(rank: int, start: str) -> RestartGroup:
+        place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start=start)
+        return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
+
+    with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(meeting, "_runs", repeat(0))  # each of these threads stands for a process
+        for starts in ("00", "01", "12"):
+            groups = list(threads.map(meet, range(2), starts))
+            for rank in range(2):
+                with pytest.raises(ConfigError, match=f"rank {rank}"):
+                    meet(rank, starts[rank])  # a second process with that rank
+            for group in groups:
+                group.__exit__(None, None, None)
+    del agents

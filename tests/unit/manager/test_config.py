@@ -95,11 +95,6 @@ def test_each_start_has_an_id_of_its_own() -> None:
     assert first.replica_id != second.replica_id
 
 
-@pytest.mark.no_zombie
-def test_a_restarted_group_does_not_read_its_predecessors_address() -> None:
-    assert config({"TORCHELASTIC_RESTART_COUNT": "1"}).incarnation != config().incarnation
-
-
 @pytest.mark.parametrize(
     ("environ", "names"),
     [

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
+from datetime import timedelta
 
+import pytest
 from torch._C._distributed_c10d import HashStore
 
+from lighthouse.address import Address, parse_address
+from tests.conftest import WAIT_LIMIT_S
+from tests.ports import free_ports
 from tests.stores import serve_store
-from torchft_like.manager.config import ManagerArguments, resolve
-from torchft_like.manager.group_store import open_group_store
+from torchft_like.manager.config import GroupPlace, ManagerArguments, resolve
+from torchft_like.manager.group_store import find_start, open_group_store
+from torchft_like.process_group.store import AbortableStore, StoreAddress
+
+RANK_1 = GroupPlace(1, 2, None, store_is_agents=True, run="job", start="0")
 
 
 def environment(port: int, is_agents: bool) -> dict[str, str]:
@@ -48,3 +60,62 @@ def test_a_group_of_one_rank_needs_no_store_of_the_users() -> None:
     store = open_group_store(config)
     assert isinstance(store.shared, HashStore)
     assert store.meeting_place is not None
+
+
+@pytest.fixture
+def store() -> Iterator[AbortableStore]:
+    served = serve_store()
+    limit = timedelta(seconds=WAIT_LIMIT_S)
+    with closing(AbortableStore(StoreAddress(Address("127.0.0.1", served.port), ""), limit)) as store:
+        store.connect()
+        yield store
+
+
+@pytest.fixture
+def servers() -> Iterator[list[str]]:
+    """The addresses at which two processes serve, of rank 0 before and after a restart."""
+    with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+        yield [f"127.0.0.1:{each.getsockname()[1]}" for each in (first, second)]
+
+
+def test_a_rank_finds_its_rank_0_though_their_agents_count_other_restarts(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    """An agent of torchrun that starts its ranks again because of another's does not count that."""
+    store.set("start", f"{servers[0]} key")
+    for rank, start in ((1, "0"), (2, "3")):
+        place = replace(RANK_1, group_rank=rank, start=start)
+        assert find_start(store, "start", place) == (parse_address(servers[0]), "key")
+
+
+def found_later(store: AbortableStore, place: GroupPlace, said: str) -> str:
+    """Check that a rank passes over what the store has of rank 0; return what it finds then."""
+    store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(TimeoutError, match="rank 0 of an earlier start was at"):
+        find_start(store, "start", place)
+    store.set_timeout(timedelta(seconds=WAIT_LIMIT_S))
+    with ThreadPoolExecutor(1) as threads:
+        finding = threads.submit(find_start, store, "start", place)
+        store.set("start", said)
+        address, key = finding.result(WAIT_LIMIT_S)
+    return f"{address} {key}"
+
+
+@pytest.mark.no_zombie
+def test_a_restarted_group_does_not_take_its_predecessors_address(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    (port,) = free_ports()  # where nobody serves any more
+    store.set("start", f"127.0.0.1:{port} old")
+    said = f"{servers[1]} new"
+    assert found_later(store, RANK_1, said) == said
+
+
+@pytest.mark.no_zombie
+def test_a_rank_that_was_started_again_does_not_join_those_who_lost_its_predecessor(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    store.set("start", f"{servers[0]} old")
+    find_start(store, "start", RANK_1)
+    said = f"{servers[1]} new"
+    assert found_later(store, replace(RANK_1, start="1"), said) == said
