@@ -228,8 +228,9 @@ class DeferredOperation(FollowingOperation):
             self.inner = work or self.inner
             futures, self._futures = self._futures, []
             self._begun.set()
+        beginner = threading.get_ident()
         for future in futures:
-            self._follow_with(future)
+            self._follow_with(future, beginner)
 
     def wait_begun(self, deadline: float = FOREVER) -> None:
         """Block until the operation was begun, or cannot be.
@@ -268,8 +269,20 @@ class DeferredOperation(FollowingOperation):
         self.wait_begun()
         super().block_current_stream()
 
-    def _follow_with(self, future: Future[Any]) -> None:
-        self.inner.get_future().add_done_callback(lambda done: copy_outcome(done, future))
+    def _follow_with(self, future: Future[Any], beginner: int | None = None) -> None:
+        """Complete `future` as the inner one, but not on the thread `beginner`: a callback may wait for what
+        that thread begins next.
+        """
+
+        def complete(done: Future[Any]) -> None:
+            if threading.get_ident() == beginner:
+                threading.Thread(
+                    target=copy_outcome, args=(done, future), name="torchft-operation", daemon=True
+                ).start()
+            else:
+                copy_outcome(done, future)
+
+        self.inner.get_future().add_done_callback(complete)
 
 
 class ExplainedOperation(Operation):

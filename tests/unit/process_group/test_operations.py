@@ -24,7 +24,7 @@ from torchft_like.process_group.generation import ISSUED_MIN, Generation, GroupO
 from torchft_like.process_group.gloo import ThreadWatch
 from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.work import Explain, FinishedOperation
+from torchft_like.process_group.work import DeferredOperation, Explain, FinishedOperation
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -282,3 +282,12 @@ def test_what_a_backend_has_forgotten_ends_with_the_error_of_the_group_where_tha
         assert own.wait()[0].item() == 1.0
     generation.end("over")
     assert generation.wait_gone(LIMIT_S)
+
+
+def test_a_callback_that_waits_does_not_hold_up_the_thread_that_begins_operations() -> None:
+    """torch's powerSGD hook waits in a callback for the next collective, which that thread has to begin."""
+    first, second = DeferredOperation(), DeferredOperation()
+    reached = first.get_future().then(lambda _: second.wait(timedelta(seconds=LIMIT_S)))
+    first.follow(FinishedOperation([]))
+    second.follow(FinishedOperation([]))
+    assert reached.wait() is True
