@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 import sys
 import tempfile
 import time
@@ -36,6 +38,7 @@ from torchft_like.testing.chaos.injectors import INJECTORS
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.schedule import KINDS, draw
 from torchft_like.testing.journal import Journal, Witness
+from torchft_like.testing.processes import Processes
 
 
 def report_of(run: Run, baseline: Run | None = None) -> Report:
@@ -489,6 +492,16 @@ def test_the_command_says_why_there_is_no_fault_at_all(
 ) -> None:
     assert main(["chaos", *arguments]) == WRONG_ARGUMENT
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.integration
+def test_ctrl_c_at_a_terminal_ends_every_process_and_says_so(processes: Processes) -> None:
+    job = ["--no-network", "--replicas", "2", "--kinds", "kill"]
+    command = processes.start(sys.executable, "-m", "torchft_like.chaos", "chaos", *job)
+    command.wait_for_output("faults 00:00:00")
+    os.killpg(command.pid, signal.SIGINT)
+    assert command.wait(60.0) == 130
+    assert "interrupted; every process has been ended" in command.output
 
 
 def test_a_command_that_ends_before_it_has_trained_has_failed_at_once(

@@ -125,7 +125,9 @@ class _Server:
             path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
             threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
             environment = {**os.environ, **threads, "PYTHONPATH": path}
-            self._process = subprocess.Popen(command, env=environment, pass_fds=[theirs.fileno()])  # noqa: S603
+            # In a group of its own: Ctrl-C is for its starter, which needs it to end the forks.
+            passed = [theirs.fileno()]
+            self._process = subprocess.Popen(command, env=environment, pass_fds=passed, process_group=0)  # noqa: S603
         return ours
 
     def fork(self, order: Mapping[str, object], descriptors: Sequence[int]) -> tuple[int, int]:
