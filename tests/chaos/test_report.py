@@ -495,8 +495,8 @@ def test_the_command_says_why_there_is_no_fault_at_all(
 
 
 @pytest.mark.integration
-def test_ctrl_c_at_a_terminal_ends_every_process_and_says_so(processes: Processes) -> None:
-    job = ["--no-network", "--replicas", "2", "--kinds", "kill"]
+def test_ctrl_c_at_a_terminal_ends_every_process_and_says_so(processes: Processes, tmp_path: Path) -> None:
+    job = ["--no-network", "--replicas", "2", "--kinds", "kill", "--out", str(tmp_path / "out")]
     command = processes.start(sys.executable, "-m", "torchft_like.chaos", "chaos", *job)
     command.wait_for_output("faults 00:00:00")
     os.killpg(command.pid, signal.SIGINT)
