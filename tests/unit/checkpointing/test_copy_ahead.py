@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.states import dump_state
+from tests.waiting import wait_for
 from torchft_like.checkpointing import copy_ahead
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
@@ -66,10 +67,8 @@ class UsedMemory(KeptMemory):
 
 def begin(replay: GradientReplay) -> CopyAhead:
     """Begin to copy, and wait until that is known of every tensor."""
-    listed = threading.Event()
     ahead = CopyAhead(replay.changed_by_steps, UsedMemory())
-    while not ahead._begun:
-        listed.wait(0.001)
+    wait_for(lambda: ahead._begun)
     return ahead
 
 
@@ -167,8 +166,8 @@ def test_a_snapshot_is_complete_before_the_optimizer_may_step(monkeypatch: pytes
     snapshot = Snapshot(trained.state(), None, ahead)
     with ThreadPoolExecutor(1) as pool:
         filling = pool.submit(snapshot.fill)
-        while ahead._open:  # which the filling thread empties, but for the piece that the other one has
-            go_on.wait(0.001)
+        # The filling thread takes all pieces but the one that the other thread has.
+        wait_for(lambda: not ahead._open)
         assert not filling.done()
         go_on.set()
         filling.result(LIMIT_S)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, PAUSE_S, Crew
+from tests.waiting import wait_for
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
@@ -137,8 +138,7 @@ def test_members_grow_and_shrink_between_calls(crew: Crew) -> None:
 
 
 def _serve_until_due(coordinator: ElasticCoordinator, change: Change) -> None:
-    while not coordinator.is_due(change):
-        pass
+    wait_for(lambda: coordinator.is_due(change))
     change.complete()
 
 
@@ -254,8 +254,7 @@ def test_a_newcomer_during_a_change_waits_for_the_next(crew: Crew) -> None:
     crew.change("ab")
     changes = crew.begin("abc")
     joining = crew.aside(crew["d"].follow, LIMIT_S)
-    while crew["d"]._session._change is None:
-        pass
+    wait_for(lambda: crew["d"]._session._change is not None)
     assert crew.complete(changes) == ["", "", ""]
     assert crew.sums("abc") == [3, 3, 3]
     crew.switch("abc")
@@ -266,8 +265,7 @@ def test_a_newcomer_during_a_change_waits_for_the_next(crew: Crew) -> None:
 def test_who_shrinks_only_lets_nobody_in(crew: Crew) -> None:
     crew.change("ab")
     joining = crew.aside(crew["c"].follow, LIMIT_S)
-    while crew["c"]._session._change is None:
-        pass
+    wait_for(lambda: crew["c"]._session._change is not None)
     for _ in range(3):
         crew.together("ab", lambda c: c.begin_change(shrink_only=True).complete())
     assert crew.sums("ab") == [2, 2]
@@ -430,8 +428,7 @@ def test_a_lighthouse_that_is_back_in_time_counts_the_votes(crew: Crew) -> None:
     changes = crew.begin("abc")
     crew.lighthouse.kill()
     completing = [crew.aside(change.complete) for change in changes.values()]
-    while not all(change._has_voted for change in changes.values()):
-        pass
+    wait_for(lambda: all(change._has_voted for change in changes.values()))
     crew.restart_lighthouse()
     for each in completing:
         each.result(LIMIT_S)

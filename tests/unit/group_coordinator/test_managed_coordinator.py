@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
 from tests.unit.process_group.conftest import Party
 from tests.unit.process_group.failing import FakeManager
+from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveMismatchError,
     GroupCoordinatorError,
@@ -104,8 +103,7 @@ def test_a_barrier_of_an_earlier_quorum_says_it_is_stale(party: Party, groups: l
     party.configure(groups[:2])
     waiting = over(groups[:2])[0]
     barrier = party.aside(waiting.barrier)
-    while not (waiting._barriers and waiting._barriers._pending):
-        threading.Event().wait(0.005)
+    wait_for(lambda: waiting._barriers and waiting._barriers._pending)
     party.configure(groups[:2])
     with pytest.raises(StaleEpochError):
         barrier.result(LIMIT_S)

@@ -12,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
+from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
@@ -162,8 +163,7 @@ def test_a_dict_that_nobody_waits_for_costs_the_counterparts_nothing(party: Part
     second_stage = over(gathering)
     _, [handle], _ = over(ending)[1].irecv_tensor_dict(0, second_stage[0])
     ending[1].shutdown()
-    while not handle.is_completed():
-        threading.Event().wait(0.005)
+    wait_for(handle.is_completed)
     party.together(second_stage, lambda _, c: c.barrier())
     with pytest.raises(GroupCoordinatorError):
         handle.wait(LIMIT_S)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from lighthouse.core.decisions import DISOWNED, NO_STATE
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
+from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.checkpointing.copy_ahead import PLAIN_FROM, CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
@@ -143,8 +143,7 @@ class TransportAhead(Transport):
 
     def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
         self.begun.append(ahead := CopyAhead(tensors, KeptMemory()))
-        while not ahead._begun:
-            time.sleep(0.001)
+        wait_for(lambda: ahead._begun)
         return ahead
 
     def send_checkpoint_with(

@@ -9,7 +9,6 @@ import contextlib
 import gc
 import os
 import threading
-import time
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
@@ -282,10 +281,13 @@ def test_tensors_live_until_nccl_is_off_the_device(group: ProcessGroupNCCL, devi
     gc.collect()
     assert memory() is not None
     device.works[-1].off_the_device.set()
-    while memory() is not None:
+
+    def is_freed() -> bool:
         group.errored()
         gc.collect()
-        time.sleep(0.001)
+        return memory() is None
+
+    wait_for(is_freed)
     assert not handle.is_success()
 
 
@@ -436,8 +438,7 @@ def test_asking_spoils_no_capture(device: FakeDevice, party: Party, monkeypatch:
     group.configure(party.prefix(), 0, 1)
     device.autofinish = False
     group.allreduce([torch.zeros(1)]).wait()
-    while not any(name == "torchft-device-watch" for name, _ in asked_beside):
-        time.sleep(0.001)
+    wait_for(lambda: any(name == "torchft-device-watch" for name, _ in asked_beside))
     group.abort("a member was lost")
     wait_until(device.communicators[-1].aborted)
     group.shutdown()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveRefusedError,
     ProcessGroupAbortedError,
@@ -214,8 +215,7 @@ def test_a_delayed_call_begins_late_and_an_abort_ends_the_delay(party: Party) ->
     assert (inner.calls["barrier"], group.injected) == (1, 1)
     group.delay("allreduce", seconds=1000)
     delayed = party.aside(lambda: group.allreduce([ones()]).wait())
-    while group.injected < 2:
-        threading.Event().wait(0.001)
+    wait_for(lambda: group.injected == 2)
     assert inner.calls["allreduce"] == 0
     group.abort()
     assert delayed.result(LIMIT_S)

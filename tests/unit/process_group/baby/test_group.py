@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.forking import is_so_in_a_fork
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
-from tests.waiting import soon
+from tests.waiting import soon, wait_for
 from torchft_like.errors import (
     NotSupportedError,
     ProcessGroupAbortedError,
@@ -180,8 +180,7 @@ def test_a_stopped_spare_is_not_used(party: Party) -> None:
     assert fork_pool.wait_for_spare(LIMIT_S)
     spare = psutil.Process(fork_pool.pids()["spare"])
     spare.send_signal(signal.SIGSTOP)
-    while spare.status() != psutil.STATUS_STOPPED:  # on a busy machine a signal takes its time
-        time.sleep(0.001)
+    wait_for(lambda: spare.status() == psutil.STATUS_STOPPED)  # on a busy machine a signal takes its time
     party.configure([group])
     assert process_of(group) != spare
     assert wait_ended([spare], LIMIT_S)
@@ -252,9 +251,7 @@ def test_an_abort_ends_what_is_under_way_and_the_subprocess(party: Party) -> Non
 def test_an_abort_ends_a_configure_whose_peer_never_comes(party: Party) -> None:
     group = party.own(baby())
     configured = party.aside(group.configure, party.prefix(), 0, 2)
-    pause = threading.Event()
-    while not configured.done() and not group._generation:  # type: ignore[attr-defined]
-        pause.wait(0.01)
+    wait_for(lambda: configured.done() or group._generation)  # type: ignore[attr-defined]
     group.abort("not today")
     with pytest.raises(ProcessGroupAbortedError, match="not today"):
         configured.result(LIMIT_S)
@@ -366,8 +363,7 @@ def test_a_fork_server_that_hangs_while_its_spare_dies_is_replaced(party: Party)
     server.send_signal(signal.SIGSTOP)
     try:
         configured = party.aside(group.configure, party.prefix(), 0, 2)
-        while fork_pool.pids().get("spare") == spare.pid:
-            time.sleep(0.01)
+        wait_for(lambda: fork_pool.pids().get("spare") != spare.pid)
         spare.kill()
         with pytest.raises(ProcessGroupNotConfiguredError, match="has ended or does not answer"):
             configured.result(LIMIT_S)

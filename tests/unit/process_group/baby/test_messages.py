@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from tests.descriptors import left_open_since, open_descriptors
+from tests.waiting import wait_for
 from torchft_like.errors import NotSupportedError, PlainDataError
 from torchft_like.plain_data import decode as decode_plain
 from torchft_like.process_group.baby import requests
@@ -258,8 +259,7 @@ def test_the_end_waits_for_the_one_who_reads_and_not_for_ever(talk: Corresponden
     request = talk.requests.add(FOREVER)
     reader = threading.Thread(target=talk.requests.wait, args=(request, limit()))
     reader.start()
-    while not talk.requests._is_being_read:
-        assert reader.is_alive()
+    wait_for(lambda: talk.requests._is_being_read)
     end = threading.Thread(target=talk.requests.end, daemon=True)
     end.start()
     end.join(LIMIT_S)
