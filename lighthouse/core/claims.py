@@ -177,9 +177,11 @@ def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:
 
 def _is_of(past: Past, member: Member) -> bool:
     """Return whether a member has its state from this quorum: whoever names another one has been in that
-    since, or has loaded a checkpoint.
+    since, or has loaded a checkpoint; whoever names none has loaded one, or speaks torchft's protocol.
     """
     if member.replica_id not in past.members or member.commit_quorum_id == NO_STATE:
+        return False
+    if member.commit_quorum_id == 0 < member.step:
         return False
     return member.commit_quorum_id in (past.quorum_id, DISOWNED) or member.step == past.step
 

@@ -637,8 +637,14 @@ class _StandsAfterARestore(StepProtocol):
 
 
 class _ForgetsTheHealedVersion(StepProtocol):
+    def heal(self, counters: Any) -> None:
+        super().heal({**counters, "commit_quorum_id": self.commit_quorum_id})
+
+
+class _NamesTheQuorumOfACheckpoint(StepProtocol):
     def restore(self, counters: Any) -> None:
-        super().restore({**counters, "commit_quorum_id": self.commit_quorum_id})
+        super().restore(counters)
+        self.commit_quorum_id = counters["commit_quorum_id"]
 
 
 class _KeepsItsFailuresToItself(StepProtocol):
@@ -980,6 +986,7 @@ MUTANTS = (
     _mutant(_OwnsWhatItSpoilt, "a state that was changed in part is of no version", 1, "heal_is_clean"),
     _mutant(_TakesTheSpoiltForEqual, "states of no version are not equal", 54, "heal_is_clean"),
     _mutant(_TakesEveryStepForBound, "a step without a collective asks first", 0, "progress"),
+    _mutant(_NamesTheQuorumOfACheckpoint, "a checkpoint speaks against no later step", 200477, "no_regress"),
     _mutant(_StandsAfterARestore, "who has loaded a state asks for a quorum", 45, "heal_is_clean"),
     _mutant("drops member lost", "the alarm reaches the ranks", 2, "progress"),
     _mutant(_OneVoteIsEnough, "every rank has to vote yes", 0, "heal_is_clean"),

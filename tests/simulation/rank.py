@@ -393,7 +393,8 @@ class Rank(Process):
                 world.saved[(replica.slot, self.number)] = (self.parameters, protocol.counters())
         else:
             self._receive_fragment(0, committed)
-        world.checker.decided(self, committed)
+        if not verdict.passed:  # the next step of one that lacks the state is another one
+            world.checker.decided(self, committed)
         if (over := self._over) is not None:
             world.checker.synced(self, over, committed, before)
         if self._is_leaving:
@@ -666,6 +667,7 @@ class Rank(Process):
         self._has_computed = True
         if plan.catch_up:
             self._fetches += 1
+            self._heal_until = world.now + world.scenario.timeout_s
             protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
             source = result.replica_ids[result.recover_src_replica_rank or 0]
             lost = any((result.quorum_id, name) in self._lost for name in (source, self.replica.replica_id))
@@ -692,12 +694,12 @@ class Rank(Process):
         if number != self._fetches or self._beside is not source:
             return
         world = self.replica.world
-        if source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
+        if source.state == DEAD or state[0] != step or world.now > self._heal_until:
+            self._fetch_failed(number)
+        elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
             if self.phase == HEAL:
                 self.replica.stalled(self.number, self.protocol.quorum_id, for_long=True)
             world.after(world.scenario.keepalive_s / 2, self, self._hear_fetched, number, source, state, step)
-        elif source.state == DEAD or state[0] != step:
-            self._fetch_failed(number)
         else:
             self._beside, self._fetched = None, state
             if self.phase == HEAL:

@@ -289,6 +289,13 @@ class StepProtocol:
         Raises:
             ValueError: they are none; nothing has changed then.
         """
+        version = _version(counters)
+        # Where the quorum is named in which the others went on, an older step would speak against theirs.
+        if self.quorum_id != NO_QUORUM and version.commit_quorum_id > 0 and version != self._version:
+            counters = {**counters, "commit_quorum_id": 0}
+        self._take_over(counters)
+
+    def _take_over(self, counters: Mapping[str, object]) -> None:
         version, batches = _version(counters), _count(counters, "batches_committed", 0)
         first_quorum_id = _count(counters, "first_quorum_id", 0)
         self._stands, self.catch_up = False, None
@@ -302,7 +309,7 @@ class StepProtocol:
         With a synchronous quorum that happens before the forward pass, so this replica contributes like any
         other.
         """
-        self.restore(counters)
+        self._take_over(counters)
         self.settle()
         self._lacks_state = False
         self.healing = self._rules.use_async_quorum
@@ -363,7 +370,11 @@ class StepProtocol:
         of its step. With a synchronous quorum scripts may change their state between two commits, too.
         """
         is_certain = self._is_settled and self._rules.use_async_quorum and self.commit_quorum_id > 0
-        return Version(self.step, self.commit_quorum_id) if is_certain else None
+        return self._version if is_certain else None
+
+    @property
+    def _version(self) -> Version:
+        return Version(self.step, self.commit_quorum_id)
 
     def takes(self, kept: Version, result: QuorumResult) -> bool:
         """Return whether a state of this version, which the process has kept, is that to which it heals."""

@@ -676,7 +676,10 @@ class Twin:
             return past.step + 1
         back = [j.member for j in self.joined if j.member.replica_id in past.members - {member.replica_id}]
         others = [m.step for m in back if m.commit_quorum_id in (past.quorum_id, -2)]
-        others += [m.step for m in back if m.step == past.step and m.commit_quorum_id != -1]
+        unmoved = [m for m in back if m.step == past.step and m.commit_quorum_id != -1]
+        others += [
+            m.step for m in unmoved if m.commit_quorum_id != 0 or m.step == 0
+        ]  # a checkpoint's names none
         after = pasts[len(pasts) - pasts[::-1].index(past) :]
         anew = {
             m.replica_id: q.quorum_id

@@ -188,6 +188,20 @@ def test_counters_survive_a_checkpoint_and_bad_ones_are_refused() -> None:
     assert q.counters() == {"step": 7, "batches_committed": 14, "commit_quorum_id": 0, "first_quorum_id": 0}
 
 
+def test_a_step_back_names_no_quorum_so_that_it_speaks_against_no_later_step() -> None:
+    p, saved = protocol(), []
+    for _ in range(2):
+        ready(p)
+        p.decide(committed=True)
+        saved.append(p.counters())
+    p.restore(saved[1])  # what it has
+    assert p.counters() == saved[1]
+    p.restore(saved[0])
+    assert (p.step, p.begin().commit_quorum_id) == (1, 0)
+    p.restore({**saved[0], "commit_quorum_id": DISOWNED})
+    assert p.begin().commit_quorum_id == DISOWNED
+
+
 def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
     p = protocol()
     ready(p)
