@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch.futures import Future
+from torch.utils._pytree import tree_leaves
 
 from torchft_like import devices
 from torchft_like.errors import ConfigError
@@ -48,7 +49,7 @@ def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
 
     def expire() -> None:
         if first.acquire(blocking=False):
-            _fail(timed, _timeout_error(timeout))
+            fail(timed, _timeout_error(timeout))
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
@@ -68,6 +69,40 @@ def empty_future() -> Future[Any]:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Future()
     return Future(devices=[torch.device("cuda", index) for index in range(torch.cuda.device_count())])
+
+
+class _Failed(torch.Tensor):
+    """A tensor on which each operation raises an error."""
+
+    _error: Exception
+
+    @staticmethod
+    def of(error: Exception) -> _Failed:
+        """Return such a tensor, without elements."""
+        failed: _Failed = torch.Tensor._make_wrapper_subclass(_Failed, (0,))
+        failed._error = error
+        return failed
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override] # torch declares it without the function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Raise the error."""
+        raise next(leaf._error for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+
+
+def fail(future: Future[Any], error: Exception) -> None:
+    """Complete a future with an error, which waits and callbacks raise, and torch's DDP.
+
+    To torch's own `set_exception` the error is a value that Python raises. C++ takes it for tensors, as DDP
+    without a comm hook does, whose process it ended with SIGSEGV. So this value is tensors that raise.
+    """
+
+    def raise_it(_: object) -> None:
+        raise error
+
+    future._set_unwrap_func(raise_it)
+    future.set_result([_Failed.of(error)])
 
 
 def complete(
@@ -276,13 +311,9 @@ def copy_outcome(source: Future[T], target: Future[T]) -> None:
     try:
         result = source.wait()
     except Exception as error:  # noqa: BLE001 - any error is passed on to the waiting thread
-        _fail(target, error)
+        fail(target, error)
     else:
         target.set_result(result)
-
-
-def _fail(target: Future[T], error: Exception) -> None:
-    target.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
 
 
 def _timeout_error(timeout: timedelta) -> TimeoutError:

@@ -45,7 +45,7 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
 )
-from torchft_like.futures import empty_future
+from torchft_like.futures import empty_future, fail
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.store import GroupMembers
@@ -110,7 +110,7 @@ class Operations:
             error = self.given_up
         work.get_future().add_done_callback(lambda done: self._complete(own, work, done, explain))
         if error is not None and self._take(own):
-            own.set_exception(error)
+            fail(own, error)
         return own
 
     def wait_briefly(self, work: Work) -> bool:
@@ -168,7 +168,7 @@ class Operations:
             self.given_up = error
             futures, self._futures = self._futures, set()
         for future in futures:
-            future.set_exception(error)
+            fail(future, error)
         return is_safe
 
     def _forget_those_done(self) -> None:
@@ -192,7 +192,7 @@ class Operations:
         try:
             value = done.value()
         except Exception as error:  # noqa: BLE001 - the future passes it on
-            own.set_exception(explain(error) or error)
+            fail(own, explain(error) or error)
         else:
             with after([work], value):
                 own.set_result(done.wait())  # the tensors may have been completed on another stream

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.futures import fail
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.collectives import BY_NAME, Collective, refuse_overlap
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
@@ -159,7 +160,7 @@ class _FailedOperation(FollowingOperation):
 
     def get_future(self) -> Future[Any]:
         failed: Future[Any] = Future()
-        self.inner.get_future().add_done_callback(lambda _: failed.set_exception(self._failure))
+        self.inner.get_future().add_done_callback(lambda _: fail(failed, self._failure))
         return failed
 
 

@@ -26,7 +26,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.devices import after
-from torchft_like.futures import copy_outcome, empty_future
+from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
 
 FOREVER = math.inf
@@ -97,7 +97,7 @@ class Operation(Work):
         try:
             self.wait_until(FOREVER)
         except Exception as error:  # noqa: BLE001 - the future passes it on
-            future.set_exception(error)
+            fail(future, error)
         else:
             future.set_result(self.result())
 
@@ -153,7 +153,7 @@ class FinishedOperation(Operation):
     def get_future(self) -> Future[Any]:
         future = empty_future()
         if self._failure is not None:
-            future.set_exception(self._failure)
+            fail(future, self._failure)
         else:
             future.set_result(self._result)
         return future
@@ -380,4 +380,4 @@ class JointOperation(Operation):
             with after(self._works, values):
                 own.set_result(self._finish())
         except Exception as error:  # noqa: BLE001 - the future passes it on
-            own.set_exception(error)  # type: ignore[arg-type] # torch declares the error as a result
+            fail(own, error)

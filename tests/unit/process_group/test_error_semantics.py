@@ -30,7 +30,9 @@ from torchft_like.errors import (
 )
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
+    FaultInjectingProcessGroup,
     ProcessGroupBabyGloo,
+    ProcessGroupDummy,
     ProcessGroupGloo,
 )
 from torchft_like.process_group.collectives import BY_NAME, COLLECTIVES, tensors_of
@@ -319,6 +321,18 @@ def test_a_manager_that_was_shut_down_is_a_mistake_of_the_caller() -> None:
 
 
 # Backends: who notices an error, and what they are told
+
+
+@pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
+def test_torchs_ddp_over_a_group_that_raises_raises_its_error(options: dict[str, Any]) -> None:
+    group = FaultInjectingProcessGroup(ProcessGroupDummy(0, 1))
+    ddp = torch.nn.parallel.DistributedDataParallel(
+        torch.nn.Linear(2, 2), process_group=group, init_sync=False, **options
+    )
+    for _ in range(2):
+        group.fail("allreduce", OopsError("lost"))
+        with pytest.raises(OopsError, match="lost"):
+            ddp(torch.ones(2)).sum().backward()
 
 
 @pytest.mark.parametrize("make", [ProcessGroupGloo, ProcessGroupBabyGloo])

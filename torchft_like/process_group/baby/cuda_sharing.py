@@ -50,6 +50,7 @@ from torch.futures import Future
 
 from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
+from torchft_like.futures import fail
 from torchft_like.process_group.baby.messages import UNASKED, Outcome
 from torchft_like.process_group.baby.requests import NOT_DONE, RemoteOperation, Request
 from torchft_like.process_group.baby.tensor_sharing import (
@@ -278,14 +279,14 @@ class RemoteCudaOperation(RemoteOperation):
     def _complete_by_waiting(self, future: Future[Any]) -> None:
         self._requests.wait(self._request, FOREVER)
         if (error := self._error_of_request()) is not None:
-            future.set_exception(error)
+            fail(future, error)
             return
         with beside_captures(self._call_tensors.device):
             # The future records this stream's position, and a stream that waits for the future waits for
             # that.
             stream = torch.cuda.Stream(self._call_tensors.device)  # type: ignore[no-untyped-call]
             if not self._call_tensors.order(stream, is_callers=False):
-                future.set_exception(self._lost_error())
+                fail(future, self._lost_error())
                 return
             with torch.cuda.stream(stream):
                 future.set_result(self._result)
