@@ -7,6 +7,7 @@ import socket
 from lighthouse.address import Address
 from lighthouse.errors import BindError
 from lighthouse.forks import disown
+from lighthouse.trust import refuse_if_open, warn_if_open
 
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 
@@ -25,6 +26,20 @@ def listen_tcp(bind: Address) -> socket.socket:
     except OSError as error:
         raise bind_error(bind, error) from error
     disown(Address(bind.host, listener.getsockname()[1]))
+    return listener
+
+
+def listen_guarded(bind: Address) -> socket.socket:
+    """Make a listening TCP socket, as `listen_tcp` does, for a server that asks for the job's tokens or
+    certificate; warn where there are none and other hosts may reach it.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+        ConfigError: as from `refuse_if_open`.
+    """
+    refuse_if_open(bind)
+    listener = listen_tcp(bind)
+    warn_if_open(Address(bind.host, listener.getsockname()[1]))
     return listener
 
 

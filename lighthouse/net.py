@@ -30,7 +30,7 @@ from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
 from lighthouse.listening import DESCRIPTORS_KEPT, bind_error, why_unbindable
 from lighthouse.tls import NAME, Identity, process_identity
-from lighthouse.trust import ROLES, authorization, process_trust, warn_if_open
+from lighthouse.trust import ROLES, authorization, process_trust, refuse_if_open, warn_if_open
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
@@ -228,7 +228,7 @@ def make_aio_server(
     if why_unbindable(bind) is not None:  # checked first, because a failing gRPC logs lines of its own
         raise bind_error(bind, None)
     options = [*_SERVER_OPTIONS, *limits.options(), *(keepalive or default_keepalive()).options()]
-    warn_if_open(bind)
+    refuse_if_open(bind)
     guards = [_Guard(own_token)] if process_trust() is not None else []
     server = grpc.aio.server(options=options, maximum_concurrent_rpcs=limits.calls, interceptors=guards)
     server.add_generic_rpc_handlers(tuple(handlers))
@@ -244,6 +244,7 @@ def make_aio_server(
     if port == 0:
         raise bind_error(bind, None)
     disown(bound := Address(bind.host, port))
+    warn_if_open(bound)
     return server, bound
 
 

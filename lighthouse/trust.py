@@ -74,16 +74,25 @@ def signing_key() -> bytes:
     return hmac.digest(trust.shown.encode(), b"statements of quorums", "sha256")
 
 
-def warn_if_open(bind: Address) -> None:
-    """Log a warning, once in a process, if other hosts may reach a listener and nothing keeps them out.
+def refuse_if_open(bind: Address) -> None:
+    """Check, before there is a listener, that there may be one here.
 
     Raises:
-        ConfigError: this process's tokens or certificate cannot be read; or the environment says that there
-            is to be no such listener (TORCHFT_INSECURE=0).
+        ConfigError: this process's tokens or certificate cannot be read; or other hosts may reach it, nothing
+            keeps them out, and the environment says that there is to be none such (TORCHFT_INSECURE=0).
     """
     complaint = about_openness(bind)
     if complaint and os.environ.get(INSECURE_ENV) == "0":
         raise ConfigError(complaint)
+
+
+def warn_if_open(bound: Address) -> None:
+    """Log a warning, once in a process, if other hosts may reach a listener and nothing keeps them out.
+
+    Args:
+        bound: where it listens, with the port that it got.
+    """
+    complaint = about_openness(bound)
     if complaint and not _warned:
         _warned.add(None)
         logger.warning("%s", complaint)

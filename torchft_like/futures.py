@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchft_like import devices
 from torchft_like.errors import ConfigError
+from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
 WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
@@ -39,24 +40,25 @@ WATCHDOG_TIMEOUT_SEC = "TORCHFT_WATCHDOG_TIMEOUT_SEC"
 _logger = logging.getLogger(__name__)
 
 
-def future_timeout(fut: Future[T], timeout: timedelta) -> Future[T]:
+def future_timeout(fut: Future[T], timeout: timedelta | float) -> Future[T]:
     """Return a future that completes as `fut` does, or with a TimeoutError once `timeout` has passed.
 
     `fut` itself is not cancelled, as torch futures cannot be; its later result is dropped.
     """
+    timeout_s = seconds_of(timeout, may_be_0=True)
     timed: Future[T] = empty_future()
     first = threading.Lock()  # taken once: the outcome that comes second is dropped
 
     def expire() -> None:
         if first.acquire(blocking=False):
-            fail(timed, _timeout_error(timeout))
+            fail(timed, _timeout_error(timeout_s))
 
     def complete(done: Future[T]) -> None:
         timer.cancel()
         if first.acquire(blocking=False):
             copy_outcome(done, timed)
 
-    timer = _TIMERS.call_later(timeout.total_seconds(), expire)
+    timer = _TIMERS.call_later(timeout_s, expire)
     fut.add_done_callback(complete)
     return timed
 
@@ -123,38 +125,40 @@ def aside(name: str, act: Callable[[], T]) -> concurrent.futures.Future[T]:
     return future
 
 
-def future_wait(fut: Future[T], timeout: timedelta) -> T:
+def future_wait(fut: Future[T], timeout: timedelta | float) -> T:
     """Wait for `fut` on this thread, and return its result.
 
     Raises:
         TimeoutError: `fut` is not complete after `timeout`.
         Exception: the error with which `fut` completed.
     """
+    timeout_s = seconds_of(timeout, may_be_0=True)
     completed = threading.Event()
     fut.add_done_callback(lambda _: completed.set())
-    if not completed.wait(timeout.total_seconds()):
-        raise _timeout_error(timeout)
+    if not completed.wait(timeout_s):
+        raise _timeout_error(timeout_s)
     return fut.wait()
 
 
 @contextmanager
-def context_timeout(callback: Callable[[], None], timeout: timedelta) -> Iterator[None]:
+def context_timeout(callback: Callable[[], None], timeout: timedelta | float) -> Iterator[None]:
     """Call `callback`, once, if the block is still running after `timeout`.
 
     The block is not interrupted: the callback has to end it, for example by aborting a group.
     """
-    timer = _TIMERS.call_later(timeout.total_seconds(), callback)
+    timer = _TIMERS.call_later(seconds_of(timeout, may_be_0=True), callback)
     try:
         yield
     finally:
         timer.cancel()
 
 
-def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
+def stream_timeout(callback: Callable[[], None], timeout: timedelta | float) -> None:
     """Call `callback`, once, if the work queued so far on the current stream is not done by `timeout`.
 
     Without an accelerator operations are complete when they return, so the callback is never called.
     """
+    timeout_s = seconds_of(timeout, may_be_0=True)
     if not devices.is_in_use():
         return
     _finished_events.clear()
@@ -170,7 +174,7 @@ def stream_timeout(callback: Callable[[], None], timeout: timedelta) -> None:
             callback()
         _finished_events.append(event)
 
-    _TIMERS.call_later(timeout.total_seconds(), check)
+    _TIMERS.call_later(timeout_s, check)
 
 
 # Destroying an event may block while the device queue is full. The next caller of `stream_timeout`, which
@@ -316,5 +320,5 @@ def copy_outcome(source: Future[T], target: Future[T]) -> None:
         target.set_result(result)
 
 
-def _timeout_error(timeout: timedelta) -> TimeoutError:
-    return TimeoutError(f"future did not complete within {timeout.total_seconds():g} s")
+def _timeout_error(timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"future did not complete within {timeout_s:g} s")

@@ -35,9 +35,9 @@ from lighthouse.address import Address
 from lighthouse.core.json_text import read_json
 from lighthouse.core.trust import Role
 from lighthouse.events import printable
-from lighthouse.listening import listen_tcp
+from lighthouse.listening import listen_guarded
 from lighthouse.tls import accepted, scheme
-from lighthouse.trust import authorization, process_trust, warn_if_open
+from lighthouse.trust import authorization, process_trust
 from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
@@ -177,8 +177,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, bind: Address, owner: ParameterServer, sessions_max: int) -> None:
         super().__init__((bind.host, bind.port), _Request, bind_and_activate=False)
         self.socket.close()
-        warn_if_open(bind)
-        self.socket = listen_tcp(bind)
+        self.socket = listen_guarded(bind)
         self.server_port = self.socket.getsockname()[1]
         self.owner = owner
         self.sessions_max = sessions_max

@@ -455,6 +455,8 @@ class Sheet:
 
 
 def refuse(value: object, sheet: Sheet, _: int) -> None:
+    if isinstance(value, Tensor) and (problem := _problem_of(value)):
+        raise UnfitType(problem)
     name = name_of(value)
     article = "an" if name[0] in "aeiou" else "a"
     cure, allowed = next(cure for fits, cure in _CURES if fits(value)), sheet.schema.allowed
@@ -530,15 +532,10 @@ def about_key(key: object, schema: Schema) -> str:
 
 
 def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
-    if value.is_nested:
-        raise UnfitType("is a nested tensor: only dense ones travel; pass `.unbind()`")
-    if value.layout is not torch.strided or value.is_quantized:
-        raise UnfitType(f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`")
-    keeps_devices = sheet.schema.keeps_devices
-    if value.is_meta or (keeps_devices and value.device.type not in DEVICES):
+    if problem := _problem_of(value):
+        raise UnfitType(problem)
+    if sheet.schema.keeps_devices and value.device.type not in DEVICES:
         raise UnfitType(f"is a tensor on {value.device}, which does not travel; pass `.cpu()`")
-    if value.dtype not in DTYPE_NUMBERS:
-        raise UnfitType(f"has dtype {value.dtype}, which does not travel; pass `.to` one that does")
     if value.dim() > DIMENSIONS_MAX:
         raise Unfit(f"has {value.dim()} dimensions, and {DIMENSIONS_MAX} travel; pass `.flatten()`")
     if not value.numel():
@@ -550,6 +547,28 @@ def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
             sheet.put(LENGTH.pack(SAME_TENSOR, before))
             return
     sheet.put_leaf(LEAF_TENSOR, value.detach())
+
+
+_PLAIN = Tensor, torch.nn.Parameter
+_WITHOUT_DATA = "FakeTensor", "UninitializedParameter", "UninitializedBuffer"
+
+
+def _problem_of(value: Tensor) -> str:
+    """Return what keeps a tensor from travelling, whatever its class is, and the cure; "" if nothing does."""
+    if value.is_nested:
+        return "is a nested tensor: only dense ones travel; pass `.unbind()`"
+    if value.is_quantized:
+        return "is a quantized tensor: only plain ones travel; pass `.dequantize()`, or `.int_repr()`"
+    if value.layout is not torch.strided:
+        return f"is a tensor of layout {value.layout}: only dense ones travel; pass `.to_dense()`"
+    if value.is_meta or (type(value) in _PLAIN and value.numel() and not value.data_ptr()):
+        return (
+            f"is a tensor on {value.device} that has no memory (never filled, or freed, as by FSDP): pass "
+            "one that has data"
+        )
+    if value.dtype not in DTYPE_NUMBERS:
+        return f"has dtype {value.dtype}, which does not travel; pass `.to` one that does, or its bytes"
+    return ""
 
 
 def write_shard(value: Shard, sheet: Sheet, depth: int) -> None:
@@ -614,6 +633,14 @@ _CURES: tuple[tuple[Callable[[object], bool], str], ...] = (
     (
         lambda value: isinstance(value, Tensor) and hasattr(value, "to_local"),
         "its local shard, `.to_local()`",
+    ),
+    (
+        lambda value: isinstance(value, Tensor) and name_of(value).rpartition(".")[2] in _WITHOUT_DATA,
+        "a tensor that has data",
+    ),
+    (
+        lambda value: hasattr(value, "__tensor_flatten__"),
+        "the tensors that it is made of (`__tensor_flatten__`), or what `.dequantize()` gives",
     ),
     (lambda value: isinstance(value, Tensor), "a plain tensor, `.as_subclass(torch.Tensor)`"),
     (lambda value: isinstance(value, np.generic), "`.item()`"),

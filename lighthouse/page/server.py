@@ -55,9 +55,9 @@ from lighthouse.core.history import DURATION_BOUNDS_S, Durations, Heal, Recovery
 from lighthouse.core.trust import Role
 from lighthouse.errors import AddressError, ConfigError
 from lighthouse.events import printable
-from lighthouse.listening import DESCRIPTORS_KEPT, listen_tcp
+from lighthouse.listening import DESCRIPTORS_KEPT, listen_guarded
 from lighthouse.tls import page_context, scheme
-from lighthouse.trust import process_trust, warn_if_open
+from lighthouse.trust import process_trust
 
 if TYPE_CHECKING:
     from lighthouse.server import Lighthouse
@@ -94,8 +94,7 @@ class PageServer:
         """
         if everybody_operates and process_trust() is not None:
             raise ConfigError("--page_operators=everybody and a token (TORCHFT_TOKEN_FILE): leave one out")
-        warn_if_open(bind)
-        listener = _Listener(listen_tcp(bind))
+        listener = _Listener(listen_guarded(bind))
         config = uvicorn.Config(
             Page(lighthouse, everybody_operates=everybody_operates),
             http=functools.partial(_BoundedProtocol, listener),  # type: ignore[arg-type]

@@ -67,7 +67,7 @@ class Store:
         if isinstance(step, Check):
             talk.send_answer(self, number, all(key in self._values for key in step.keys))
         elif isinstance(step, Read):
-            self._readers.append((talk, number, step.keys))
+            self._readers.append((talk, number, list(step.keys.values())))
         elif isinstance(step, Put):
             talk.send_answer(self, number, self._values.setdefault(step.key, step.value.encode()))
         else:

@@ -80,5 +80,7 @@ def test_a_lighthouse_on_all_interfaces_gives_an_address_that_others_reach(
     server = LighthouseServer(bind="0.0.0.0:0")
     try:
         assert parse_address(server.address()).host == host
+        monkeypatch.setenv("TORCHFT_HOSTNAME", "named")
+        assert parse_address(server.address()).host == "named"
     finally:
         server.shutdown()

@@ -75,6 +75,15 @@ PLAIN = [
     {"z": 1, "a": 2, 3: "int", None: 0, (1, ("b",)): 2.5, b"k": False},
     ("nested", {"deeper": ({"still": [b"q" * 10_000, "r" * 10_000]},)}),
 ]
+
+
+def _freed() -> torch.Tensor:
+    """Return a tensor as FSDP leaves it between two uses."""
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 REFUSED = [
     ({"a": [0, 1, 2, {1, 2}]}, r"a\[3\] is a set.*`list"),
     ([np.float64(3)], r"\[0\] is a numpy.float64.*`\.item\(\)`"),
@@ -86,7 +95,12 @@ REFUSED = [
     (torch.float32, r"torch.dtype.*str"),
     (object(), r"object.*What travels"),
     (torch.eye(2).to_sparse(), r"layout.*to_dense"),
-    (torch.empty(2, device="meta"), r"meta.*cpu"),
+    (torch.eye(2).to_mkldnn(), r"layout.*to_dense"),
+    (torch.empty(2, device="meta"), r"on meta that has no memory"),
+    (torch.nn.Parameter(torch.empty(2, device="meta")), r"on meta that has no memory"),
+    (_freed(), r"has no memory \(.*FSDP"),
+    (torch.nn.LazyLinear(2).weight, r"UninitializedParameter.*that has data"),
+    (torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], layout=torch.jagged), r"nested.*unbind"),
     (np.array(["text"]), r"only numbers travel.*tolist"),
     (np.array([object()]), r"only numbers travel"),
     ({frozenset(): 1}, r"key of type frozenset"),
@@ -101,6 +115,12 @@ REFUSED = [
     ({10**5000: {1}}, r"\[int\] is a set"),
     (["x" * 4095] * (STRUCTURE_BYTES_MAX // 4096), r"takes 6717\d+ bytes beside tensors"),
 ]
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize")
+def test_a_quantized_tensor_is_refused_with_its_own_cure() -> None:
+    with pytest.raises(PlainDataError, match=r"quantized.*dequantize"):
+        disassemble([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)])
 
 
 def assemble(structure: bytes, tensors: Sequence[torch.Tensor]) -> object:

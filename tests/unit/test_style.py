@@ -110,15 +110,18 @@ MAKERS = {
         "torchft_like/process_group/checking.py",
         "torchft_like/process_group/store.py",
     },
-    "listen_tcp": {
+    "listen_guarded": {
         "lighthouse/page/server.py",
         "torchft_like/checkpointing/http_transport.py",
+        "torchft_like/parameter_server.py",
+        "torchft_like/process_group/store_server.py",
+    },
+    "listen_tcp": {
+        "lighthouse/listening.py",
         "torchft_like/doctor.py",
         "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
-        "torchft_like/parameter_server.py",
         "torchft_like/process_group/checking.py",
         "torchft_like/process_group/store.py",  # for torch's, where a user has named it
-        "torchft_like/process_group/store_server.py",
     },
 }
 # Modules of the standard library and others that would make one by other names.

@@ -61,9 +61,9 @@ from isal.isal_zlib import crc32
 from lighthouse.address import Address, parse_address
 from lighthouse.core.trust import Role, Trust
 from lighthouse.events import printable
-from lighthouse.listening import listen_tcp
+from lighthouse.listening import listen_guarded
 from lighthouse.tls import TLS_ENV, accepted, scheme
-from lighthouse.trust import authorization, process_trust, warn_if_open
+from lighthouse.trust import authorization, process_trust
 from torchft_like.checkpointing.copy_ahead import CopyAhead
 from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import (
@@ -90,11 +90,13 @@ from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
 from torchft_like.runtime import living
 from torchft_like.runtime.connecting import connect_tcp, shut
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards, own_host
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 CHUNKS_MAX = 64
+_PATH = "/checkpoint/"
 LINES = 2  # connections to each source, by default
 
 
@@ -108,7 +110,8 @@ class HTTPTransport(CheckpointTransport[T]):
     copy is made in it.
 
     Args:
-        timeout: the longest that sending the state to one receiver may take.
+        timeout: the longest that sending the state to one receiver may take, seconds or timedelta; and that a
+          fetch may take to which no other limit is given.
         num_chunks: the number of connections to each source of a fetch, at a time; 0 means two.
         hostname: the name under which other hosts reach this one. By default the Manager sets it: as for its
           own server, to the interface that leads to the lighthouse. Without a Manager it is the address of
@@ -127,22 +130,21 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def __init__(
         self,
-        timeout: timedelta,
+        timeout: timedelta | float,
         num_chunks: int = 0,
         *,
         hostname: str | None = None,
         bind_host: str | None = None,
-        stall_timeout: timedelta = timedelta(seconds=10),
+        stall_timeout: timedelta | float = timedelta(seconds=10),
         state_bytes_max: int | None = None,
     ) -> None:
         if not 0 <= num_chunks <= CHUNKS_MAX:
             raise ValueError(f"num_chunks is {num_chunks}, must be in [0, {CHUNKS_MAX}]")
-        if timeout <= timedelta(0) or stall_timeout <= timedelta(0):
-            raise ValueError(f"timeout {timeout} and stall_timeout {stall_timeout} must be above 0")
         self._lines = num_chunks or LINES
-        self._stall_s = stall_timeout.total_seconds()
+        self._timeout_s = seconds_of(timeout, "timeout")
+        self._stall_s = seconds_of(stall_timeout, "stall_timeout")
         self._key = ""
-        self._limits = ServerLimits(chunk_s=self._stall_s, transfer_s=timeout.total_seconds())
+        self._limits = ServerLimits(chunk_s=self._stall_s, transfer_s=self._timeout_s)
         self._bind_host = bind_host
         self._has_hostname = hostname is not None
         self._serving: tuple[CheckpointServer, Address] | None = self._serve(hostname) if hostname else None
@@ -176,11 +178,11 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def metadata(self) -> str:
         """Return the address of this rank's server, http://host:port, or https:// with a certificate."""
-        return f"{scheme()}://{self._served()[1]}"
+        return self.address().removesuffix(_PATH)
 
     def address(self) -> str:
         """Return the URL of the server, http://host:port/checkpoint/, which the step follows."""
-        return f"{self.metadata()}/checkpoint/"
+        return f"{scheme()}://{self._served()[1]}{_PATH}"
 
     def allow_checkpoint(self, step: int) -> None:
         """Offer the current snapshot as the state of `step`; `send_checkpoint` offers by itself.
@@ -192,7 +194,9 @@ class HTTPTransport(CheckpointTransport[T]):
         if not self._served()[0].offer_as(step):
             raise CheckpointError(f"there is no state to offer as step {step}: call send_checkpoint")
 
-    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+    def send_checkpoint(
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | float | None = None
+    ) -> None:
         """Offer the state, and return when all of `dst_ranks` have it, or there is a copy of it.
 
         It replaces the earlier offer. Where there is a copy, every client that asks for the step is served
@@ -201,7 +205,7 @@ class HTTPTransport(CheckpointTransport[T]):
         until it comes, so `timeout` has no effect. A state without large tensors on the CPU, and one
         that is sent to nobody in particular, is copied at once.
         """
-        self.send_checkpoint_with(None, dst_ranks, step, state_dict, timeout)
+        HTTPTransport.send_checkpoint_with(self, None, dst_ranks, step, state_dict, timeout)
 
     def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
         """Begin to copy tensors on a thread of their own, if the system has one."""
@@ -212,7 +216,12 @@ class HTTPTransport(CheckpointTransport[T]):
             return None
 
     def send_checkpoint_with(
-        self, ahead: CopyAhead | None, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta
+        self,
+        ahead: CopyAhead | None,
+        dst_ranks: list[int],
+        step: int,
+        state_dict: T,
+        timeout: timedelta | float | None,
     ) -> None:
         """Do as `send_checkpoint`; of what was copied ahead no other copy is made."""
         self._check_open()
@@ -241,20 +250,29 @@ class HTTPTransport(CheckpointTransport[T]):
         if self._serving is not None:
             self._serving[0].wait_fetched(idle.total_seconds())
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta | float | None = None
+    ) -> T:
         """Fetch the state of `step`; wait until it is offered.
 
-        The tensors are on the CPU, contiguous and without gradient: `load_state_dict` has to copy them into
-        the model. A DTensor arrives as this rank's `plain_data.Shard`: `shards.place` puts it on a mesh.
+        `timeout` is this transport's own unless given. The tensors are on the CPU, contiguous and without
+        gradient: `load_state_dict` has to copy them into the model. A DTensor arrives as this rank's
+        `plain_data.Shard`: `shards.place` puts it on a mesh.
         """
-        return self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, Destination())
+        source, here = Source(src_rank, metadata), Destination[T](key=self._key)
+        return HTTPTransport.recv_checkpoint_from(self, [source], step, timeout, here)
 
     def recv_checkpoint_from(
-        self, sources: Sequence[Source], step: int, timeout: timedelta, destination: Destination[T]
+        self,
+        sources: Sequence[Source],
+        step: int,
+        timeout: timedelta | float | None,
+        destination: Destination[T],
     ) -> T:
         """Fetch the first source's state of `step` from all sources, into the receiver's own tensors."""
+        timeout_s = self._timeout_s if timeout is None else seconds_of(timeout)
         addresses = {source.rank: _address_of(source) for source in sources}
-        limits, timeout_s = self._expected.limits, timeout.total_seconds()
+        limits = self._expected.limits
         fetch = Fetch(addresses, step, self._lines, timeout_s, self._stall_s, limits, destination)
         with self._lock:
             self._check_open()
@@ -404,8 +422,7 @@ class CheckpointServer:
 
     def __init__(self, bind: Address, limits: ServerLimits, key: str = "") -> None:
         self.limits, self.key = limits, key
-        warn_if_open(bind)
-        self._listener = listen_tcp(bind)
+        self._listener = listen_guarded(bind)
         self.port: int = self._listener.getsockname()[1]
         self.changed = threading.Condition()
         self._offer: Offer | None = None

@@ -49,6 +49,7 @@ from torchft_like.errors import (
     CheckpointTimeoutError,
     NotSupportedError,
 )
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import own_place
 from torchft_like.shared_memory import Export, cuda
 
@@ -80,16 +81,14 @@ class PGTransport(CheckpointTransport[T]):
     def __init__(
         self,
         pg: ProcessGroup,
-        timeout: timedelta,
+        timeout: timedelta | float,
         device: torch.device | str,
         state_dict: Callable[[], object] | None = None,
         *,
         state_bytes_max: int | None = None,
     ) -> None:
-        if timeout <= timedelta(0):
-            raise ValueError(f"timeout {timeout} must be above 0")
         self._pg = pg
-        self._timeout = timeout
+        self._timeout_s = seconds_of(timeout)
         self._state_dict = state_dict
         self._device = torch.device(device)
         self._expected = Expectation(state_bytes_max)
@@ -101,7 +100,7 @@ class PGTransport(CheckpointTransport[T]):
         return ""
 
     def send_checkpoint(
-        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | None = None
+        self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta | float | None = None
     ) -> None:
         """Send the state to all of `dst_ranks`; return when they have it. `timeout` is this transport's own
         unless given.
@@ -133,7 +132,9 @@ class PGTransport(CheckpointTransport[T]):
         """Describe the state without copying a tensor, and expect a peer's state to be like it."""
         self._expected.learn(state_dict)
 
-    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta | None = None) -> T:
+    def recv_checkpoint(
+        self, src_rank: int, metadata: str, step: int, timeout: timedelta | float | None = None
+    ) -> T:
         """Receive the state of `step` from replica `src_rank`; tensors arrive on the CPU. `timeout` is this
         transport's own unless given. A DTensor comes to lie on a mesh of the state that `state_dict` returns;
         without that it is the rank's `plain_data.Shard`.
@@ -145,11 +146,16 @@ class PGTransport(CheckpointTransport[T]):
         """
         own = None if self._state_dict is None else self._state_dict()
         destination = cast("Destination[T]", Destination(own))
-        state = self.recv_checkpoint_from([Source(src_rank, metadata)], step, timeout, destination)
+        source = Source(src_rank, metadata)
+        state = PGTransport.recv_checkpoint_from(self, [source], step, timeout, destination)
         return state if own is None else cast(T, place(state, own))
 
     def recv_checkpoint_from(
-        self, sources: Sequence[Source], step: int, timeout: timedelta | None, destination: Destination[T]
+        self,
+        sources: Sequence[Source],
+        step: int,
+        timeout: timedelta | float | None,
+        destination: Destination[T],
     ) -> T:
         """Receive the state of `step` from the first source, into the receiver's own tensors."""
         src_rank = sources[0].rank
@@ -185,8 +191,9 @@ class PGTransport(CheckpointTransport[T]):
         if block is not None:
             block.release()
 
-    def _line(self, ranks: list[int], timeout: timedelta | None) -> _Line:
-        return _Line(self._pg, self._device, ranks, timeout or self._timeout)
+    def _line(self, ranks: list[int], timeout: timedelta | float | None) -> _Line:
+        timeout_s = self._timeout_s if timeout is None else seconds_of(timeout)
+        return _Line(self._pg, self._device, ranks, timeout_s)
 
     # -- from device to device
 
@@ -266,11 +273,11 @@ class _Line:
         ranks: the others.
     """
 
-    def __init__(self, pg: ProcessGroup, device: torch.device, ranks: list[int], timeout: timedelta) -> None:
+    def __init__(self, pg: ProcessGroup, device: torch.device, ranks: list[int], timeout_s: float) -> None:
         self._pg = pg
         self.device = device
         self._ranks = ranks
-        self._deadline = time.monotonic() + timeout.total_seconds()
+        self._deadline = time.monotonic() + timeout_s
 
     def send(self, data: memoryview | bytearray) -> None:
         """Send bytes to all others, in as many messages as it takes."""

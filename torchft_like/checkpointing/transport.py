@@ -55,6 +55,10 @@ class Destination(Generic[T]):
     key: str = field(default="", repr=False)
 
 
+# Methods of torchft's, and what the Manager calls, which by default calls them.
+_BESIDE = {"send_checkpoint": "send_checkpoint_with", "recv_checkpoint": "recv_checkpoint_from"}
+
+
 class CheckpointTransport(ABC, Generic[T]):
     """A transport of a step's state from a rank that has it to the same rank of other replica groups.
 
@@ -66,6 +70,14 @@ class CheckpointTransport(ABC, Generic[T]):
 
     takes_helpers = False
     keeps_offers = False
+
+    def __init_subclass__(cls, **given: object) -> None:
+        """Let the Manager call a method of torchft's that a class overrides, not what its base has beside."""
+        super().__init_subclass__(**given)
+        for name, beside in _BESIDE.items():
+            nearest = next(base for base in cls.__mro__ if {name, beside} & vars(base).keys())
+            if beside not in vars(nearest):
+                setattr(cls, beside, getattr(CheckpointTransport, beside))
 
     @abstractmethod
     def metadata(self) -> str:

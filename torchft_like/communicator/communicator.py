@@ -53,7 +53,7 @@ from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.checking import check_wanted
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, StoreAddress
-from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.durations import as_timedelta
 from torchft_like.runtime.long_waits import calls, watch_calls
 
 if TYPE_CHECKING:  # queues know communicators
@@ -357,7 +357,7 @@ class Communicator:
         """End the queue when the groups are taken down, or at `end_queues`."""
         self._queues = [*(known for known in self._queues if not known.is_closed), queue]
 
-    def end_queues(self, *timeout: float) -> None:
+    def end_queues(self, *timeout: timedelta | float) -> None:
         """End the queues between the members, even if an exception interrupts the end of one.
 
         Args:

@@ -13,11 +13,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from torchft_like.errors import GroupCoordinatorError, StaleEpochError, StillUnderWayError
 from torchft_like.futures import aside, complete
 from torchft_like.process_group.configuration import Configuration
+from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
 
@@ -79,34 +81,35 @@ class Handle(Generic[T]):
         self._settling = threading.Lock()
         self._result: Future[T] | None = None
 
-    def wait(self, timeout: float | None = None) -> T:
+    def wait(self, timeout: timedelta | float | None = None) -> T:
         """Return the result once the operation is done; on a CUDA device, once the current stream waits for
         it.
 
         Args:
-            timeout: the limit in seconds; None waits as long as the operation takes. If the ranks then make
-              the result together, such as a tensor of their slices, the limit of that is their group's
-              timeout.
+            timeout: the limit, seconds or timedelta; None waits as long as the operation takes. If the ranks
+              then make the result together, such as a tensor of their slices, the limit of that is their
+              group's timeout.
 
         Raises:
             StillUnderWayError: the operation takes longer than `timeout`. It goes on; wait again.
             GroupCoordinatorError: the operation failed.
             StaleEpochError: the members have changed since, even if the operation was done before.
         """
+        timeout_s = None if timeout is None else seconds_of(timeout, may_be_0=True)
         if self._epoch is None:
-            return self._wait(timeout)
+            return self._wait(timeout_s)
         self._epoch.require_present(self._text)
         try:
-            result = self._wait(timeout)
+            result = self._wait(timeout_s)
         except Exception as error:  # noqa: BLE001 - any error is explained
             told = self._epoch.explained(self._text, error)
             raise told  # noqa: B904 - it has its cause
         self._epoch.require_present(self._text)
         return result
 
-    def _wait(self, timeout: float | None) -> T:
-        if self._is_over is None and not wait([self._outcome], timeout).done:
-            raise StillUnderWayError(f"{self._text} is not done after {timeout:g} s")
+    def _wait(self, timeout_s: float | None) -> T:
+        if self._is_over is None and not wait([self._outcome], timeout_s).done:
+            raise StillUnderWayError(f"{self._text} is not done after {timeout_s:g} s")
         with self._settling:  # ranks make the result together, and only once
             if not self._outcome.done():
                 complete(self._outcome, self._finish)

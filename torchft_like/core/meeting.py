@@ -67,9 +67,9 @@ class Write(NamedTuple):
 
 
 class Read(NamedTuple):
-    """Wait until these keys have values, and answer with them."""
+    """Wait until these keys, which the ranks set, or others for them, have values, and answer with them."""
 
-    keys: list[str]
+    keys: Mapping[int, str]  # by rank
 
 
 class Check(NamedTuple):
@@ -237,7 +237,7 @@ class MeetingProtocol:
             GroupLostError: nobody meets there, or the place is not vacant.
         """
         own = self.own
-        keys = [_ended(own.since - 1, rank) for rank in range(world_size)]
+        keys = {rank: _ended(own.since - 1, rank) for rank in range(world_size)}
         try:
             yield Open(store, briefly=True)
             records = yield from _read(keys)
@@ -315,15 +315,15 @@ class MeetingProtocol:
         Raises:
             GroupLostError: the process of another rank has ended, or the limit has passed.
         """
-        key = [self._try(attempt)]
+        key = self._try(attempt)
         while True:
             host = self._hosts()[0]
             try:
                 yield Open(host.address)
                 lost = self._lost()
-                if lost and not (yield Check(key)):  # else it has ended after it had come
+                if lost and not (yield Check([key])):  # else it has ended after it had come
                     raise GroupLostError(lost)
-                (value,) = yield Read(key)
+                (value,) = yield Read({0: key})
                 return str(value, "utf-8", "backslashreplace")
             except NewsError:
                 if not self._lost():
@@ -338,7 +338,7 @@ class MeetingProtocol:
             try:
                 yield Open(host.address, briefly=True)
                 if (yield Check([key])):
-                    (said,) = yield from _read([key])
+                    (said,) = yield from _read({process.rank: key})
                     return (said.ending, said.reason) == (RETURNED.ending.value, RETURNED.reason)
             except (NewsError, StoreLostError):
                 continue
@@ -381,7 +381,7 @@ class MeetingProtocol:
                 yield Open(host.address, briefly=True)
                 for key in keys:
                     if (yield Check([key])):
-                        (said,) = yield from _read([key])
+                        (said,) = yield from _read({self.own.rank: key})
                         if said.address != self.own.address:
                             self._is_out = True
                             raise GroupLostError(f"{WITHOUT} rank {self.own.rank}: {said.reason}")
@@ -396,7 +396,7 @@ class MeetingProtocol:
             yield from self._take(attempt, said)
         for rank, why in sorted(self._gone.items()):
             yield Put(_ended(attempt, rank), Record(Ending.GONE.value, why).text())
-        records = yield from _read([_ended(attempt, rank) for rank in sorted(self._processes)])
+        records = yield from _read({rank: _ended(attempt, rank) for rank in sorted(self._processes)})
         if any(record.ending == MOVED for record in records):
             raise _MovedError
         vacant = {rank: record for rank, record in enumerate(records) if record.is_vacant}
@@ -437,7 +437,7 @@ class MeetingProtocol:
             if reason := self._asked.get(_place(ask)):
                 none = Record(Ending.GONE.value, f"{why.reason}, and {reason}")
                 yield Put(_taken(attempt, rank), none.text())
-        taken = yield from _read([_taken(attempt, rank) for rank in vacant])
+        taken = yield from _read({rank: _taken(attempt, rank) for rank in vacant})
         return dict(zip(vacant, taken, strict=True))
 
     def _admit(self, records: Sequence[Record]) -> None:
@@ -488,7 +488,7 @@ def _put(key: str, record: Record) -> Steps[Record]:
     return Record.read((yield Put(key, record.text())))
 
 
-def _read(keys: list[str]) -> Steps[list[Record]]:
+def _read(keys: Mapping[int, str]) -> Steps[list[Record]]:
     return [Record.read(value) for value in (yield Read(keys))]
 
 

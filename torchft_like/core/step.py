@@ -473,11 +473,25 @@ class StepProtocol:
 
     def vote(self) -> bool:
         """Return whether this rank may commit."""
-        if self.failure is not None or self._lacks_state:
-            return False
+        return self.objection is None
+
+    @property
+    def objection(self) -> str | None:
+        """Why this rank does not commit the current attempt, or the last one; None if it does."""
+        if (error := self.failure) is not None:
+            return str(error) or repr(error)
+        if self._lacks_state:
+            return "this rank has no state to commit with"
         if self._has_gone_on and not self.is_bound:
-            return False
-        return self._are_enough
+            return "it had no collective of all members"
+        if not self._are_enough:
+            count = self.num_participants
+            return (
+                f"{count} replica group{'s' * (count != 1)} took part in it, and min_replica_size is "
+                f"{self._rules.min_replica_size}: start more of them, or lower it. The lighthouse forms such "
+                "a quorum where its --min_replicas is lower"
+            )
+        return None
 
     @property
     def _are_enough(self) -> bool:

@@ -73,6 +73,7 @@ from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGr
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of
 from torchft_like.process_group.store_server import serving_store
+from torchft_like.runtime.durations import as_timedelta
 from torchft_like.runtime.hosts import own_host
 
 # Constants, because an enum looks its members up in Python.
@@ -327,7 +328,7 @@ class ProcessGroupGang(GroupGang):
         cls,
         device: torch.device,
         *,
-        timeout: timedelta | None = None,
+        timeout: timedelta | float | None = None,
         high_priority: bool = False,
         backend: str | None = None,
     ) -> Self:
@@ -335,13 +336,13 @@ class ProcessGroupGang(GroupGang):
 
         Args:
             device: cpu or cuda.
-            timeout: the limit of each operation, positive; None for 15 minutes.
+            timeout: the limit of each operation, seconds or timedelta; None for 15 minutes.
             high_priority: whether to run on streams of high priority, if the backend has such: torch's own
                 nccl.
             backend: torch's name of the backend; None for torchft-gloo or torchft-nccl, which can be aborted.
 
         Raises:
-            ValueError: the device is neither cpu nor cuda, or the timeout is no positive timedelta.
+            ValueError: the device is neither cpu nor cuda, or the timeout is no positive duration.
             NotSupportedError: this torch has no torch.distributed, or no such device.
             InvalidOperationError: there is a default process group already.
             GangError: the members did not meet.
@@ -351,9 +352,7 @@ class ProcessGroupGang(GroupGang):
             raise ValueError(f"a gang is of cpu or cuda devices, not {device.type}")
         if device.type == "cuda" and not torch.cuda.is_available():
             raise NotSupportedError("there is no CUDA device here, or this torch was built without CUDA")
-        timeout = _TIMEOUT if timeout is None else timeout
-        if not (isinstance(timeout, timedelta) and timeout > timedelta(0)):
-            raise ValueError(f"timeout={timeout!r} must be a positive timedelta")
+        timeout = _TIMEOUT if timeout is None else as_timedelta(timeout)
         if not dist.is_available():
             raise NotSupportedError("this torch was built without torch.distributed")
         if dist.is_initialized():

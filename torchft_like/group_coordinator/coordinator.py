@@ -47,7 +47,7 @@ from torchft_like.group_coordinator.creation import (
 )
 from torchft_like.message_queue import MessageQueue, members
 from torchft_like.process_group.store import SharedStore, without_secret
-from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.durations import as_timedelta
 
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 DispatchedTensors = tuple[Any, ...]

@@ -33,7 +33,7 @@ from torchft_like.communicator.communicator import CoordinatorOptions, Group, ch
 from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.process_group.checking import check_wanted
-from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.durations import as_timedelta
 
 CPU_BACKEND = "torchft-gloo"
 ANONYMOUS = "anonymous"

@@ -57,7 +57,7 @@ from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.swallowing import GroupManager
-from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.durations import as_timedelta, seconds_of
 
 GRACE_S = 5.0
 _VARIABLES = ("TORCHFT_LIGHTHOUSE", CONNECT_TIMEOUT_SEC_ENV)
@@ -176,9 +176,9 @@ class Change:
             return self._reason
         return None if self.groups is None else self.groups.reason
 
-    def wait_ready(self, timeout: float | None = None) -> bool:
-        """Wait until `is_ready`, for `timeout` seconds at the most; return whether it is."""
-        return self._prepared.wait(timeout)
+    def wait_ready(self, timeout: timedelta | float | None = None) -> bool:
+        """Wait until `is_ready`, for the timeout (seconds or timedelta) at the most; return whether it is."""
+        return self._prepared.wait(None if timeout is None else seconds_of(timeout, may_be_0=True))
 
     def complete(self, timeout: timedelta | float | None = None) -> None:
         """Switch together with all other new members, or roll back together with them.

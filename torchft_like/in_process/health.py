@@ -22,6 +22,7 @@ from torchft_like.errors import HealthCheckError
 from torchft_like.manager.config import LIGHTHOUSE_ENV
 from torchft_like.message_queue.memory import available_bytes
 from torchft_like.runtime.connecting import connect_tcp
+from torchft_like.runtime.durations import seconds_of
 
 logger = logging.getLogger(__name__)
 
@@ -56,13 +57,14 @@ def disk(path: str | os.PathLike[str], bytes_min: int) -> HealthCheck:
 
 def lighthouse(address: str | None = None, timeout_s: float = 5.0) -> HealthCheck:
     """Return a check that the lighthouse (TORCHFT_LIGHTHOUSE) takes a connection from this host."""
+    limit_s = seconds_of(timeout_s, "timeout_s")
 
     def check() -> None:
         target = parse_address(
             address or os.environ.get(LIGHTHOUSE_ENV, ""), f"lighthouse ({LIGHTHOUSE_ENV})"
         )
         try:
-            connect_tcp(target, timeout_s, is_plain=True).close()
+            connect_tcp(target, limit_s, is_plain=True).close()
         except OSError as error:
             raise ConnectionError(f"the lighthouse at {target} cannot be reached: {error}") from error
 

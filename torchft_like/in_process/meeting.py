@@ -118,11 +118,11 @@ class RestartGroup:
                             f"rank {rank} of an earlier start has left its traces in the store at {at}"
                         )
                     store.set(f"{group_id}/process/{rank}", f"{address} {socket.gethostname()}")
-                    keys = [f"{group_id}/process/{other}" for other in range(world_size)]
+                    keys = {other: f"{group_id}/process/{other}" for other in range(world_size)}
                     wait_for_ranks(store, keys)
                 except (ProcessGroupError, TimeoutError) as error:
                     raise GroupLostError(f"a rank of this group did not come: {error}") from error
-                values = store.multi_get(keys)
+                values = store.multi_get(list(keys.values()))
             said = [value.decode(errors="backslashreplace") for value in values]
             processes = [RankProcess(other, *text.partition(" ")[::2]) for other, text in enumerate(said)]
             protocol = MeetingProtocol(processes[rank], processes)
@@ -331,8 +331,8 @@ class Meeting:
             case Check():
                 answer = store.check(step.keys)
             case Read():
-                store.wait(step.keys)
-                answer = store.multi_get(step.keys)
+                wait_for_ranks(store, step.keys, self._limit)
+                answer = store.multi_get(list(step.keys.values()))
         return answer
 
     def _open(self, step: Open) -> None:

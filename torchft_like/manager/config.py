@@ -23,7 +23,7 @@ from torchft_like.errors import ConfigError
 from torchft_like.futures import watchdog_s
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
-from torchft_like.runtime.hosts import host_named, local_host_towards
+from torchft_like.runtime.hosts import HOSTNAME_ENV, host_named, local_host_towards
 
 T = TypeVar("T")
 
@@ -35,7 +35,6 @@ MANAGER_PORT_ENV = "TORCHFT_MANAGER_PORT"
 TIMEOUT_SEC_ENV = "TORCHFT_TIMEOUT_SEC"
 QUORUM_TIMEOUT_SEC_ENV = "TORCHFT_QUORUM_TIMEOUT_SEC"
 CONNECT_TIMEOUT_SEC_ENV = "TORCHFT_CONNECT_TIMEOUT_SEC"
-HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 DEAD_AFTER_SEC_ENV = "TORCHFT_DEAD_AFTER_SEC"
 AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # which tell a start of a group from others

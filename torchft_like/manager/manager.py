@@ -459,6 +459,7 @@ class Manager:
             DivergenceError: this replica's state differs from its peers', and healing cannot mend that.
             ForeignMemberError: as in `start_quorum`.
         """
+        votes_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         attempt = self._driver.current()
         if not self._protocol.in_step:
             raise RuntimeError("the step has ended: should_commit (Optimizer.step) is called once in each")
@@ -484,7 +485,7 @@ class Manager:
             ):  # in one piece: the server may give the quorum up at any other time
                 protocol.decide(verdict.committed)
         if not is_alone:
-            verdict = self._verdict_of_all(attempt, verdict, timeout)
+            verdict = self._verdict_of_all(attempt, verdict, votes_s)
         committed = verdict.committed
         if not (is_alone and committed):
             averages = self._exchange.keep() if verdict.passed else None
@@ -497,9 +498,10 @@ class Manager:
         else:
             self._emit("commit", committed=committed, participants=protocol.num_participants)
         if self._protocol.out_of_retries:
+            reason = self._protocol.objection or "another rank of this replica group voted no on it"
             raise MaxRetriesError(
                 f"{self._protocol.commit_failures} steps in a row were not committed, max_retries is "
-                f"{self._rules.max_retries}; the last one failed with: {self._protocol.failure}"
+                f"{self._rules.max_retries}; the last one failed with: {reason}"
             )
         return committed
 
@@ -657,10 +659,9 @@ class Manager:
             self._driver.end(error, f"it is not of this job: {error}")
             raise
 
-    def _verdict_of_all(self, attempt: Attempt, vote: Verdict, timeout: timedelta | float | None) -> Verdict:
+    def _verdict_of_all(self, attempt: Attempt, vote: Verdict, bound_s: float) -> Verdict:
         """Vote; return the replica group's verdict on the step, which is the same on every rank."""
         self._link.vote(self._config.group_rank, vote._replace(stop=self._stop_wanted))
-        bound_s = self._config.timeout_s if timeout is None else seconds_of(timeout, "timeout")
         # Another rank may be in a collective that fails after the timeout, and votes then, or heals first.
         bound_s += self._config.timeout_s * (1 + attempt.has_exchanged)
         verdict = attempt.wait_decided(bound_s)

@@ -228,8 +228,9 @@ class QuorumDriver:
                 "check the network between them"
             )
         return (
-            f"the lighthouse at {lighthouse} answered, but not enough replica groups joined; "
-            "its log says who is awaited"
+            f"the lighthouse at {lighthouse} answered, but not enough replica groups joined; its log says "
+            "who is awaited. If these train for longer between two quorums (DiLoCo, LocalSGD), give "
+            "quorum_timeout more"
         )
 
     def stop(self, error: FaultToleranceError, timeout_s: float | None) -> None:

@@ -155,7 +155,7 @@ class ManagerServer:
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
         self.rank_key = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
-        self._timeout_ms = round(timeout / timedelta(milliseconds=1))
+        self._timeout_ms = round(seconds_of(timeout, may_be_0=True) * 1000)
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = coordination_loop()

@@ -40,7 +40,7 @@ from torchft_like.errors import (
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.queue import MessageQueue
 from torchft_like.plain_data import decode, dissect, encode
-from torchft_like.process_group.wrapper import as_timedelta
+from torchft_like.runtime.durations import as_timedelta
 from torchft_like.runtime.hosts import local_host_towards, own_place
 
 _RETRY_S = 0.01

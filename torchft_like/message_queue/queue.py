@@ -34,6 +34,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -99,6 +100,7 @@ from torchft_like.message_queue.ring import (
 from torchft_like.plain_data import bytes_of, dissect
 from torchft_like.runtime import living
 from torchft_like.runtime.descriptors import despite_reset, receive_descriptors, send_descriptors
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import own_host
 
 if TYPE_CHECKING:  # queues without remote readers need no ZeroMQ
@@ -446,11 +448,11 @@ class MessageQueue:
         """Return what readers need, as plain data. A process that has it can read the queue."""
         return self._handle.to_plain()
 
-    def wait_until_ready(self, timeout: float | None = None) -> None:
+    def wait_until_ready(self, timeout: timedelta | float | None = None) -> None:
         """Wait until every reader has joined; at a reader, until this reader has.
 
         Args:
-            timeout: seconds; None waits for ever.
+            timeout: seconds or timedelta, 0 for one look; None waits for ever.
 
         Raises:
             QueueTimeoutError: a reader has not joined; the text names it.
@@ -462,12 +464,12 @@ class MessageQueue:
         """
         self._end.wait_until_ready(_limit(timeout))
 
-    def enqueue(self, obj: object, timeout: float | None = None) -> None:
+    def enqueue(self, obj: object, timeout: timedelta | float | None = None) -> None:
         """Write a message. Local readers can read it when this returns, whatever happens to this process.
 
         Args:
             obj: plain data; the caller may change it as soon as the call returns.
-            timeout: seconds to wait for room; None waits for ever.
+            timeout: how long to wait for room, seconds or timedelta; None waits for ever.
 
         Raises:
             PlainDataError: the object is of a type that cannot be sent; the text names the part.
@@ -481,11 +483,11 @@ class MessageQueue:
         """
         self._end.enqueue(obj, _limit(timeout))
 
-    def dequeue(self, timeout: float | None = None, indefinite: bool = False) -> object:
+    def dequeue(self, timeout: timedelta | float | None = None, indefinite: bool = False) -> object:
         """Read the next message; the object shares no memory with the queue.
 
         Args:
-            timeout: seconds to wait for it; None waits for ever.
+            timeout: how long to wait for it, seconds or timedelta; None waits for ever.
             indefinite: the message may be long in coming: the log does not report the wait every minute.
 
         Raises:
@@ -500,7 +502,7 @@ class MessageQueue:
         """
         return self._end.dequeue(_limit(timeout), indefinite)
 
-    def broadcast_object(self, obj: object = None, timeout: float | None = None) -> object:
+    def broadcast_object(self, obj: object = None, timeout: timedelta | float | None = None) -> object:
         """Write `obj` at the writer, read it at the readers, and return it at all of them."""
         if self.is_writer:
             self.enqueue(obj, timeout)
@@ -522,7 +524,7 @@ class MessageQueue:
         """The ranks of the readers that left by themselves; only the writer has it."""
         return self._writer().ranks(lambda readers: readers.left, late=True)
 
-    def shutdown(self, timeout: float = LINGER_S) -> None:
+    def shutdown(self, timeout: timedelta | float = LINGER_S) -> None:
         """Close this end and end every wait in it; may be repeated.
 
         A writer's readers still read what was written, and then get QueueClosedError. Local ones need no
@@ -533,8 +535,9 @@ class MessageQueue:
             timeout: seconds for which a writer waits for remote readers to have read what was written, and up
                 to one more where their connections take nothing. Those that have read it are not waited for.
         """
+        linger_s = seconds_of(timeout, may_be_0=True)
         self._finalizer.detach()
-        self._end.shutdown(timeout)
+        self._end.shutdown(linger_s)
 
     def __enter__(self) -> Self:
         return self
@@ -576,12 +579,11 @@ def _geometry(max_chunk_bytes: int, max_chunks: int) -> Geometry:
     return Geometry(max_chunks, -(-max_chunk_bytes // _LINE_BYTES) * _LINE_BYTES)
 
 
-def _limit(timeout: float | None) -> Limit:
+def _limit(timeout: timedelta | float | None) -> Limit:
     if timeout is None:
         return math.inf, math.inf
-    if not timeout >= 0:
-        raise ValueError(f"timeout={timeout} must be 0 or more seconds, or None")
-    return time.monotonic() + timeout, timeout
+    timeout_s = seconds_of(timeout, may_be_0=True)
+    return time.monotonic() + timeout_s, timeout_s
 
 
 _ends: weakref.WeakSet[Endpoint] = weakref.WeakSet()

@@ -65,6 +65,7 @@ _ENDS = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
+_EVENT = struct.Struct("=H")  # with which a monitor's message begins
 _NO_ADDRESS = errno.EINVAL, errno.ENODEV, errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT
 
 _logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ class RemoteReaders:
                 break
             if len(body) == 1:
                 self._hear(identity, body[0])
-        if _has_event(self._monitor):
+        if _events(self._monitor):
             # The event comes before the end of the connection is felt.
             self._probe_until = time.monotonic() + _PROBE_S
         if time.monotonic() < self._probe_until:
@@ -253,13 +254,12 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(SILENCE_S * 1000))
 
 
-def _has_event(monitor: zmq.Socket[bytes]) -> bool:
-    """Return whether anything happened to a connection, and forget what it was."""
-    found = False
+def _events(monitor: zmq.Socket[bytes]) -> int:
+    """Return what has happened to a connection since the last call, the bits of ZeroMQ's events together."""
+    found = 0
     while True:
         try:
-            monitor.recv_multipart(zmq.NOBLOCK)
-            found = True
+            found |= _EVENT.unpack_from(monitor.recv_multipart(zmq.NOBLOCK)[0])[0]
         except zmq.Again:
             return found
 
@@ -273,6 +273,8 @@ class RemoteReader(Endpoint):
                 f"rank {rank} is no local reader ({list(handle.local_ranks)} are), and no remote one is due"
             )
         self._rank = rank
+        self._address = handle.address
+        self._is_connected = False  # it has been
         self._writer_is_gone = False
         self._has_left = False
         self._number: int | None = None  # of the next message
@@ -281,7 +283,7 @@ class RemoteReader(Endpoint):
             self._context = zmq.Context()
             undo.callback(self._context.destroy, 0)
             self._dealer = self._context.socket(zmq.DEALER)
-            self._monitor = self._dealer.get_monitor_socket(_ENDS)
+            self._monitor = self._dealer.get_monitor_socket(_ENDS | zmq.EVENT_HANDSHAKE_SUCCEEDED)
             self._connect(handle.address, handle.server_key)
             super().__init__(f"reader {rank} has left the queue, or the writer has shut it down")
             undo.pop_all()
@@ -326,8 +328,7 @@ class RemoteReader(Endpoint):
     def _join(self, limit: Limit) -> None:
         if self._number is not None:
             return
-        what = "the writer did not let this reader in: it has to call wait_until_ready"
-        self._wait(self._receive, limit, lambda: (what, ()), spins=False)
+        self._wait(self._receive, limit, lambda: (self._missing(), ()), spins=False)
         answer, self._came = self._came[0].bytes, []
         if answer[:1] == TAG_REFUSED:
             self._is_closing = self._has_left = True  # there is no second answer
@@ -336,6 +337,15 @@ class RemoteReader(Endpoint):
             self._leave()
             raise QueueCorruptError("the writer's welcome is none: do all run the same version?")
         self._number = NUMBERED.unpack(answer)[1]
+
+    def _missing(self) -> str:
+        """Return what this reader, which has not joined yet, waits for."""
+        if self._is_connected:
+            return "the writer did not let this reader in: it has to call wait_until_ready"
+        return f"there is no connection to the writer yet: {self._hint()}"
+
+    def _hint(self) -> str:
+        return f"check that its process runs, and that {self._address} (connect_ip) is reached from here"
 
     def _receive(self) -> bool:
         """Return whether something has come, which is in `_came`."""
@@ -349,9 +359,16 @@ class RemoteReader(Endpoint):
         return True
 
     def _require_possible(self, reached: Callable[[], bool]) -> None:
-        self._writer_is_gone |= _has_event(self._monitor)
+        self._note_events()
         if self._writer_is_gone and not reached():  # messages that came before that can still be read
+            if not self._is_connected:
+                raise QueueWriterLostError(f"there is no connection to the writer: {self._hint()}")
             raise QueueWriterLostError("the connection to the writer ended, and all that came was read")
+
+    def _note_events(self) -> None:
+        found = _events(self._monitor)
+        self._is_connected |= bool(found & zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._writer_is_gone |= bool(found & _ENDS)
 
     def _sleep(self, reached: Callable[[], bool], seconds: float) -> None:
         self._events.poll(int(seconds * 1000) + 1)
@@ -384,7 +401,7 @@ class RemoteReader(Endpoint):
             self._tell(TAG_LEAVE)
 
     def _release(self, linger_s: float = 0.0) -> None:
-        self._writer_is_gone |= _has_event(self._monitor)
+        self._note_events()
         self._dealer.disable_monitor()
         self._monitor.close(0)
         self._dealer.close(0 if self._writer_is_gone else _FAREWELL_MS_MAX)

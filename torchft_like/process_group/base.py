@@ -41,7 +41,7 @@ class About(TypedDict, total=False):
     group_world_size: int | None  # the size of its replica group
     # The members' ranks in the job, in the order of their ranks in this group.
     global_ranks: Sequence[int] | None
-    timeout: timedelta | None  # the limit of this `configure`; the group's own if it is left out
+    timeout: timedelta | float | None  # the limit of this `configure`; the group's own if it is left out
     # The caller's signal: when it is set, before, during or after, this configuration ends.
     ends_with: AbortSignal | None
 

@@ -25,6 +25,7 @@ from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, SharedStore, parse_store_address
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.process_group.work import FinishedOperation
+from torchft_like.runtime.durations import as_timedelta
 from torchft_like.runtime.hosts import own_host
 
 UUID_BITS = 63
@@ -175,7 +176,7 @@ class Group(Protocol):
 
 
 def reconfigure_with_store(
-    pg: Group, store_addr: str, rank: int, world_size: int, timeout: timedelta = DEFAULT_TIMEOUT
+    pg: Group, store_addr: str, rank: int, world_size: int, timeout: timedelta | float = DEFAULT_TIMEOUT
 ) -> None:
     """Exchange handles through a store, and reconfigure; block until the group is usable.
 
@@ -191,9 +192,10 @@ def reconfigure_with_store(
         ProcessGroupError: the store refuses connections, or the members did not meet; torch's own groups
             raise errors of torch.
     """
-    store = SharedStore(parse_store_address(store_addr), timeout)
+    limit = as_timedelta(timeout)
+    store = SharedStore(parse_store_address(store_addr), limit)
     store.connect()
-    exchange_and_reconfigure(pg, store, (rank, world_size), timeout)
+    exchange_and_reconfigure(pg, store, (rank, world_size), limit)
 
 
 def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], timeout: timedelta) -> None:

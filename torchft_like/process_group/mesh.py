@@ -441,7 +441,7 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         across_rank = min(self.parent.rank(), self._across_size() - 1)  # a healing rank may have a higher one
         return self._rank_of(across_rank, self._within.rank())
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta | float) -> None:
         """Set the limit of the operations across; those within keep the timeout that torch was given."""
         self.parent.set_timeout(timeout)
 

@@ -71,6 +71,7 @@ from torchft_like.process_group.generation import CONFIGURE_GRACE_S
 from torchft_like.process_group.store import GroupMembers, meet, meeting_store
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.environment import environment
 from torchft_like.runtime.spin_wait import ask_until
 
@@ -137,7 +138,7 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         self._device = torch.device("cuda", torch.cuda.current_device())
         in_job = (about.get("global_ranks") or range(world_size))[rank]
         send_traces_to(self._traces, about.get("quorum_id"), in_job)
-        limit_s = (about.get("timeout") or self._timeout).total_seconds() + CONFIGURE_GRACE_S
+        limit_s = seconds_of(about.get("timeout") or self._timeout) + CONFIGURE_GRACE_S
         is_done = threading.Event()
 
         def give_up() -> None:

@@ -32,6 +32,7 @@ from torchft_like.process_group.work import (
     wait_until,
 )
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
+from torchft_like.runtime.durations import as_timedelta
 
 ANY = "any"
 
@@ -212,9 +213,9 @@ class ProcessGroupDummy(ProcessGroup):
     def timeout(self) -> timedelta:
         return self._timeout
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta | float) -> None:
         """Set the timeout, without effect: nothing takes time."""
-        self._timeout = timeout
+        self._timeout = as_timedelta(timeout)
 
     def size(self) -> int:
         return 1

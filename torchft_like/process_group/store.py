@@ -25,7 +25,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Concatenate, ParamSpec, TypeVar, cast
@@ -42,6 +42,7 @@ from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAborte
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.runtime.connecting import RECONNECT_S, REFUSED, connect_tcp, shut
+from torchft_like.runtime.durations import as_timedelta
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -129,20 +130,20 @@ class GroupMembers:
         return f"rank {self.rank} of {self.world_size} at {self.store!r}"
 
 
-def create_store_client(store_addr: str, timeout: timedelta = DEFAULT_TIMEOUT) -> Store:
+def create_store_client(store_addr: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Store:
     """Make a client for the part of a store that `host:port/prefix` names: torch's, or ours where the store
     speaks TLS. Ours ends with the last reference to it; torch's PrefixStore around it holds none.
 
     Raises:
-        AddressError: the address is malformed.
+        AddressError, ConfigError: the address is malformed, or the timeout is no positive duration.
         torch.distributed.DistNetworkError, ProcessGroupError: no store answers there within `timeout`.
     """
-    address = parse_store_address(store_addr)
+    address, limit = parse_store_address(store_addr), as_timedelta(timeout)
     if address.is_tls:
-        shared = SharedStore(address, timeout)
+        shared = SharedStore(address, limit)
         shared.connect()
         return shared
-    return PrefixStore(address.prefix, store_client(address.server, timeout))
+    return PrefixStore(address.prefix, store_client(address.server, limit))
 
 
 def store_client(server: Address, timeout: timedelta) -> TCPStore:
@@ -510,27 +511,31 @@ def meet(store: AbortableStore, members: GroupMembers) -> None:
         ProcessGroupError, TimeoutError: as from `wait_for_ranks`.
     """
     store.set(f"arrived/{members.rank}", "1")
-    wait_for_ranks(store, [f"arrived/{rank}" for rank in range(members.world_size)])
+    wait_for_ranks(store, {rank: f"arrived/{rank}" for rank in range(members.world_size)})
 
 
-def wait_for_ranks(store: AbortableStore, keys: list[str]) -> None:
-    """Wait until every rank has set its key, which is at its place among `keys`.
+def wait_for_ranks(store: AbortableStore, keys: Mapping[int, str], limit: timedelta | None = None) -> None:
+    """Wait until every rank has set its key.
+
+    Args:
+        keys: by rank.
+        limit: that of the whole wait, for the error, where the store's timeout is what is left of it.
 
     Raises:
         ProcessGroupError: some did not within the store's timeout; the text says which.
         TimeoutError: the store itself does not answer.
     """
     try:
-        store.wait(keys)
+        store.wait(list(keys.values()))
     except TimeoutError as error:
-        limit = store.timeout
-        store.set_timeout(min(limit, WHO_IS_MISSING))
+        timeout = store.timeout
+        store.set_timeout(min(timeout, WHO_IS_MISSING))
         store.connect(insists=False)
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        store.set_timeout(limit)
+        missing = [rank for rank, key in keys.items() if not store.check([key])]
+        store.set_timeout(timeout)
         if missing:
             who = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {missing}"
-            late = f"{who} of {len(keys)} did not come within {limit.total_seconds():g} s"
+            late = f"{who} did not come within {(limit or timeout).total_seconds():g} s"
             raise ProcessGroupError(late) from error
 
 
@@ -590,9 +595,9 @@ class ExchangeStore(Store):
 
     def _gather(self) -> None:
         self._store.set(f"member/{self._rank}", encode([self._known]))
-        everyone = [f"member/{rank}" for rank in range(self._world_size)]
+        everyone = {rank: f"member/{rank}" for rank in range(self._world_size)}
         wait_for_ranks(self._store, everyone)
-        for said in self._store.multi_get(everyone):
+        for said in self._store.multi_get(list(everyone.values())):
             self._known.update(_values_in(said))
         self._is_gathered = True
 

@@ -23,9 +23,8 @@ from collections.abc import Coroutine, Iterator, Sequence
 from typing import cast
 
 from lighthouse.address import Address
-from lighthouse.listening import DESCRIPTORS_KEPT, listen_tcp
+from lighthouse.listening import DESCRIPTORS_KEPT, listen_guarded
 from lighthouse.tls import process_identity
-from lighthouse.trust import warn_if_open
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.store import (
     MESSAGE_BYTES_MAX,
@@ -66,8 +65,7 @@ class StoreServer:
 
     def __init__(self, bind: Address, *, awaits_quorums: bool = False) -> None:
         is_tls = process_identity() is not None
-        warn_if_open(bind)
-        listener = listen_tcp(bind)
+        listener = listen_guarded(bind)
         self.address = StoreAddress(Address(bind.host, listener.getsockname()[1]), is_tls=is_tls)
         self._serving = _Serving(listener, KeyValueStore(awaits_quorums=awaits_quorums))
         self._end = weakref.finalize(self, self._serving.stop)

@@ -152,7 +152,7 @@ class TorchInterface:
         """The limit of each operation and of `configure`."""
         raise NotImplementedError
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta | float) -> None:
         """Set the limit of each later operation, and of `configure`."""
         raise NotImplementedError
 

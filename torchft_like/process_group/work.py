@@ -28,6 +28,7 @@ from torch.futures import Future
 from torchft_like.devices import after
 from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
+from torchft_like.runtime.durations import seconds_of
 
 FOREVER = math.inf
 
@@ -45,14 +46,15 @@ class Operation(Work):
         super().__init_subclass__()
         uncompiled(cls)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
         """Block until the operation is over; as in C++, a timeout of zero means no limit.
 
         Raises:
+            ConfigError: the timeout is negative, or no duration.
             ProcessGroupAbortedError: the group was aborted before.
             RuntimeError: the backend failed, or `timeout` has passed.
         """
-        self.wait_until(time.monotonic() + timeout.total_seconds() if timeout else FOREVER)
+        self.wait_until(time.monotonic() + seconds_of(timeout) if timeout else FOREVER)
         return True
 
     def wait_until(self, deadline: float) -> None:

@@ -31,6 +31,7 @@ from torchft_like.process_group.store import (
     parse_store_address,
 )
 from torchft_like.runtime import living
+from torchft_like.runtime.durations import as_timedelta
 
 T = TypeVar("T")
 SHUTDOWN_SECONDS = 10.0
@@ -119,9 +120,9 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         """Make another group like the inner one, without the wrapper."""
         return None if self._pg is None else self._pg.make_alike()
 
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-        self.parent.set_timeout(timeout)
+    def set_timeout(self, timeout: timedelta | float) -> None:
+        self._timeout = as_timedelta(timeout)
+        self.parent.set_timeout(self._timeout)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._pg!r})"
@@ -184,7 +185,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         **about: Unpack[About],
     ) -> None:
         store = parse_store_address(store_addr)
-        limit = about.get("timeout") or self._timeout
+        limit = as_timedelta(about.get("timeout") or self._timeout)
         members = GroupMembers(store, rank, world_size, limit)
         global_ranks = about.get("global_ranks")
         if global_ranks is not None and len(global_ranks) != world_size:
@@ -219,7 +220,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def errored(self) -> Exception | None:
         return self._generation.error() if self._generation is not None else None
 
-    def set_timeout(self, timeout: timedelta) -> None:
+    def set_timeout(self, timeout: timedelta | float) -> None:
         self._timeout = as_timedelta(timeout)
         if self._generation is not None:
             self._generation.set_timeout(self._timeout)
@@ -277,15 +278,3 @@ def _known(part: T | None) -> T:
 
 # In torchft the class derives from it. (`register` here is ABCMeta's, not the method of a group.)
 ABCMeta.register(ProcessGroupWrapper, ReconfigurableProcessGroup)
-
-
-def as_timedelta(timeout: timedelta | float) -> timedelta:
-    """Convert seconds to a timedelta; a timedelta is returned as it is.
-
-    Raises:
-        ValueError: the timeout is not positive.
-    """
-    limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-    if limit <= timedelta(0):
-        raise ValueError(f"a timeout of {timeout} is not positive")
-    return limit

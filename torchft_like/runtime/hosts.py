@@ -12,6 +12,7 @@ from pathlib import Path
 from lighthouse.address import LOOPBACK, Address, is_loopback
 from lighthouse.errors import AddressError
 
+HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 _EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
@@ -59,12 +60,13 @@ def own_host(towards: Address | None = None) -> str:
 
     Args:
         towards: if given, the address of the interface that leads there is returned. Otherwise the one that
-          the host's name resolves to, as in Gloo.
+          the host's name resolves to, as in Gloo, or the name that its operator has given (TORCHFT_HOSTNAME).
     """
     try:
         if towards is not None:
             return local_host_towards(towards.host, towards.port)
-        return local_host_towards(socket.gethostname())
+        given = os.environ.get(HOSTNAME_ENV)
+        return local_host_towards(host_named(given) if given else socket.gethostname())
     except AddressError:
         return LOOPBACK
 
@@ -72,11 +74,17 @@ def own_host(towards: Address | None = None) -> str:
 def advertised_host(bound: str) -> str:
     """Return the host under which others reach a server that listens on `bound`.
 
-    Of a server on all interfaces it is the address that this host's name resolves to; the name itself where
-    that is loopback, since other hosts may resolve it otherwise; loopback where it does not resolve.
+    Of a server on all interfaces it is what the operator has given (TORCHFT_HOSTNAME), or else the address
+    that this host's name resolves to; the name itself where that is loopback, since other hosts may resolve
+    it otherwise; loopback where it does not resolve.
+
+    Raises:
+        AddressError: as from `host_named`.
     """
     if bound not in _EVERY_INTERFACE:
         return bound
+    if given := os.environ.get(HOSTNAME_ENV):
+        return host_named(given)
     name = socket.gethostname()
     try:
         own = local_host_towards(name)

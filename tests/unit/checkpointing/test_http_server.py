@@ -220,7 +220,7 @@ class TestWaitForReceivers:
 @pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
-    monkeypatch.setattr(http_transport, "listen_tcp", lambda _: listener)
+    monkeypatch.setattr(http_transport, "listen_guarded", lambda _: listener)
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

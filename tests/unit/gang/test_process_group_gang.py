@@ -332,8 +332,8 @@ def test_who_is_not_in_a_group_has_no_gang() -> None:
         ProcessGroupGang(dist.GroupMember.NON_GROUP_MEMBER, CPU)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not meta"):
         ProcessGroupGang.create_default_process_group(torch.device("meta"))
-    for timeout in (timedelta(0), timedelta(seconds=-1), 5):
-        with pytest.raises(ValueError, match="positive timedelta"):
+    for timeout in (timedelta(0), timedelta(seconds=-1), "5"):
+        with pytest.raises(ValueError, match="positive number of seconds or a timedelta"):
             ProcessGroupGang.create_default_process_group(CPU, timeout=timeout)  # type: ignore[arg-type]
 
 

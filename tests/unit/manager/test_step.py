@@ -151,6 +151,21 @@ def test_without_allow_heal_nothing_is_served_or_fetched() -> None:
     assert plan == Plan(configure=True, serve=False, heal=False)
 
 
+def test_why_a_step_was_not_committed_is_known_afterwards_also_where_nothing_failed() -> None:
+    p = protocol(min_replica_size=4)
+    ready(p)
+    p.decide(p.vote())
+    assert "3 replica groups took part in it, and min_replica_size is 4" in str(p.objection)
+    ready(p, 2)
+    p.fail(2, KeyError())
+    p.decide(p.vote())
+    assert p.objection == "KeyError()"
+    p = protocol()
+    ready(p)
+    assert p.objection is None
+    assert p.vote()
+
+
 def test_max_retries_counts_failures_in_a_row() -> None:
     p = protocol(max_retries=1)
     for quorum_id in (1, 2):

@@ -27,6 +27,7 @@ from torchft_like.errors import (
     QueueDescriptorsError,
     QueueError,
     QueueMemoryError,
+    QueueTimeoutError,
     QueueWriterLostError,
 )
 from torchft_like.message_queue import MessageQueue
@@ -428,3 +429,15 @@ def test_a_message_too_large_is_read_later(queues: Queues, where: str, make: Cal
         reader.dequeue(LIMIT_S)
     assert same(reader.dequeue(LIMIT_S), large)
     assert reader.dequeue(LIMIT_S) == "next"
+
+
+def test_a_reader_without_a_connection_is_told_so() -> None:
+    writer = MessageQueue(1, 0, [], 4096, 4, LOOPBACK)
+    with writer, socket.create_server((LOOPBACK, 0)) as silent:
+        gone = {**writer.export_handle(), "address": f"tcp://{LOOPBACK}:{silent.getsockname()[1]}"}
+        with MessageQueue.create_from_handle(gone, 0) as reader:
+            with pytest.raises(QueueTimeoutError, match="there is no connection to the writer yet"):
+                reader.wait_until_ready(0.2)
+            silent.close()
+            with pytest.raises(QueueWriterLostError, match="there is no connection to the writer: check"):
+                reader.wait_until_ready(LIMIT_S)

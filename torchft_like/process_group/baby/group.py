@@ -50,6 +50,7 @@ from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.spin_wait import ask_until
 
 # How much longer than an operation may take its subprocess may send nothing.
@@ -84,9 +85,9 @@ class ProcessGroupBaby(ReconfigurableProcessGroup):
         self._latest: RemoteBackend | None = None
         fork_pool.start()
 
-    def prepare(self, timeout: timedelta) -> None:
+    def prepare(self, timeout: timedelta | float) -> None:
         """Wait until torch is loaded by the process whose forks run the backends."""
-        fork_pool.wait_for_spare(timeout.total_seconds(), self._warm_up())
+        fork_pool.wait_for_spare(seconds_of(timeout), self._warm_up())
 
     def errored(self) -> Exception | None:
         """Return why the group is unusable; a lost subprocess is noticed even while no call waits."""
