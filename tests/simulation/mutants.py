@@ -979,7 +979,7 @@ MUTANTS = (
     _mutant(_WaitsForNoState, "where a step cannot be kept, the state is awaited", 18, "progress"),
     _mutant(_BeginsBeforeTheFetch, "kept steps are those since the fetched state", 5781, "heal_is_clean"),
     _mutant(_LeadsToAnySuchStep, "kept steps lead to the state of a quorum", 47892, "heal_is_clean"),
-    _mutant(_KeepsWhatOneRankKeeps, "all ranks keep a step, or none", 204597, "progress"),
+    _mutant(_KeepsWhatOneRankKeeps, "all ranks keep a step, or none", 114549, "heal_is_clean"),
     _mutant(_GoesOnAfterGivingUp, "a step given up leaves its process group", 8, "progress"),
     _mutant(_VotesYesUnhealed, "who could not heal does not commit", 16, "heal_is_clean"),
     _mutant(_KeepsAnEarlyErrorToItself, "peers hear of an early error", 0, "progress"),
