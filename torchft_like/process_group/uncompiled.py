@@ -22,9 +22,8 @@ def uncompiled(cls: ClassT) -> ClassT:
     for base in cls.__mro__:
         for value in vars(base).values():
             for function in _functions_of(value):
-                function.__dict__["_torchdynamo_disable"] = (
-                    True  # in code that is traced a call of it is a break
-                )
+                # In code that is traced a call of it ends the graph.
+                function.__dict__["_torchdynamo_disable"] = True
                 set_code_exec_strategy(function.__code__, _UNTRACED)
     return cls
 
