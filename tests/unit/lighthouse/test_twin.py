@@ -1,6 +1,7 @@
 """A quickcheck: 4,000 random stories, told to the quorum core and to its naive twin.
 
-Of the broken cores of `tests/simulation/mutants.py` the last one is caught by story 101.
+Of the broken cores of `tests/simulation/mutants.py` that have to do with no spare, the last one is caught by
+story 646.
 """
 
 from __future__ import annotations
