@@ -34,7 +34,6 @@ from lighthouse.listening import listen_tcp
 from lighthouse.page.cli import LIGHTHOUSE_ENV, NoPageError, Pages
 from lighthouse.tls import KEY, TLS_ENV, about_expiry, process_identity, why_useless
 from lighthouse.trust import TOKEN_FILE_ENV, process_trust
-from torchft_like.runtime.hosts import host_named
 
 OK, DOUBTFUL, WRONG = "ok", "doubtful", "wrong"
 FILES_MIN = 1024
@@ -275,7 +274,7 @@ def _settings(address: str) -> Finding:
     config = importlib.import_module("torchft_like.manager.config")  # it loads torch
     alone = {"RANK": "0", "WORLD_SIZE": "1", LIGHTHOUSE_ENV: address}
     resolved = config.resolve(config.ManagerArguments(), {**os.environ, **alone})
-    listen_tcp(Address(host_named(resolved.host), resolved.port)).close()
+    listen_tcp(Address(resolved.host, resolved.port)).close()
     return about_host(resolved.host, resolved.lighthouse)
 
 

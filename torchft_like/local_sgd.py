@@ -33,8 +33,9 @@ from torchft_like.checkpointing.shards import like_shard_of, local_part
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.step import Share
 from torchft_like.core.sync_schedule import SyncSchedule
-from torchft_like.errors import CheckpointFormatError
+from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction
+from torchft_like.quantization import format_named
 
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
 BUCKET_CAP_MB = 1024  # of a bucket, if none is given
@@ -95,12 +96,12 @@ class LocalSGD(_InnerSteps):
         sync_every: the number of steps between two syncs.
 
     Raises:
-        ValueError: `sync_every` is less than 1.
+        ConfigError: `sync_every` is less than 1.
     """
 
     def __init__(self, manager: SyncManager, model: nn.Module, optimizer: Optimizer, sync_every: int) -> None:
         if sync_every < 1:
-            raise ValueError(f"sync_every is {sync_every}, must be greater than or equal to 1")
+            raise ConfigError(f"sync_every is {sync_every}, must be greater than or equal to 1")
         super().__init__(optimizer)
         self._manager, self._model, self._sync_every = manager, model, sync_every
         self._local_step = 0
@@ -166,7 +167,7 @@ class DiLoCo(_InnerSteps):
         error_feedback: whether what quantizing leaves of a pseudogradient is added to the next one.
 
     Raises:
-        ValueError: the quorum is asynchronous, or a number does not fit the others; the text says which.
+        ConfigError: the quorum is asynchronous, or a number does not fit the others; the text says which.
     """
 
     def __init__(
@@ -191,6 +192,8 @@ class DiLoCo(_InnerSteps):
         super().__init__(inner_optimizer)
         self._manager = manager
         self._schedule = SyncSchedule(count, sync_every, fragment_sync_delay)
+        if should_quantize not in (True, False, ""):
+            format_named(str(should_quantize))  # an unknown one is an error now, and not in the first sync
         if os.environ.get(USE_BUCKETIZATION_ENV, "False") == "True":
             use_bucketization = True
         bucket_mb = (bucket_cap_mb or BUCKET_CAP_MB) if use_bucketization else 0
@@ -213,9 +216,11 @@ class DiLoCo(_InnerSteps):
         """Return the global parameters and the outer optimizer's state of each fragment: what is equal bit by
         bit on all participants after a committed sync.
 
-        The keys are torchft's, "original_parameters" and "outer_optimizer"; tensors are not copied.
+        The keys are torchft's, "original_parameters" and "outer_optimizer". Where parameters are DTensors,
+        so are these, and `torch.distributed.checkpoint` keeps every rank's shard. Tensors are not copied, but
+        for DTensors that are kept on another device than the parameters'.
         """
-        return [fragment.state_dict() for fragment in self._fragments]
+        return [fragment.global_state() for fragment in self._fragments]
 
     def load_global_states(self, states: Sequence[Mapping[str, Any]]) -> None:
         """Load from a checkpoint what `global_states` returned on this rank, before the first inner step.
@@ -266,7 +271,7 @@ class _Fragment:
     ) -> None:
         self._parameters = dict(module.named_parameters())
         if not self._parameters:
-            raise ValueError(f"a fragment of the model has no parameters: {module}")
+            raise ConfigError(f"a fragment of the model has no parameters: {module}")
         self._outer = outer
         self._alpha = alpha
         self._bucket_bytes = bucket_bytes
@@ -347,15 +352,21 @@ class _Fragment:
         """Return the global parameters and the state of the outer optimizer, for a peer."""
         return {"outer_optimizer": self._outer.state_dict(), "original_parameters": self.original_parameters}
 
+    def global_state(self) -> dict[str, Any]:
+        """Return the same for a checkpoint: the global parameters lie as the parameters do."""
+        kept = self.original_parameters.items()
+        placed = {name: like_shard_of(self._parameters[name], own).to(own.device) for name, own in kept}
+        return {**self.state_dict(), "original_parameters": placed}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a peer's global parameters and outer optimizer state."""
+        """Take over global parameters and outer optimizer state, a peer's or those of a checkpoint."""
         for name, kept in self.original_parameters.items():
-            kept.copy_(state["original_parameters"][name])
+            kept.copy_(local_part(state["original_parameters"][name]))
         self._outer.load_state_dict(state["outer_optimizer"])
 
 
 def _form_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in state["original_parameters"].items()}
+    return {name: tuple(local_part(tensor).shape) for name, tensor in state["original_parameters"].items()}
 
 
 def extract_local_tensor(t: Tensor) -> Tensor:
@@ -377,24 +388,24 @@ def _check(
     manager: SyncManager, fragments: int, outers: int, sync_every: int, delay: int, alpha: float
 ) -> None:
     if manager._use_async_quorum:
-        raise ValueError(
+        raise ConfigError(
             "DiLoCo needs a synchronous quorum, in which a replica heals before it sends anything: make the "
             "Manager with use_async_quorum=False"
         )
     if outers != fragments:
-        raise ValueError(
+        raise ConfigError(
             f"{outers} outer optimizers for {fragments} model fragments: give one for each, or one"
         )
     if fragments < 1 or sync_every < fragments:
-        raise ValueError(f"{fragments} fragments cannot be synced in {sync_every} steps: only one at a time")
+        raise ConfigError(f"{fragments} fragments cannot be synced in {sync_every} steps: only one at a time")
     if sync_every % fragments:
-        raise ValueError(
+        raise ConfigError(
             f"sync_every {sync_every} must be a multiple of the number of fragments, {fragments}"
         )
     if not 0 <= delay < sync_every // fragments:
-        raise ValueError(
+        raise ConfigError(
             f"fragment_sync_delay is {delay}, must be in [0, {sync_every // fragments}): a fragment is "
             "synced before the next one is sent"
         )
     if not 0 <= alpha <= 1:
-        raise ValueError(f"fragment_update_alpha is {alpha}, must be between 0 and 1")
+        raise ConfigError(f"fragment_update_alpha is {alpha}, must be between 0 and 1")

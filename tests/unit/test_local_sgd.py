@@ -251,6 +251,30 @@ def test_dtensors_are_synced_shard_by_shard(mesh: tuple[int, ...], placements: l
         assert before.numel() < whole.numel()
 
 
+@pytest.mark.parametrize("saved_as", ["DTensors", "shards"])  # as versions before saved them
+def test_global_states_of_a_sharded_model_are_dtensors_of_which_a_rank_loads_its_shard(
+    saved_as: str,
+) -> None:
+    with fake_world(2, rank=1):
+        mesh = init_device_mesh("cpu", (2,))
+        net = nn.Linear(4, 6, bias=False)
+        sharded = distribute_tensor(net.weight.detach(), mesh, [Shard(1)], src_data_rank=None)
+        net.weight = nn.Parameter(sharded)
+        inner = torch.optim.SGD(net.parameters(), lr=0.0)
+        diloco = DiLoCo(Peer(), [net], inner, torch.optim.SGD(net.parameters(), lr=1.0), sync_every=1)
+        (state,) = copy.deepcopy(diloco.global_states())
+        found = state["original_parameters"]["weight"]
+        assert isinstance(found, DTensor)
+        assert (found.shape, found.placements) == (net.weight.shape, sharded.placements)
+        if saved_as == "shards":
+            state["original_parameters"]["weight"] = found.to_local()
+        with diloco:
+            inner.step()
+        diloco.load_global_states([state])
+        (now,) = diloco.global_states()
+        torch.testing.assert_close(now["original_parameters"]["weight"].to_local(), found.to_local())
+
+
 def test_local_sgd_is_right_where_one_replica_adds_zeros_to_the_first_average() -> None:
     net, peer = model(), Peer(_use_async_quorum=True, contributors=1)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.0)

@@ -23,7 +23,7 @@ from torchft_like.errors import ConfigError
 from torchft_like.futures import watchdog_s
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
-from torchft_like.runtime.hosts import HOSTNAME_ENV, host_named, local_host_towards
+from torchft_like.runtime.hosts import HOSTNAME_ENV, given_host, local_host_towards
 
 T = TypeVar("T")
 
@@ -271,7 +271,7 @@ def _host(hostname: str | None, lighthouse: Address | None, store: Address | Non
     For a lighthouse on a loopback address that is the loopback interface.
     """
     if hostname:
-        return parse_host(host_named(hostname), f"hostname ({HOSTNAME_ENV})")
+        return given_host(hostname, f"hostname ({HOSTNAME_ENV})")
     towards = lighthouse or store
     return local_host_towards(towards.host if towards else "127.0.0.1")
 

@@ -70,7 +70,7 @@ from torchft_like.process_group.handles import exchange_and_reconfigure, reconfi
 from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
-from torchft_like.runtime.hosts import local_host_towards
+from torchft_like.runtime.hosts import interfaces, local_host_towards
 from torchft_like.writing import divide, share_memory, writing_to
 
 CPU = torch.device("cpu")
@@ -99,13 +99,14 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
         timeout: the limit of each operation and of `configure`, seconds or timedelta.
 
     Raises:
-        ConfigError: the environment asks for a transport (GLOO_DEVICE_TRANSPORT) that this torch has not.
+        ConfigError: the environment asks for a transport (GLOO_DEVICE_TRANSPORT) that this torch has not, or
+            for an interface (GLOO_SOCKET_IFNAME) that this host has not.
     """
 
     _backend_name = "torchft-gloo"
 
     def _set_up(self) -> None:
-        require_transport()
+        require_device()
 
     def _create(self, members: GroupMembers, abort: AbortSignal) -> _GlooBackend:
         if members.world_size == 1:
@@ -646,11 +647,12 @@ class _Epoll:
         os.close(self._own)
 
 
-def require_transport() -> None:
-    """Check that torch makes devices of the transport for which the environment asks, such as TCP_TLS.
+def require_device() -> None:
+    """Check that torch makes devices as the environment asks: on an interface, of a transport (TCP_TLS).
 
     Raises:
-        ConfigError: it does not; without the check traffic that was to be encrypted might be plain.
+        ConfigError: it does not; without the check each step would fail, or traffic that was to be encrypted
+            might be plain.
     """
     wanted = os.environ.get(TRANSPORT_ENV, "")
     if _transport and _transport[0] != wanted:
@@ -658,23 +660,29 @@ def require_transport() -> None:
             f"{TRANSPORT_ENV} is {wanted!r:.50}, and was {_transport[0]!r:.50} when the first group of this "
             "process was made, which is when torch reads it: set it before"
         )
-    if wanted:
+    if wanted or os.environ.get(INTERFACE_ENV):
         _make_device(LOOPBACK)
 
 
 def _make_device(host: str) -> object:
-    transport = os.environ.get(TRANSPORT_ENV, "")
+    transport, interface = os.environ.get(TRANSPORT_ENV, ""), os.environ.get(INTERFACE_ENV, "").split(",")[0]
     _transport.extend([] if _transport else [transport])
     try:
-        if interface := os.environ.get(INTERFACE_ENV):
-            return TorchGloo.create_device(interface=interface.split(",")[0], lazy_init=False)
+        if interface:
+            return TorchGloo.create_device(interface=interface, lazy_init=False)
         return TorchGloo.create_device(hostname=host, lazy_init=False)
     except RuntimeError as error:
+        said = f"{str(error).splitlines()[0]:.200}"
+        if interface and (not transport or interface in said):
+            raise ConfigError(
+                f"{INTERFACE_ENV} is {interface!r:.50}, an interface of which Gloo finds no address: set it "
+                f"to one of {interfaces()} that has one, or unset it"
+            ) from error
         if not transport:
             raise
         raise ConfigError(
             f"torch {torch.__version__} makes no device of Gloo for {TRANSPORT_ENV}={transport!r:.50} "
-            f"({str(error).splitlines()[0]:.200}). TCP_TLS takes a torch that was built with "
+            f"({said}). TCP_TLS takes a torch that was built with "
             f"USE_GLOO_WITH_OPENSSL=1, and the files that {TRANSPORT_ENV}_TCP_TLS_PKEY, _CERT and _CA_FILE "
             "name. Otherwise unset it, and encrypt the network, as by WireGuard (docs/security.md)"
         ) from error

@@ -9,8 +9,9 @@ import socket
 import struct
 from pathlib import Path
 
-from lighthouse.address import LOOPBACK, Address, is_loopback
+from lighthouse.address import LOOPBACK, Address, is_loopback, parse_host
 from lighthouse.errors import AddressError
+from lighthouse.listening import why_unbindable
 
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
@@ -37,6 +38,11 @@ def local_host_towards(host: str, port: int = 9) -> str:
         ) from error
 
 
+def interfaces() -> str:
+    """Return the names of this host's interfaces, for an error."""
+    return ", ".join(sorted(name for _, name in socket.if_nameindex()))
+
+
 def host_named(name: str) -> str:
     """Return the address of the interface of this name, or the name itself if there is no such interface.
 
@@ -61,14 +67,37 @@ def own_host(towards: Address | None = None) -> str:
     Args:
         towards: if given, the address of the interface that leads there is returned. Otherwise the one that
           the host's name resolves to, as in Gloo, or the name that its operator has given (TORCHFT_HOSTNAME).
+
+    Raises:
+        AddressError: the name that the operator has given does not resolve.
     """
+    if towards is None and (given := os.environ.get(HOSTNAME_ENV)):
+        return local_host_towards(given_host(given, HOSTNAME_ENV))
     try:
         if towards is not None:
             return local_host_towards(towards.host, towards.port)
-        given = os.environ.get(HOSTNAME_ENV)
-        return local_host_towards(host_named(given) if given else socket.gethostname())
+        return local_host_towards(socket.gethostname())
     except AddressError:
         return LOOPBACK
+
+
+def given_host(name: str, what: str) -> str:
+    """Return the host that is called so: a name or an address of this host, or one of its interfaces.
+
+    Raises:
+        AddressError: no process of this host can listen there; the text names `what` gave it.
+    """
+    try:
+        host = parse_host(host_named(name), what)
+        reason = why_unbindable(Address(host, 0))
+    except AddressError as error:
+        host, reason = name, str(error)
+    if reason is not None:
+        raise AddressError(
+            f"{what} is {name!r:.200}, where nothing on this host can listen ({reason}): give a name or an "
+            f"address of this host, or one of its interfaces, {interfaces()}"
+        )
+    return host
 
 
 def advertised_host(bound: str) -> str:

@@ -14,6 +14,7 @@ from torchft_like.errors import AddressError, ConfigError
 from torchft_like.manager import Manager, get_timeout
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.runtime.hosts import own_host
 
 LIGHTHOUSE = {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1234"}
 
@@ -62,7 +63,7 @@ def test_a_torchft_variable_beats_the_argument() -> None:
 def test_the_offered_address_is_a_name_or_that_of_an_interface(name: str) -> None:
     assert config({"TORCHFT_HOSTNAME": name}, hostname="elsewhere").host == "127.0.0.1"
     assert config(hostname=name).host == "127.0.0.1"
-    assert config(hostname="some.name").host == "some.name"
+    assert config(hostname="localhost").host == "localhost"
 
 
 def test_an_argument_counts_where_the_operator_says_nothing() -> None:
@@ -117,6 +118,18 @@ def test_a_wrong_variable_is_named(environ: dict[str, str], names: str) -> None:
 def test_a_malformed_lighthouse_address_is_shown() -> None:
     with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
         config({"TORCHFT_LIGHTHOUSE": "localhost"})
+
+
+@pytest.mark.parametrize("name", ["no.such.invalid", "192.0.2.1", "two words"])
+def test_a_host_on_which_nothing_can_listen_here_is_named_with_its_variable(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    complaint = rf"TORCHFT_HOSTNAME\)? is '{name}'.* one of its interfaces, .*\blo\b"
+    with pytest.raises(AddressError, match=complaint):
+        config({"TORCHFT_HOSTNAME": name})
+    monkeypatch.setenv("TORCHFT_HOSTNAME", name)
+    with pytest.raises(AddressError, match=complaint):
+        own_host()
 
 
 def test_a_wrong_argument_is_named() -> None:

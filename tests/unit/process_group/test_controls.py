@@ -14,10 +14,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Backend, HashStore, PrefixStore
 from torch.distributed import distributed_c10d as c10d
 
-from torchft_like.errors import CollectiveRefusedError, NotSupportedError
+from torchft_like.errors import CollectiveRefusedError, ConfigError, NotSupportedError
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     ProcessGroup,
+    ProcessGroupBabyGloo,
     ProcessGroupDummy,
     ProcessGroupGloo,
     ProcessGroupWrapper,
@@ -52,6 +53,17 @@ def group(party: Party, request: pytest.FixtureRequest) -> Iterator[Any]:
 def made_by_torch(backend: str, **more: Any) -> None:
     limit = timedelta(seconds=30)
     dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=limit, **more)
+
+
+@pytest.mark.parametrize("made", [ProcessGroupGloo, ProcessGroupBabyGloo])
+def test_a_group_is_not_made_for_an_interface_that_this_host_has_not(
+    monkeypatch: pytest.MonkeyPatch, made: type[ProcessGroup]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such")
+    with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME is 'no-such'.* set it to one of .*\blo\b"):
+        made()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    made().shutdown()
 
 
 def all_reduce(group: Any) -> float:

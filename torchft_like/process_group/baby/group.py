@@ -45,7 +45,7 @@ from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.gloo import require_transport
+from torchft_like.process_group.gloo import require_device
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import FOREVER, Operation
@@ -138,7 +138,7 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
     def _set_up(self) -> None:
-        require_transport()
+        require_device()
         super()._set_up()
         self._staging = Staging()
 
