@@ -106,11 +106,12 @@ def reduce_quantized(
         for number in range(len(chunks) + IN_FLIGHT):
             if number < len(chunks):
                 chunks[number].send()
-            if number >= IN_FLIGHT:
-                chunks[number - IN_FLIGHT].reduce(divide_by)
+            # Before the last collective begins: who waits for that waits for what was done on this stream.
             if number >= 2 * IN_FLIGHT:
                 chunks[number - 2 * IN_FLIGHT].work.wait()
                 chunks[number - 2 * IN_FLIGHT].take()
+            if number >= IN_FLIGHT:
+                chunks[number - IN_FLIGHT].reduce(divide_by)
 
     def take() -> list[Tensor]:
         with writing_to(*tensors):

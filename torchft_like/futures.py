@@ -66,11 +66,18 @@ def future_timeout(fut: Future[T], timeout: timedelta | float) -> Future[T]:
 def empty_future() -> Future[Any]:
     """Make a future that may be given tensors of any device that this process uses.
 
-    torch has to know beforehand on which devices the result may be.
+    torch has to know beforehand on which devices the result may be, and before a callback it makes a stream
+    on each of them, and with it a context where there was none: half a gigabyte of another rank's GPU.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return Future()
-    return Future(devices=[torch.device("cuda", index) for index in range(torch.cuda.device_count())])
+    return Future(
+        devices=[
+            torch.device("cuda", index)
+            for index in range(torch.cuda.device_count())
+            if torch._C._cuda_hasPrimaryContext(index)  # type: ignore[attr-defined] # CUDA builds only
+        ]
+    )
 
 
 class _Failed(torch.Tensor):

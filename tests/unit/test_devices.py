@@ -17,12 +17,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.futures import Future
 
 from tests.unit.process_group.conftest import LIMIT_S, wait_until
 from torchft_like import devices, futures, utils
 from torchft_like.devices import THREAD_LOCAL, beside_captures
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.quorum_driver import QuorumWorker
+from torchft_like.process_group import work
+from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 from torchft_like.utils import get_stream_context, synchronize
 from torchft_like.writing import divide, share_memory
 
@@ -163,6 +166,29 @@ def test_the_timer_asks_its_event_beside_captures(gpu: Gpu) -> None:
     futures.stream_timeout(lambda: pytest.fail("it is over"), timedelta(milliseconds=1))
     wait_until(gpu.asked)
     assert gpu.asked_in == [("torchft-timer", 3, THREAD_LOCAL)]
+
+
+def test_the_thread_that_copies_an_outcome_works_beside_captures(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(work, "Future", lambda devices: Future())
+    monkeypatch.setattr(work, "copy_outcome", lambda *_: gpu.ask())
+    deferred = DeferredOperation([torch.device("cuda", 3)])
+    deferred.get_future()
+    deferred.follow(FinishedOperation([]))
+    wait_until(gpu.asked)
+    assert gpu.asked_in == [("torchft-operation", 3, THREAD_LOCAL)]
+
+
+def test_a_future_names_no_device_on_which_torch_would_make_the_context(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch._C, "_cuda_hasPrimaryContext", lambda index: index == 3, raising=False)
+    named: list[list[torch.device]] = []
+    monkeypatch.setattr(futures, "Future", lambda **options: named.append(options["devices"]))
+    futures.empty_future()
+    assert named == [[torch.device("cuda", 3)]]
 
 
 # torchft's helpers for streams.

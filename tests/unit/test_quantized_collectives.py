@@ -163,6 +163,28 @@ def test_chunks_change_no_bit(
         assert all(map(torch.equal, party.together(groups[RANKS], reduce)[0], whole[0]))
 
 
+def test_nothing_is_left_to_do_on_the_quantizing_stream_once_the_last_collective_has_begun(
+    party: Party, groups: Mapping[int, list[ProcessGroup]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU who waits for the work waits for the collectives, and for what came before them."""
+    done: list[str] = []
+
+    def noting(name: str, act: Callable[..., Any]) -> Callable[..., Any]:
+        def note(*args: Any) -> Any:
+            done.append(name)
+            return act(*args)
+
+        return note
+
+    monkeypatch.setattr(collectives, "CHUNK_ROWS", 1)
+    monkeypatch.setattr(collectives, "_issue", noting("collective", collectives._issue))
+    for name in ("quantize", "dequantize", "reduce"):
+        monkeypatch.setattr(quantization, name, noting(name, getattr(quantization, name)))
+    allreduce_quantized([torch.ones(12 * ROW)], ReduceOp.SUM, groups[1][0])
+    assert "dequantize" in done
+    assert done[-1] == "collective"
+
+
 @pytest.mark.parametrize("quantize_to", FORMATS)
 @pytest.mark.parametrize("operation", OPERATIONS, ids=str)
 @pytest.mark.parametrize("chunk_rows", [2, 1000])

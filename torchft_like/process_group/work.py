@@ -25,7 +25,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from torchft_like.devices import after
+from torchft_like.devices import after, beside_captures
 from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
 from torchft_like.runtime.durations import seconds_of
@@ -214,7 +214,7 @@ class DeferredOperation(FollowingOperation):
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         super().__init__()
-        self._devices: list[int | str | torch.device] = list(devices)
+        self._devices = list(devices)
         self._lock = threading.Lock()
         self._begun = threading.Event()
         self._futures: list[Future[Any]] = []
@@ -254,7 +254,7 @@ class DeferredOperation(FollowingOperation):
         return self.has_begun and super().is_success()
 
     def get_future(self) -> Future[Any]:
-        future: Future[Any] = Future(devices=self._devices)
+        future: Future[Any] = Future(devices=[*self._devices])
         with self._lock:
             if not self.has_begun:
                 self._futures.append(future)
@@ -276,13 +276,15 @@ class DeferredOperation(FollowingOperation):
         that thread begins next.
         """
 
+        def copy(done: Future[Any]) -> None:
+            with beside_captures(next(iter(self._devices), None)):
+                copy_outcome(done, future)
+
         def complete(done: Future[Any]) -> None:
             if threading.get_ident() == beginner:
-                threading.Thread(
-                    target=copy_outcome, args=(done, future), name="torchft-operation", daemon=True
-                ).start()
+                threading.Thread(target=copy, args=(done,), name="torchft-operation", daemon=True).start()
             else:
-                copy_outcome(done, future)
+                copy(done)
 
         self.inner.get_future().add_done_callback(complete)
 
