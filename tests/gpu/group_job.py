@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 from tests.stores import serve_store
+from torchft_like import collectives
+from torchft_like.collectives import allreduce_quantized
 from torchft_like.gang import ProcessGroupGang, all_sum
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import (
@@ -40,6 +42,7 @@ LIMIT_S = 60.0
 OPERATION_S = 300.0  # above every limit of the tests, so that a test fails that recovers by it
 FELT_S = 0.5  # a call that has not returned for so long is blocked
 POLL_S = 0.01
+QUEUED = 3000  # operations
 GROUPS: dict[str, Callable[[float], ProcessGroup]] = {
     "gloo": ProcessGroupGloo,
     "baby-gloo": ProcessGroupBabyGloo,
@@ -142,6 +145,22 @@ def exchange(here: Here, rank: int, dtype: torch.dtype, count: int) -> list[str]
     return wrong
 
 
+def average_quantized(here: Here, rank: int, count: int) -> tuple[float, list[float]]:
+    """Average over the ranks in bytes, in many chunks, twice; return the greatest error, in parts of the
+    greatest number, and some results, which must be the same on all ranks.
+    """
+    collectives.CHUNK_ROWS = 16
+    base = torch.linspace(-9, 9, count, device=here.device)
+    exact = base * ((here.world_size + 1) / 2)
+    errors, found = [], list[float]()
+    for _ in range(2):
+        tensor = base * (rank + 1)
+        allreduce_quantized([tensor], dist.ReduceOp.AVG, here.group).wait()
+        errors.append(float((tensor - exact).abs().amax() / exact.amax()))
+        found += tensor[:: count // 100].tolist()
+    return max(errors), found
+
+
 def reduce_until_lost(here: Here, rank: int, count: int, rounds: Path, told: Path) -> tuple[str, float]:
     """Repeat an all-reduce until it fails; return the error's class, and the time (of the machine's monotonic
     clock).
@@ -182,7 +201,12 @@ def abort_what_blocks(here: Here, rank: int, place: str, prefix: str) -> tuple[s
     """Block in `place` because a peer is missing, abort, and return the error's class and the seconds until
     it came.
     """
-    acts = {"wait": _wait, "synchronize": _synchronize, "configure": _configure_for_nobody}
+    acts = {
+        "wait": _wait,
+        "synchronize": _synchronize,
+        "queue": _fill_the_queue,
+        "configure": _configure_for_nobody,
+    }
     with ThreadPoolExecutor(1) as threads:
         blocked: Future[Any] = threads.submit(acts[place], here, prefix)
         with contextlib.suppress(TimeoutError):
@@ -199,6 +223,15 @@ def _wait(here: Here, prefix: str) -> None:
 
 def _synchronize(here: Here, prefix: str) -> None:
     here.group.allreduce([torch.ones(1000, device=here.device)]).wait()
+    synchronize(here)
+
+
+def _fill_the_queue(here: Here, prefix: str) -> None:
+    """Queue more than a stream of the device has room for, so that a call blocks that has to do with a stream
+    only; one that holds the interpreter's lock would keep the abort from the thread that makes it.
+    """
+    for _ in range(QUEUED):
+        here.group.allreduce([torch.ones(1000, device=here.device)]).wait()
     synchronize(here)
 
 

@@ -43,6 +43,15 @@ def test_every_collective_gives_what_it_must(backend: str, count: int) -> None:
 
 
 @each_backend
+def test_every_collective_of_quantized_numbers_gives_all_ranks_the_same(backend: str) -> None:
+    with job(backend, 2) as ranks:
+        ranks.meet()
+        (error, found), (_, other) = ranks.ask(group_job.average_quantized, COUNT)
+        assert found == other
+        assert 0 < error < 0.2  # of fp8: a tenth, and a bit of that for the sum
+
+
+@each_backend
 @pytest.mark.parametrize(
     ("count", "number"),
     [
@@ -88,7 +97,11 @@ def notice(survivors: Sequence[Rank]) -> int:
 
 @each_backend
 @pytest.mark.parametrize(
-    "place", ["wait", *(pytest.param(name, marks=pytest.mark.slow) for name in ("synchronize", "configure"))]
+    "place",
+    [
+        "wait",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("synchronize", "queue", "configure")),
+    ],
 )
 def test_an_abort_ends_what_waits_for_a_peer(backend: str, place: str) -> None:
     with job(backend, 2) as ranks:

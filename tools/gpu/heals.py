@@ -11,6 +11,7 @@ import importlib
 from statistics import median
 from time import perf_counter
 from typing import Any
+from unittest.mock import Mock, patch
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from tests.stores import serve_store
 from tools.gpu.contenders import ANSWER_S, LIMIT, OURS, TORCHFT, Here, synchronize
 from tools.gpu.figures import attempted, figure, run_probe
 from torchft_like.checkpointing import HTTPTransport, PGTransport
+from torchft_like.checkpointing.state_stream import IncomingState
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.testing.ranks import Ranks, running
@@ -86,12 +88,21 @@ def move(here: Here, rank: int, address: str) -> float:
         if rank == 0:
             transport.send_checkpoint([1], 1, here.state)
         else:
-            transport.recv_checkpoint(0, "", 1)
+            _receive(here, transport)
         synchronize(here)
         seconds = perf_counter() - begin
     group.shutdown()
     _compare(here)
     return seconds
+
+
+def _receive(here: Here, transport: PGTransport[Any]) -> None:
+    """Receive the state; on a device it is an error where it comes through the host instead of the block."""
+    through_host = IncomingState.read_all
+    if here.device.type == "cuda":
+        through_host = Mock(side_effect=RuntimeError("no block of the device: the log says why"))
+    with patch.object(IncomingState, "read_all", through_host):
+        transport.recv_checkpoint(0, "", 1)
 
 
 def make(here: Here, rank: int, package: str, size: int, dry: bool) -> None:

@@ -233,7 +233,12 @@ def _prices() -> list[Probe]:
         ),
         _costs("step, FSDP2", "Manager + FSDP2 over plain FSDP2, the same model", 120, "steps", "--fsdp2"),
         _costs("fingerprint", "Bytes of a state on the device that are read in a second", 60, "fingerprints"),
-        _costs("quantize", "Bytes that triton's kernels move in a second, beside torch's", 60, "quantized"),
+        _costs(
+            "quantize",
+            "Bytes that triton's kernels move in a second, beside torch's; an all-reduce in fp8",
+            100,
+            "quantized",
+        ),
         _costs("memory", "What a Baby group's processes take of the device and of the host", 60, "memory"),
     ]
 
