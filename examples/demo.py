@@ -25,6 +25,7 @@ from rich.console import Console
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent))  # should the packages not be installed
 
+from arguments import SECONDS_MAX, SEED_MAX, number  # noqa: E402
 from demo_job import DemoError, Job, Settings  # noqa: E402
 from demo_view import make_view  # noqa: E402
 
@@ -107,20 +108,31 @@ def parse_settings(argv: Sequence[str] | None) -> Settings:
     )
     parser.add_argument("--replicas", type=int, default=3, help="replica groups, 2 or more")
     parser.add_argument("--steps", type=int, default=400, help="committed steps, 100 or more with faults")
-    parser.add_argument("--batch-size", type=int, default=8, help="windows of 128 bytes per replica and step")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
+    parser.add_argument(
+        "--batch-size", type=number(int, 1), default=8, help="windows of 128 bytes per replica and step"
+    )
+    parser.add_argument(
+        "--seed", type=number(int, 0, SEED_MAX), default=0, help="of the weights and of the batches"
+    )
     parser.add_argument(
         "--no-faults", dest="faults", action="store_false", default=argparse.SUPPRESS, help="only train"
     )
     parser.add_argument("--output-dir", type=Path, default=Path("demo_output"), help="logs and the picture")
-    parser.add_argument("--step-time", type=float, default=0.1, help="seconds that a step takes at the least")
-    parser.add_argument("--time-limit", type=float, default=170.0, help="seconds until the demo gives up")
+    some_seconds = number(float, 0, SECONDS_MAX)
+    parser.add_argument(
+        "--step-time", type=some_seconds, default=0.1, help="seconds that a step takes at the least"
+    )
+    parser.add_argument(
+        "--time-limit", type=some_seconds, default=170.0, help="seconds until the demo gives up"
+    )
     parser.add_argument("--script", type=Path, default=HERE / "train_ddp.py", help="what the replicas run")
     settings = Settings(**{"faults": True, **vars(parser.parse_args(argv))})
     if settings.replicas < 2:
         parser.error(f"--replicas {settings.replicas}: a fault needs a survivor, so 2 or more")
     if settings.steps < (100 if settings.faults else 1):
         parser.error(f"--steps {settings.steps}: the victims need time to come back, so 100 or more")
+    if not settings.script.is_file():
+        parser.error(f"--script {settings.script}: there is no such file")
     return settings
 
 

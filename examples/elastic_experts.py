@@ -38,6 +38,8 @@ STORE_TIMEOUT = timedelta(seconds=60)
 def main() -> None:
     if len(sys.argv) == 3:
         Worker(name=sys.argv[1], address=sys.argv[2]).serve()
+    elif len(sys.argv) > 1:
+        sys.exit(__doc__)
     else:
         sys.exit(launch())
 

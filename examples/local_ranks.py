@@ -134,4 +134,4 @@ def draw(processes: tuple[LocalProcess, ...], killed_at: float, path: Path) -> N
         axes.axvline(killed_at - began, color="#c0392b", linestyle=":", label="SIGKILL")
         axes.legend(loc="lower right")
     axes.set_xlabel("seconds; another color is another try of the training function")
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=110, format="png")

@@ -38,6 +38,8 @@ STORE_TIMEOUT = timedelta(seconds=60)
 
 
 def main() -> None:
+    if len(sys.argv) > 1:
+        sys.exit(__doc__)
     if "RANK" in os.environ:
         train()
     else:

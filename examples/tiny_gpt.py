@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 VOCABULARY = 256  # a token is a byte
+HEADS = 4  # of attention; the width is a multiple of it
 
 
 class TinyGPT(nn.Module):
     """Decoder-only transformer: `[batch, time]` int64 tokens to `[batch, time, 256]` logits."""
 
-    def __init__(self, width: int = 96, layers: int = 3, heads: int = 4, context: int = 128) -> None:
+    def __init__(self, width: int = 96, layers: int = 3, heads: int = HEADS, context: int = 128) -> None:
         super().__init__()
         self.tokens = nn.Embedding(VOCABULARY, width)
         self.positions = nn.Parameter(torch.randn(context, width) * 0.02)

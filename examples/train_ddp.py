@@ -28,9 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import SECONDS_MAX, SEED_MAX, number
 from checkpoints import Checkpoints
 from library_text import StandardLibraryText
-from tiny_gpt import TinyGPT, next_byte_loss
+from tiny_gpt import HEADS, TinyGPT, next_byte_loss
 
 from torchft_like import (
     DistributedDataParallel,
@@ -140,30 +141,51 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
     parser.add_argument(
-        "--num-replicas", type=int, default=3, help="replica groups that are meant to be there"
+        "--num-replicas", type=number(int, 1), default=3, help="replica groups that are meant to be there"
     )
-    parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
-    parser.add_argument("--steps", type=int, default=300, help="committed steps until the end")
+    parser.add_argument(
+        "--min-replicas", type=number(int, 1), default=1, help="no step is committed by fewer"
+    )
+    parser.add_argument("--steps", type=number(int, 0), default=300, help="committed steps until the end")
     parser.add_argument("--finish-together", action="store_true", help="go on until all replicas are there")
     parser.add_argument(
         "--batch-size",
-        type=int,
+        type=number(int, 1),
         default=8,
         help="windows of 128 bytes in a step, times --num-replicas; whoever is there shares them",
     )
-    parser.add_argument("--width", type=int, default=96, help="of the model; the same for all replicas")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
-    parser.add_argument("--workers", type=int, default=2, help="processes that load the batches ahead")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
+    parser.add_argument(
+        "--width", type=number(int, HEADS), default=96, help="of the model; the same for all replicas"
+    )
+    parser.add_argument("--lr", type=number(float, 0), default=2e-3, help="learning rate of AdamW")
+    parser.add_argument(
+        "--seed", type=number(int, 0, SEED_MAX), default=0, help="of the weights and of the batches"
+    )
+    parser.add_argument(
+        "--workers", type=number(int, 0), default=2, help="processes that load the batches ahead"
+    )
+    parser.add_argument("--threads", type=number(int, 1), default=1, help="CPU threads of this process")
     parser.add_argument("--checkpoint-dir", type=Path, help="save here, and resume from here")
-    parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between two checkpoints")
-    parser.add_argument("--step-time", type=float, default=0.0, help="seconds that a step takes at the least")
-    parser.add_argument("--log-every", type=int, default=10, help="steps between two progress lines")
+    parser.add_argument(
+        "--checkpoint-every", type=number(int, 1), default=25, help="steps between two checkpoints"
+    )
+    parser.add_argument(
+        "--step-time",
+        type=number(float, 0, SECONDS_MAX),
+        default=0.0,
+        help="seconds that a step takes at the least",
+    )
+    parser.add_argument(
+        "--log-every", type=number(int, 1), default=10, help="steps between two progress lines"
+    )
     parser.add_argument("--metrics-file", type=Path, help="append a JSON line per step to this file")
     args = parser.parse_args()
     if not 0 <= args.replica_id < args.num_replicas:
         parser.error(f"--replica-id {args.replica_id} is not in 0..{args.num_replicas - 1} (--num-replicas)")
+    if args.width % HEADS:
+        parser.error(f"--width {args.width} is no multiple of {HEADS}, the number of attention heads")
+    if args.metrics_file and (args.metrics_file.is_dir() or not args.metrics_file.parent.is_dir()):
+        parser.error(f"--metrics-file {args.metrics_file} is no file in a folder that there is")
     return args
 
 

@@ -43,6 +43,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from arguments import SEED_MAX, number
 from library_text import StandardLibraryText
 from local_groups import interrupt_at_sigterm, kill_steps, run_groups
 from tiny_gpt import TinyGPT, next_byte_loss
@@ -53,7 +54,7 @@ from torchft_like import Manager, ProcessGroupGloo, stop_on_signals
 from torchft_like.digest import state_digest
 from torchft_like.errors import ConnectError, CoordinationError
 from torchft_like.local_sgd import DiLoCo
-from torchft_like.testing.chaos.network import Network, Rules
+from torchft_like.testing.chaos.network import Network, NetworkUnavailableError, Rules
 from torchft_like.testing.processes import RunningProcess
 
 CONTEXT = 64  # bytes that the model sees at once
@@ -162,9 +163,20 @@ def run_locally(args: argparse.Namespace) -> int:
         return run_groups(1, f"http://{host}:{port}", kill_steps(args), insides)
 
 
-def rules_of(link: str, names: list[str]) -> Rules:
-    """Return the rules of a link "megabits per second,milliseconds each way" for each data center."""
-    megabits, delay_ms = map(float, link.split(","))
+def link(text: str) -> tuple[float, float]:
+    """Read "megabits per second,milliseconds each way"."""
+    try:
+        megabits, delay_ms = map(number(float, 0), text.split(","))
+    except ValueError:
+        megabits, delay_ms = 0.0, 0.0
+    if not megabits:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MBIT,MS, such as 100,20")
+    return megabits, delay_ms
+
+
+def rules_of(link: tuple[float, float], names: list[str]) -> Rules:
+    """Return the rules of such a link for each data center."""
+    megabits, delay_ms = link
     return Rules(
         delay_s=dict.fromkeys(names, delay_ms / 2000),  # a packet passes two of them
         bytes_per_s=dict.fromkeys(names, megabits * 1e6 / 8),
@@ -177,24 +189,37 @@ def parse_args() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--local", action="store_true", help="start everything on this machine")
-    parser.add_argument("--link", default="", help="with --local: MBIT,MS of the link, see above; needs root")
+    parser.add_argument("--link", type=link, help="with --local: MBIT,MS of the link, see above; needs root")
     parser.add_argument(
         "--kill-at-step",
-        type=int,
+        type=number(int, 0),
         help="with --local: kill the last group, once, while it trains with others",
     )
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
-    parser.add_argument("--num-replicas", type=int, default=2, help="replica groups that share the data")
-    parser.add_argument("--steps", type=int, default=40, help="committed syncs of a fragment until the end")
+    parser.add_argument(
+        "--num-replicas", type=number(int, 1), default=2, help="replica groups that share the data"
+    )
+    parser.add_argument(
+        "--steps", type=number(int, 0), default=40, help="committed syncs of a fragment until the end"
+    )
     parser.add_argument("--finish-together", action="store_true", help="go on until all groups are there")
-    parser.add_argument("--sync-every", type=int, default=20, help="inner steps in which all is synced once")
-    parser.add_argument("--fragments", type=int, default=2, help="parts of the model, synced one by one")
-    parser.add_argument("--delay", type=int, default=2, help="inner steps beside which an average is made")
+    parser.add_argument(
+        "--sync-every", type=number(int, 1), default=20, help="inner steps in which all is synced once"
+    )
+    parser.add_argument(
+        "--fragments", type=number(int, 1), default=2, help="parts of the model, synced one by one"
+    )
+    parser.add_argument(
+        "--delay", type=number(int, 0), default=2, help="inner steps beside which an average is made"
+    )
     parser.add_argument("--quantize", default="int8", help="a byte for each number: int8 or fp8; '' for four")
-    parser.add_argument("--workers", type=int, default=1, help="processes that load batches ahead")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights")
-    return parser.parse_args()
+    parser.add_argument("--workers", type=number(int, 0), default=1, help="processes that load batches ahead")
+    parser.add_argument("--lr", type=number(float, 0), default=2e-3, help="learning rate of AdamW")
+    parser.add_argument("--seed", type=number(int, 0, SEED_MAX), default=0, help="of the weights")
+    args = parser.parse_args()
+    if not 0 <= args.replica_id < args.num_replicas:
+        parser.error(f"--replica-id {args.replica_id} is not in 0..{args.num_replicas - 1} (--num-replicas)")
+    return args
 
 
 def main() -> None:
@@ -204,6 +229,8 @@ def main() -> None:
             sys.exit(run_locally(args))
         except KeyboardInterrupt:
             sys.exit("interrupted; every group has been ended")
+        except NetworkUnavailableError as error:
+            sys.exit(f"train_diloco.py: --link: {error}")
     if "RANK" not in os.environ:
         sys.exit("train_diloco.py: start it with torchrun, or with --local")
     try:

@@ -35,6 +35,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from arguments import SECONDS_MAX, SEED_MAX, number
 from checkpoints import Checkpoints
 from library_text import StandardLibraryText
 from local_groups import interrupt_at_sigterm, kill_steps, run_groups
@@ -195,23 +196,40 @@ def parse_args() -> argparse.Namespace:
     )
     parser.add_argument(
         "--kill-at-step",
-        type=int,
+        type=number(int, 0),
         help="with --local: kill the last group while it trains with others, once; with spares its last rank",
     )
-    parser.add_argument("--spares", type=int, default=0, help="with --local: processes that wait for a place")
+    parser.add_argument(
+        "--spares", type=number(int, 0), default=0, help="with --local: processes that wait for a place"
+    )
     parser.add_argument("--picture", type=Path, help="with --spares: draw who has lived when, as PNG")
     parser.add_argument("--replica-id", type=int, default=0, help="which replica group this is, from 0")
-    parser.add_argument("--num-replicas", type=int, default=2, help="replica groups that share the data")
-    parser.add_argument("--min-replicas", type=int, default=1, help="no step is committed by fewer")
-    parser.add_argument("--steps", type=int, default=100, help="committed steps until the end")
+    parser.add_argument(
+        "--num-replicas", type=number(int, 1), default=2, help="replica groups that share the data"
+    )
+    parser.add_argument(
+        "--min-replicas", type=number(int, 1), default=1, help="no step is committed by fewer"
+    )
+    parser.add_argument("--steps", type=number(int, 0), default=100, help="committed steps until the end")
     parser.add_argument("--finish-together", action="store_true", help="go on until all groups are there")
     parser.add_argument("--checkpoint-dir", type=Path, help="save here, and resume from here")
-    parser.add_argument("--checkpoint-every", type=int, default=25, help="steps between two checkpoints")
-    parser.add_argument("--workers", type=int, default=1, help="processes of a rank that load batches ahead")
-    parser.add_argument("--pause", type=float, default=0.0, help="seconds between two steps")
-    parser.add_argument("--lr", type=float, default=2e-3, help="learning rate of AdamW")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the batches")
-    return parser.parse_args()
+    parser.add_argument(
+        "--checkpoint-every", type=number(int, 1), default=25, help="steps between two checkpoints"
+    )
+    parser.add_argument(
+        "--workers", type=number(int, 0), default=1, help="processes of a rank that load batches ahead"
+    )
+    parser.add_argument(
+        "--pause", type=number(float, 0, SECONDS_MAX), default=0.0, help="seconds between two steps"
+    )
+    parser.add_argument("--lr", type=number(float, 0), default=2e-3, help="learning rate of AdamW")
+    parser.add_argument(
+        "--seed", type=number(int, 0, SEED_MAX), default=0, help="of the weights and of the batches"
+    )
+    args = parser.parse_args()
+    if args.picture and (args.picture.is_dir() or not args.picture.parent.is_dir()):
+        parser.error(f"--picture {args.picture} is no file in a folder that there is")
+    return args
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ def main() -> None:
     paths = [str(ROOT)]
     if OPTION in arguments:
         at = arguments.index(OPTION)
+        if arguments[at + 1 :] == []:
+            sys.exit(f"{OPTION} names a folder: make it as docs/gpu.md says")
         paths.append(str(unpacked(Path(arguments[at + 1]))))
         del arguments[at : at + 2]
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -270,14 +270,21 @@ def _section(name: str, modules: set[str]) -> str:
     return name if name in modules else "Environment and commands"
 
 
+def wheel(text: str) -> tuple[str, Path]:
+    """Read VERSION=WHEEL; argparse names this function where it is none."""
+    version, path = text.split("=", 1)
+    return version, Path(path)
+
+
 def main() -> None:
     """Write the page, or with `--read` the names."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--read", nargs="+", metavar="VERSION=WHEEL", help="parse wheels of torchft")
+    parser.add_argument(
+        "--read", nargs="+", type=wheel, metavar="VERSION=WHEEL", help="parse wheels of torchft"
+    )
     options = parser.parse_args()
     if options.read:
-        wheels = dict(each.split("=", 1) for each in options.read)
-        peers = {version: read_wheel(Path(path)) for version, path in wheels.items()}
+        peers = {version: read_wheel(path) for version, path in options.read}
         NAMES.write_text(json.dumps(peers, indent=1) + "\n")
     else:
         PAGE.write_text(page())

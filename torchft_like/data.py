@@ -40,17 +40,17 @@ class GlobalBatches:
         steps: the number of steps of an epoch.
 
     Raises:
-        ValueError: there is not one batch.
+        ConfigError: there is not one batch.
     """
 
     def __init__(
         self, length: int, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size is {batch_size}, must be at least 1")
+            raise ConfigError(f"batch_size is {batch_size}, must be at least 1")
         self.steps = length // batch_size if drop_last else -(-length // batch_size)
         if self.steps < 1:
-            raise ValueError(f"{length} samples are not one batch of {batch_size}")
+            raise ConfigError(f"{length} samples are not one batch of {batch_size}")
         self._length, self._size = length, batch_size
         self._shuffle, self._seed = shuffle, seed
         self._orders: dict[int, torch.Tensor] = {}  # of two epochs at most: batches are loaded ahead
@@ -109,8 +109,7 @@ class GlobalBatchLoader:
         samples: the numbers of the present batch's samples.
 
     Raises:
-        ValueError: a number is out of its range.
-        ConfigError: RANK or WORLD_SIZE is needed and not a number.
+        ConfigError: a number is out of its range, or RANK or WORLD_SIZE is needed and not a number.
     """
 
     def __init__(
@@ -195,8 +194,8 @@ class DistributedSampler(_TorchSampler[Any]):
         **kwargs: `shuffle`, `seed` and `drop_last`, as for torch's sampler.
 
     Raises:
-        ValueError: a rank is out of its range or a count is below 1.
-        ConfigError: RANK or WORLD_SIZE is needed and not a number; it is a ValueError too.
+        ConfigError: a rank is out of its range or a count is below 1, or RANK or WORLD_SIZE is needed and not
+            a number; it is a ValueError too.
     """
 
     def __init__(
@@ -227,9 +226,9 @@ def _place_in_group(rank: int | None, count: int | None, name: str, count_name: 
 
 def _check_range(name: str, value: int, count_name: str, count: int) -> None:
     if count < 1:
-        raise ValueError(f"{count_name} is {count}, must be at least 1")
+        raise ConfigError(f"{count_name} is {count}, must be at least 1")
     if not 0 <= value < count:
-        raise ValueError(f"{name} is {value}, must be in [0, {count}), for {count_name} is {count}")
+        raise ConfigError(f"{name} is {value}, must be in [0, {count}), for {count_name} is {count}")
 
 
 def _env_int(name: str, default: int) -> int:

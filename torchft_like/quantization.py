@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from torchft_like import devices
+from torchft_like.errors import ConfigError
 
 ROW = 256
 SCALE_BYTES = 4
@@ -67,10 +68,10 @@ def format_named(name: str) -> Format:
     """Return the format of a name.
 
     Raises:
-        ValueError: there is none; the text lists the names.
+        ConfigError: there is none; the text lists the names.
     """
     if name not in FORMATS:
-        raise ValueError(f"there is no format {name!r:.40} to quantize to; there are {', '.join(FORMATS)}")
+        raise ConfigError(f"there is no format {name!r:.40} to quantize to; there are {', '.join(FORMATS)}")
     return FORMATS[name]
 
 

@@ -97,7 +97,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--cpus", type=float, default=1, help="of each rank")
     parser.add_argument("--gpus", type=float, default=0, help="of each rank")
     parser.add_argument("script", nargs=argparse.REMAINDER, help="the ranks' script, and its arguments")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if not options.script or min(options.groups, options.ranks) < 1:
+        parser.error("a script, and --groups and --ranks of 1 or more, are needed")
+    return options
 
 
 if __name__ == "__main__":

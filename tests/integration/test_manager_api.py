@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from datetime import timedelta
+from itertools import repeat
+from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
@@ -14,9 +16,12 @@ from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
 
 from lighthouse.address import parse_address
+from tests.conftest import ROOT
 from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
+from tests.pages import blocks
 from torchft_like import (
     ConfigError,
+    DistributedDataParallel,
     LighthouseServer,
     Manager,
     MaxRetriesError,
@@ -602,3 +607,36 @@ def test_a_replica_whose_source_refuses_heals_from_another_one(lighthouse: Light
     assert sorted(asked) == ["a", "a", "b", "b"], "each offers twice, as the source or to help it"
     assert a == b == c
     assert len(healed_to) == 1
+
+
+def test_a_job_goes_back_to_a_checkpoint_that_all_groups_load_before_the_same_step(tmp_path: Path) -> None:
+    """The block of docs/restart.md is a step of each group; the loss of one of them runs away once."""
+    text = next(b.text for b in blocks(ROOT / "docs" / "restart.md") if b.language == "python")
+    saved_at, until = 2, 6
+    before = [1, 2, 3, 4]  # the steps before the one that is too much
+
+    def train(name: str) -> tuple[str, list[int]]:
+        model, steps, path = nn.Linear(4, 4), list[int](), tmp_path / name
+        adamw = torch.optim.AdamW(model.parameters())
+        code = compile(text.replace("step-100.pt", str(path)), "restart.md", "exec")
+
+        def loss(outputs: torch.Tensor) -> torch.Tensor:
+            return outputs.square().mean() * (1e6 if name == "b" and steps == before else 1.0)
+
+        with make_manager(lighthouse, name, model, min_replica_size=3) as manager:
+            manager.register_state_dict_fn("optim", adamw.load_state_dict, adamw.state_dict)
+            names = {"torch": torch, "model": model, "adamw": adamw, "manager": manager, "loss": loss}
+            names |= {"optimizer": Optimizer(manager, adamw), "batches": repeat(torch.ones(2, 4))}
+            names["ddp_model"] = DistributedDataParallel(manager, model)
+            while manager.current_step() < until:
+                exec(code, names)
+                steps.append(manager.current_step())
+                if steps[-1] == saved_at and not path.exists():
+                    parts = {"model": model.state_dict(), "optim": adamw.state_dict()}
+                    torch.save({**parts, "manager": manager.state_dict()}, path)
+            return state_digest({"model": model.state_dict(), "optim": adamw.state_dict()}), steps
+
+    with lighthouse_here(min_replicas=3) as lighthouse:
+        results = each_in_a_thread("abc", train)
+    assert [steps for _, steps in results] == [[*before, 2, 3, 4, 5, 6]] * 3
+    assert len({digest for digest, _ in results}) == 1

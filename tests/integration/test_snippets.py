@@ -43,6 +43,7 @@ ELSEWHERE: dict[Number, tuple[str, str]] = {
     ("process-groups.md", 1): ("tests/integration/torch_job.py", "dist._reconfigure("),
     ("process-groups.md", 2): ("tests/integration/torch_job.py", "new_group("),
     ("quickstart.md", 0): ("tests/integration/test_first_step.py", "quickstart.md"),
+    ("restart.md", 0): ("tests/integration/test_manager_api.py", '"restart.md"'),
     ("sharded-training.md", 0): ("examples/train_hsdp.py", "ft_init_device_mesh("),
     ("testing.md", 0): ("tests/integration/test_first_step.py", "cluster.launch("),
     ("testing.md", 1): ("tests/integration/test_testing_kit.py", "witness.attend(manager.current_step())\n"),
@@ -187,7 +188,7 @@ SCENES: dict[Number, Scene] = {
     ("process-groups.md", 0): Scene(
         instead={"10.0.0.1:29500": "STORE"}, after=lambda names: names["group"].shutdown()
     ),
-    ("restart.md", 0): Scene(with_diloco, after=begins_as_it_was_saved),
+    ("restart.md", 1): Scene(with_diloco, after=begins_as_it_was_saved),
 }
 
 

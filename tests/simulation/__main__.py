@@ -18,7 +18,7 @@ from tests.simulation import report
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code is 1 if anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation")
-    parser.add_argument("--seeds", default="0:2000", help="FROM:TO, the latter not included")
+    parser.add_argument("--seeds", type=seeds, default="0:2000", help="FROM:TO, the latter not included")
     parser.add_argument("--jobs", type=int, default=1, help="worker processes")
     parser.add_argument("--seed", type=int, help="replay this one and tell it in words")
     parser.add_argument("--all", action="store_true", help="with --seed: all of the history, not made small")
@@ -30,9 +30,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return report.size(options.size)
     if options.seed is not None:
         return report.replay(options.seed, options.mutant, whole=options.all)
-    first, _, end = options.seeds.partition(":")
-    seeds = range(int(first), int(end))
-    return report.mutants(seeds, options.jobs) if options.mutants else report.many(seeds, options.jobs)
+    do = report.mutants if options.mutants else report.many
+    return do(options.seeds, max(1, options.jobs))
+
+
+def seeds(text: str) -> range:
+    """Read FROM:TO; argparse names this function where it is none."""
+    first, _, end = text.partition(":")
+    return range(int(first), int(end))
 
 
 if __name__ == "__main__":

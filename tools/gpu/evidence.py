@@ -53,7 +53,7 @@ class Stage:
         self._results = Results(path)
         self._log = path.with_suffix(".log")
         self._retry = options.retry
-        self._jobs = options.jobs
+        self._jobs = max(1, options.jobs)
         self._lock = Lock()
         self._probes = [
             probe for probe in PROBES if probe.stage in options.stage and options.only in probe.name
