@@ -504,40 +504,42 @@ def test_ctrl_c_at_a_terminal_ends_every_process_and_says_so(processes: Processe
     assert "interrupted; every process has been ended" in command.output
 
 
-def test_a_command_that_ends_before_it_has_trained_has_failed_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 1e9)
-    command = f"{sys.executable} -c 'raise SystemExit(\"no data\")'"
-    assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command]) == FAILED
-    said = capsys.readouterr().err
+Fails = Callable[..., str]
+
+
+@pytest.fixture
+def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Fails:
+    """Return a function that runs a job of a command, which has to fail, and returns what is said of it."""
+
+    def run(command: str, *job: str, first_step_s_max: float = 1e9) -> str:
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", first_step_s_max)
+        command = f"{sys.executable} {command}"
+        assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command, *job]) == FAILED
+        return capsys.readouterr().err
+
+    return run
+
+
+def test_a_command_that_ends_before_it_has_trained_has_failed_at_once(fails: Fails) -> None:
+    said = fails("-c 'raise SystemExit(\"no data\")'")
     assert "before a first step of all replica groups r" in said
     assert "ended with 1, which nobody asked for:\nno data" in said
 
 
-def test_a_command_whose_groups_have_other_names_has_failed_at_once(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 1e9)
+def test_a_command_whose_groups_have_other_names_has_failed_at_once(fails: Fails, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         next(each.text for each in blocks(ROOT / "docs" / "quickstart.md") if each.language == "python")
     )
-    job = ["--no-network", "--replicas", "2", "--kinds", "kill", "--command", f"{sys.executable} {script}"]
-    assert main(["chaos", *job]) == FAILED
-    assert "trains, and the groups are to be called r0, r1 (--names)" in capsys.readouterr().err
+    said = fails(str(script), "--replicas", "2")
+    assert "trains, and the groups are to be called r0, r1 (--names)" in said
 
 
 def test_a_job_that_does_not_even_start_has_failed_and_its_logs_are_kept(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    fails: Fails, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", 0.5)
-    command = f"{sys.executable} -c 'import time; time.sleep(1e6)'"
-    assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command]) == FAILED
-    said = capsys.readouterr().err
+    said = fails("-c 'import time; time.sleep(1e6)'", first_step_s_max=0.5)
     assert "no first step" in said
     [kept] = tmp_path.glob("torchft-like-*")
     assert f"logs are kept in {kept}" in said

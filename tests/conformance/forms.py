@@ -23,6 +23,7 @@ from .scene import Case, Scene, finish
 
 Tensors = list[Tensor]
 Take = Callable[[Scene], Tensors]
+Arguments = Callable[[Scene], tuple[Any, ...]]
 
 REDUCTIONS = {"SUM": ReduceOp.SUM, "AVG": ReduceOp.AVG, "MAX": ReduceOp.MAX}
 
@@ -156,12 +157,12 @@ def broadcasting(take: Take, root_tensor: int = 0) -> Case:
     return case
 
 
-def of_many(name: str, arguments: Callable[[Scene], tuple[Any, ...]], output: int = 0) -> Case:
-    """Return a case that calls a method, and afterwards looks at one of its arguments."""
+def calling(name: str, arguments: Arguments) -> Case:
+    """Return a case that calls a method, and afterwards looks at its first argument."""
 
     def case(s: Scene) -> Any:
         given = arguments(s)
-        return waited(getattr(s.group, name)(*given), given[output])
+        return waited(getattr(s.group, name)(*given), given[0])
 
     return case
 
@@ -233,105 +234,79 @@ def sparse_parts(s: Scene) -> Tensors:
     return [s.tensor(rank).to_sparse() for rank in s.ranks]
 
 
-# With each of them torch's Gloo raises an error, on every rank.
-SPARSE: dict[str, Case] = {
-    "reduce of sparse": of_many("reduce", lambda s: (sparse(s),)),
-    "allgather_coalesced of sparse": of_many(
-        "allgather_coalesced", lambda s: ([[s.blank()] for _ in s.ranks], sparse(s))
+# The first word is the method. With each of them torch's Gloo raises an error, on every rank.
+SPARSE: dict[str, Arguments] = {
+    "reduce of sparse": lambda s: (sparse(s),),
+    "allgather_coalesced of sparse": lambda s: ([[s.blank()] for _ in s.ranks], sparse(s)),
+    "allgather_into_tensor_coalesced of sparse": lambda s: ([s.blank(s.joined())], sparse(s)),
+    "gather of sparse": lambda s: ([sparse_parts(s)] if s.rank == 0 else [], sparse(s)),
+    "scatter of sparse": lambda s: (sparse(s), [sparse_parts(s)] if s.rank == 0 else []),
+    "reduce_scatter of sparse": lambda s: (sparse(s), [sparse_parts(s)]),
+    "_reduce_scatter_base of sparse": lambda s: (s.blank(), s.tensor(shape=s.joined()).to_sparse()),
+    "reduce_scatter_tensor_coalesced of sparse": lambda s: (
+        [s.blank()],
+        [s.tensor(shape=s.joined()).to_sparse()],
     ),
-    "allgather_into_tensor_coalesced of sparse": of_many(
-        "allgather_into_tensor_coalesced", lambda s: ([s.blank(s.joined())], sparse(s))
-    ),
-    "gather of sparse": of_many("gather", lambda s: ([sparse_parts(s)] if s.rank == 0 else [], sparse(s))),
-    "scatter of sparse": of_many("scatter", lambda s: (sparse(s), [sparse_parts(s)] if s.rank == 0 else [])),
-    "reduce_scatter of sparse": of_many("reduce_scatter", lambda s: (sparse(s), [sparse_parts(s)])),
-    "_reduce_scatter_base of sparse": of_many(
-        "_reduce_scatter_base", lambda s: (s.blank(), s.tensor(shape=s.joined()).to_sparse())
-    ),
-    "reduce_scatter_tensor_coalesced of sparse": of_many(
-        "reduce_scatter_tensor_coalesced", lambda s: ([s.blank()], [s.tensor(shape=s.joined()).to_sparse()])
-    ),
-    "alltoall of sparse": of_many("alltoall", lambda s: (sparse_parts(s), sparse_parts(s))),
-    "alltoall_base of sparse": of_many(
-        "alltoall_base", lambda s: (s.blank(s.joined()), s.tensor(shape=s.joined()).to_sparse(), [], [])
+    "alltoall of sparse": lambda s: (sparse_parts(s), sparse_parts(s)),
+    "alltoall_base of sparse": lambda s: (
+        s.blank(s.joined()),
+        s.tensor(shape=s.joined()).to_sparse(),
+        [],
+        [],
     ),
 }
 
 
-OTHERS: dict[str, Case] = {
-    "reduce of two": of_many("reduce", lambda s: (two(s),)),
-    "reduce of the same twice": of_many("reduce", lambda s: (same_twice(s),)),
-    "allreduce_coalesced of one": of_many("allreduce_coalesced", lambda s: ([s.tensor()],)),
-    "gather of the same twice": of_many(
-        "gather", lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], same_twice(s))
+OTHERS: dict[str, Arguments] = {
+    "reduce of two": lambda s: (two(s),),
+    "reduce of the same twice": lambda s: (same_twice(s),),
+    "allreduce_coalesced of one": lambda s: ([s.tensor()],),
+    "gather of the same twice": lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], same_twice(s)),
+    "gather into one tensor": lambda s: ([[s.blank()] * s.world] if s.rank == 0 else [], [s.tensor()]),
+    "scatter in place": lambda s: scattered_parts_in_place(s) if s.rank == 0 else ([s.blank((2,))], []),
+    "reduce_scatter in place": scattered_parts_in_place,
+    "allgather_into_tensor_coalesced of one": lambda s: ([s.blank(s.joined())], [s.tensor()]),
+    "reduce_scatter_tensor_coalesced of one": lambda s: ([s.blank()], [s.tensor(shape=s.joined())]),
+    "allgather of two": lambda s: ([[s.blank() for _ in range(2 * s.world)] for _ in range(2)], two(s)),
+    "allgather into one list of two": lambda s: ([s.blanks()], two(s)),
+    "allgather in place": gathered_in_place,
+    "allgather into one tensor": lambda s: ([[s.blank()] * s.world], [s.tensor()]),
+    "allgather of sparse": lambda s: ([s.blanks()], sparse(s)),
+    "allgather_coalesced of two dtypes": lambda s: (
+        [[s.blank(), s.blank().long()] for _ in s.ranks],
+        two_dtypes(s),
     ),
-    "gather into one tensor": of_many(
-        "gather", lambda s: ([[s.blank()] * s.world] if s.rank == 0 else [], [s.tensor()])
+    "allgather_coalesced of the same twice": lambda s: (
+        [[s.blank(), s.blank()] for _ in s.ranks],
+        same_twice(s),
     ),
-    "scatter in place": of_many(
-        "scatter", lambda s: scattered_parts_in_place(s) if s.rank == 0 else ([s.blank((2,))], [])
+    "allgather_coalesced into the same twice": lambda s: ([[s.blank()] * 2 for _ in s.ranks], two(s)),
+    "_allgather_base in place": joined_in_place,
+    "_allgather_base of sparse": lambda s: (s.blank(s.joined()), sparse(s)[0]),
+    "allgather_into_tensor_coalesced of the same twice": lambda s: with_first_repeated(s, "input"),
+    "allgather_into_tensor_coalesced into the same twice": lambda s: with_first_repeated(s, "output"),
+    "gather of two": lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], two(s)),
+    "gather in place": lambda s: gathered_in_place(s) if s.rank == 0 else ([], [s.tensor(shape=(2,))]),
+    "scatter to two": lambda s: (
+        [s.blank(), s.blank()],
+        [[s.tensor(rank) for rank in s.ranks]] * 2 if s.rank == 0 else [],
     ),
-    "reduce_scatter in place": of_many("reduce_scatter", scattered_parts_in_place),
-    "allgather_into_tensor_coalesced of one": of_many(
-        "allgather_into_tensor_coalesced", lambda s: ([s.blank(s.joined())], [s.tensor()])
+    "scatter of the same": lambda s: ([s.blank()], [[s.tensor()] * s.world] if s.rank == 0 else []),
+    "reduce_scatter to two": lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2),
+    "reduce_scatter of the same": lambda s: ([s.blank()], [[s.tensor()] * s.world]),
+    "_reduce_scatter_base in place": scattered_in_place,
+    "reduce_scatter_tensor_coalesced of the same twice": lambda s: (
+        [s.blank(), s.blank()],
+        [s.tensor(shape=s.joined())] * 2,
     ),
-    "reduce_scatter_tensor_coalesced of one": of_many(
-        "reduce_scatter_tensor_coalesced", lambda s: ([s.blank()], [s.tensor(shape=s.joined())])
+    "reduce_scatter_tensor_coalesced into the same twice": lambda s: (
+        [s.blank()] * 2,
+        [s.tensor(shape=s.joined()), s.tensor(1, s.joined())],
     ),
-    "allgather of two": of_many(
-        "allgather", lambda s: ([[s.blank() for _ in range(2 * s.world)] for _ in range(2)], two(s))
-    ),
-    "allgather into one list of two": of_many("allgather", lambda s: ([s.blanks()], two(s))),
-    "allgather in place": of_many("allgather", gathered_in_place),
-    "allgather into one tensor": of_many("allgather", lambda s: ([[s.blank()] * s.world], [s.tensor()])),
-    "allgather of sparse": of_many("allgather", lambda s: ([s.blanks()], sparse(s))),
-    "allgather_coalesced of two dtypes": of_many(
-        "allgather_coalesced", lambda s: ([[s.blank(), s.blank().long()] for _ in s.ranks], two_dtypes(s))
-    ),
-    "allgather_coalesced of the same twice": of_many(
-        "allgather_coalesced", lambda s: ([[s.blank(), s.blank()] for _ in s.ranks], same_twice(s))
-    ),
-    "allgather_coalesced into the same twice": of_many(
-        "allgather_coalesced", lambda s: ([[s.blank()] * 2 for _ in s.ranks], two(s))
-    ),
-    "_allgather_base in place": of_many("_allgather_base", joined_in_place),
-    "_allgather_base of sparse": of_many("_allgather_base", lambda s: (s.blank(s.joined()), sparse(s)[0])),
-    "allgather_into_tensor_coalesced of the same twice": of_many(
-        "allgather_into_tensor_coalesced", lambda s: with_first_repeated(s, "input")
-    ),
-    "allgather_into_tensor_coalesced into the same twice": of_many(
-        "allgather_into_tensor_coalesced", lambda s: with_first_repeated(s, "output")
-    ),
-    "gather of two": of_many("gather", lambda s: ([s.blanks(), s.blanks()] if s.rank == 0 else [], two(s))),
-    "gather in place": of_many(
-        "gather", lambda s: gathered_in_place(s) if s.rank == 0 else ([], [s.tensor(shape=(2,))])
-    ),
-    "scatter to two": of_many(
-        "scatter",
-        lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2 if s.rank == 0 else []),
-    ),
-    "scatter of the same": of_many(
-        "scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world] if s.rank == 0 else [])
-    ),
-    "reduce_scatter to two": of_many(
-        "reduce_scatter", lambda s: ([s.blank(), s.blank()], [[s.tensor(rank) for rank in s.ranks]] * 2)
-    ),
-    "reduce_scatter of the same": of_many(
-        "reduce_scatter", lambda s: ([s.blank()], [[s.tensor()] * s.world])
-    ),
-    "_reduce_scatter_base in place": of_many("_reduce_scatter_base", scattered_in_place),
-    "reduce_scatter_tensor_coalesced of the same twice": of_many(
-        "reduce_scatter_tensor_coalesced",
-        lambda s: ([s.blank(), s.blank()], [s.tensor(shape=s.joined())] * 2),
-    ),
-    "reduce_scatter_tensor_coalesced into the same twice": of_many(
-        "reduce_scatter_tensor_coalesced",
-        lambda s: ([s.blank()] * 2, [s.tensor(shape=s.joined()), s.tensor(1, s.joined())]),
-    ),
-    "alltoall in place": of_many("alltoall", exchanged_in_place),
-    "alltoall of the same": of_many("alltoall", lambda s: (s.blanks(), [s.tensor()] * s.world)),
-    "alltoall into the same": of_many("alltoall", same_output_everywhere),
-    "alltoall_base in place": of_many("alltoall_base", all_exchanged_in_place),
+    "alltoall in place": exchanged_in_place,
+    "alltoall of the same": lambda s: (s.blanks(), [s.tensor()] * s.world),
+    "alltoall into the same": same_output_everywhere,
+    "alltoall_base in place": all_exchanged_in_place,
 }
 
 
@@ -385,8 +360,7 @@ FORMS: dict[str, Case] = {
     **{f"broadcast of {words}": broadcasting(take) for words, take in LISTS.items()},
     "broadcast of the second of two": broadcasting(two, 1),
     "broadcast of no such tensor": broadcasting(two, 2),
-    **OTHERS,
-    **SPARSE,
+    **{words: calling(words.split()[0], arguments) for words, arguments in {**OTHERS, **SPARSE}.items()},
     **{f"coalescing of {words}": case for words, case in COALESCING.items()},
 }
 

@@ -10,20 +10,21 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tests.managers import manager_alone
-from torchft_like import process_group as ours
 from torchft_like.manager import Manager
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
     ManagedProcessGroup,
     ProcessGroup,
+    ProcessGroupBabyGloo,
+    ProcessGroupBabyNCCL,
     ProcessGroupDummy,
     ProcessGroupGloo,
+    ProcessGroupNCCL,
     ProcessGroupWrapper,
 )
 
@@ -141,20 +142,12 @@ class Subject:
 
     @property
     def exists(self) -> bool:
-        """Whether this machine and this version have the class."""
+        """Whether this machine has the device."""
         return self.device == "cpu" or torch.cuda.is_available()
 
     def kinds(self, kinds: Sequence[Kind]) -> Sequence[Kind]:
         """Return those kinds of tensors that can make a difference."""
         return kinds if self.looks else [PLAIN]
-
-
-def _optional(name: str, seat: type[Seat] = Seat, **more: Any) -> tuple[Subject, ...]:
-    """Return the subject of a class that some versions do not have; none if it is missing."""
-    make = getattr(ours, name, None)
-    if make is None:
-        return ()
-    return (Subject(name, lambda: seat(make(TIMEOUT_S)), **more),)
 
 
 SUBJECTS: tuple[Subject, ...] = (
@@ -188,9 +181,11 @@ SUBJECTS: tuple[Subject, ...] = (
     ),
     Subject("Managed", ManagedSeat, managed=True, swallows=True),
     Subject("ProcessGroupDummy", lambda: Seat(ProcessGroupDummy(0, 1)), worlds=(1,), moves_nothing=True),
-    *_optional("ProcessGroupBabyGloo"),
-    *_optional("ProcessGroupNCCL", worlds=(1,), device="cuda"),
-    *_optional("ProcessGroupBabyNCCL", worlds=(1,), device="cuda"),
+    Subject("ProcessGroupBabyGloo", lambda: Seat(ProcessGroupBabyGloo(TIMEOUT_S))),
+    Subject("ProcessGroupNCCL", lambda: Seat(ProcessGroupNCCL(TIMEOUT_S)), worlds=(1,), device="cuda"),
+    Subject(
+        "ProcessGroupBabyNCCL", lambda: Seat(ProcessGroupBabyNCCL(TIMEOUT_S)), worlds=(1,), device="cuda"
+    ),
 )
 
 BY_NAME = {subject.name: subject for subject in SUBJECTS}

@@ -10,7 +10,8 @@ import pytest
 
 from lighthouse.core.state_form import StateForm, bounded, first_difference, form_of_rows
 from lighthouse.core.vacancies import Decision, Filled, NoSpare, Told, Vacancies, Vacancy
-from lighthouse.starvation import RECOVERY_S, SilenceClock
+from lighthouse.starvation import SilenceClock
+from tests.waiting import await_fact
 
 
 def vacancy(
@@ -156,8 +157,7 @@ def test_a_loop_that_was_blocked_was_starved_and_recovers() -> None:
             assert watch.is_starved()  # before its own look, too
             await asyncio.sleep(0)
             assert before < watch.last_starved < math.inf
-            while watch.is_starved():
-                await asyncio.sleep(RECOVERY_S / 10)
+            await await_fact(lambda: not watch.is_starved())
         finally:
             watch.stop()
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import math
 import socket
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -15,6 +16,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.history import Report
 from lighthouse.server import Lighthouse, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
+from tests.waiting import await_fact
 from torchft_like.core.stall_watch import REPORT_PER_MEMBER_S, ProgressLog
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.runtime.event_loop import coordination_loop
@@ -61,22 +63,30 @@ class Listener:
         self.leases.put_nowait("ended")
 
 
-async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
-    """Those before and after a failure that ends the first session."""
-    lighthouse = await Lighthouse.start(LighthouseConfig(), parse_address("127.0.0.1:0"))
-    listener = Listener(failing)
+@contextlib.asynccontextmanager
+async def linked(
+    listener: Listener, lease_ms: int = 30_000, kind: type[Lighthouse] = Lighthouse
+) -> AsyncIterator[tuple[Lighthouse, LighthouseLink]]:
+    """A lighthouse, and the line of a ManagerServer to it."""
+    config = LighthouseConfig(standing_lease_ms=lease_ms)
+    lighthouse = await kind.start(config, parse_address("127.0.0.1:0"))
     listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
     try:
-        async with asyncio.timeout(LIMIT_S):
-            first = await listener.quorums.get()
-            if failing == "disconnected":  # a join that names somebody else ends the session
-                link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="b")))
-            elif failing != "quorum":
-                link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a")))
-            return first, await listener.quorums.get()
+        yield lighthouse, link
     finally:
         await link.close()
         await lighthouse.stop()
+
+
+async def quorums_in_two_sessions(failing: str) -> tuple[int, int]:
+    """Those before and after a failure that ends the first session."""
+    async with linked(listener := Listener(failing)) as (_, link), asyncio.timeout(LIMIT_S):
+        first = await listener.quorums.get()
+        if failing == "disconnected":  # a join that names somebody else ends the session
+            link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="b")))
+        elif failing != "quorum":
+            link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a")))
+        return first, await listener.quorums.get()
 
 
 @pytest.mark.parametrize("failing", ["registration", "connected", "quorum", "disconnected"])
@@ -91,24 +101,15 @@ def test_a_listener_that_fails_does_not_deafen_the_line(
 
 async def lease_without_a_lighthouse(lease_ms: int, *, is_silent: bool) -> str:
     """Return what happens to the lease first: it has ended, or was renewed."""
-    config = LighthouseConfig(standing_lease_ms=lease_ms)
-    lighthouse = await Lighthouse.start(config, parse_address("127.0.0.1:0"))
-    listener = Listener("nothing")
-    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
-    try:
+    async with linked(listener := Listener("nothing"), lease_ms) as (lighthouse, link):
         assert await link.wait_connected(LIMIT_S)
         await lighthouse.stop()
         address = lighthouse.address
         with socket.create_server((address.host, address.port)) if is_silent else contextlib.nullcontext():
-            async with asyncio.timeout(LIMIT_S):
-                while (first := link._lease) is None and listener.leases.empty():
-                    await asyncio.sleep(0.01)
-                while link._lease is first and listener.leases.empty():
-                    await asyncio.sleep(0.01)
-                return "renewed" if listener.leases.empty() else listener.leases.get_nowait()
-    finally:
-        await link.close()
-        await lighthouse.stop()
+            await await_fact(lambda: link._lease is not None or not listener.leases.empty())
+            first = link._lease
+            await await_fact(lambda: link._lease is not first or not listener.leases.empty())
+            return "renewed" if listener.leases.empty() else listener.leases.get_nowait()
 
 
 @pytest.mark.one_quorum_per_step
@@ -123,20 +124,12 @@ def test_a_lease_does_not_end_while_no_lighthouse_listens() -> None:
 
 async def rest_of_a_lease(lease_ms: int) -> float:
     """The seconds for which members go on after a lighthouse with this lease has ended their session."""
-    lighthouse = await Lighthouse.start(
-        LighthouseConfig(standing_lease_ms=lease_ms), parse_address("127.0.0.1:0")
-    )
-    listener = Listener("nothing")
-    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
-    try:
+    async with linked(Listener("nothing"), lease_ms) as (lighthouse, link):
         assert await link.wait_connected(LIMIT_S)
         await lighthouse.stop()
-        async with asyncio.timeout(LIMIT_S):
-            while (lease := link._lease) is None:
-                await asyncio.sleep(0.01)
-        return lease.when() - asyncio.get_running_loop().time()
-    finally:
-        await link.close()
+        await await_fact(lambda: link._lease)
+        assert link._lease is not None
+        return link._lease.when() - asyncio.get_running_loop().time()
 
 
 @pytest.mark.one_quorum_per_step
@@ -158,23 +151,15 @@ class BusyLighthouse(Lighthouse):
 
 async def told_of_a_leave() -> list[str]:
     """What a busy lighthouse writes down of a replica that leaves."""
-    lighthouse = await BusyLighthouse.start(LighthouseConfig(), parse_address("127.0.0.1:0"))
     told: list[str] = []
-    lighthouse.events.subscribe(
-        lambda event: told.append(event.to_text()) if "member" in event.fields else None
-    )
-    listener = Listener("nothing")
-    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
-    try:
+    async with linked(Listener("nothing"), kind=BusyLighthouse) as (lighthouse, link):
+        lighthouse.events.subscribe(
+            lambda event: told.append(event.to_text()) if "member" in event.fields else None
+        )
         assert await link.wait_connected(LIMIT_S)
         await link.leave("done", 0)
-        async with asyncio.timeout(LIMIT_S):
-            while len(told) < 2:
-                await asyncio.sleep(0.01)
+        await await_fact(lambda: len(told) >= 2)
         return told
-    finally:
-        await link.close()
-        await lighthouse.stop()
 
 
 def test_a_leave_is_no_loss_where_the_lighthouse_is_busy() -> None:
