@@ -236,9 +236,11 @@ class StateExchange:
         they count it (`StepProtocol.is_counted_on`) no replica commits.
         """
         try:
-            fetching = self._meet(attempt, result)
             # Before the first step its own state is as good as the peer's, if that dies: it is kept whole.
+            # Later each rank of the group asks for it, whatever it knows of the source: the script's function
+            # may use collectives of the group.
             own = self._registry.own() if result.max_step > 0 else None
+            fetching = self._meet(attempt, result)
             timeout_s = self._config.timeout_s
             # The source may wait for this rank, whose next join releases it.
             if self._protocol.failure is not None:

@@ -260,6 +260,21 @@ def test_nothing_is_asked_of_a_source_that_was_lost_before_the_end_of_the_step(r
     assert "broke before the state was fetched" in str(replica.protocol.failure)
 
 
+def test_a_rank_asks_for_its_own_state_whatever_it_knows_of_the_source(replica: Replica) -> None:
+    """Another rank of its group may not know it yet, and the script's function may use their collectives."""
+    asked: list[str] = []
+
+    def own_state() -> dict[str, object]:
+        asked.append("asked")
+        return {}
+
+    replica.registry.register("model", ignore, own_state)
+    attempt = replica.begin(5, **HEALS)
+    replica.exchange.member_lost(5, "b")
+    assert not replica.end(attempt)
+    assert asked == ["asked"]
+
+
 def test_a_step_that_has_failed_heals_all_the_same(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script whose steps fail for as long as somebody heals would never get on; it waits less long."""
     replica.registry.register("model", ignore, dict)
