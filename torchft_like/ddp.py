@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn import parallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchft_like.checkpointing.shards import is_dtensor
 from torchft_like.errors import NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
 from torchft_like.manager.managed_work import SUM
@@ -59,7 +60,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed were
-          given.
+          given, or a parameter is a DTensor.
     """
 
     def __init__(
@@ -75,6 +76,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, problem in _UNFIT.items():
             if ddp_kwargs.get(name) is not None and ddp_kwargs[name] is not False:
                 raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
+        for name, parameter in module.named_parameters():
+            if is_dtensor(parameter):
+                raise NotSupportedError(
+                    f"{name} is a DTensor, which torch's reducer cannot take: call fully_shard with a mesh "
+                    "of ft_init_device_mesh, or use PureDistributedDataParallel"
+                )
         self._caps_mb = list(bucket_cap_mb_list or _caps_mb(module, bucket_cap_mb))
         self._reducers_group = _OfReducer(manager, find_unused_parameters)
         self._manager = manager

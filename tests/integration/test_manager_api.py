@@ -12,17 +12,22 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lighthouse.address import parse_address
 from tests.conftest import ROOT
+from tests.fake_world import fake_world
 from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
 from tests.pages import blocks
 from torchft_like import (
     ConfigError,
     DistributedDataParallel,
     LighthouseServer,
+    ManagedProcessGroup,
     Manager,
     MaxRetriesError,
     NotSupportedError,
@@ -73,6 +78,24 @@ def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: L
             return mean.tolist(), total.tolist()
 
     assert on_both(reduce) == [([2.0, 2.0], [4, 4])] * 2
+
+
+def test_of_a_dtensor_each_rank_averages_its_part(lighthouse: LighthouseServer) -> None:
+    with fake_world(2):
+        mesh = DeviceMesh("cpu", [0, 1])
+
+    def reduce(name: str) -> list[float]:
+        part = torch.full((2,), {"a": 1.0, "b": 3.0}[name])
+        gradient = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        with make_manager(lighthouse, name, nn.Linear(1, 1), init_sync=False) as manager:
+            manager.start_quorum()
+            manager.allreduce(gradient).wait()
+            dist.all_reduce(gradient, group=ManagedProcessGroup(manager))
+            assert manager.should_commit()
+        values: list[float] = gradient.to_local().tolist()
+        return values
+
+    assert on_both(reduce) == [[4.0, 4.0]] * 2
 
 
 @pytest.mark.parametrize("quantize", [True, "fp8", "int8"])

@@ -23,7 +23,7 @@ from tests.fake_world import fake_world
 from tests.unit.process_group.conftest import Party
 from tests.unit.process_group.failing import FakeManager
 from torchft_like.device_mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
-from torchft_like.errors import NotSupportedError, ShutdownError
+from torchft_like.errors import CollectiveRefusedError, NotSupportedError, ShutdownError
 from torchft_like.process_group import ManagedProcessGroup, ProcessGroup, ProcessGroupDummy, ProcessGroupGloo
 
 
@@ -396,6 +396,24 @@ def test_dtensor_reduces_over_the_members_whoever_of_them_participates(
     with fake_world(1):
         fixed = init_device_mesh("cpu", (1,), mesh_dim_names=("fsdp",))
         assert party.together(party.meet(2), total) == [[participants]] * 2
+
+
+def test_a_group_refuses_a_dtensor_whose_memory_is_its_parts_and_goes_on(party: Party) -> None:
+    with fake_world(1):
+        mesh = init_device_mesh("cpu", (1,))
+    groups = party.meet(2)
+    for name in ("allreduce", "broadcast", "_reduce_scatter_base"):
+
+        def refused(_: int, group: ProcessGroup, name: str = name) -> None:
+            whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+            arguments = [torch.empty(1), whole] if name[0] == "_" else [[whole]]
+            with pytest.raises(CollectiveRefusedError, match=rf"{name} was given a DTensor, .*\.to_local"):
+                getattr(group, name)(*arguments).wait()
+
+        party.together(groups, refused)
+    ones = [torch.ones(2), torch.ones(2)]
+    party.together(groups, lambda rank, group: group.allreduce([ones[rank]]).wait())
+    assert [one.tolist() for one in ones] == [[2.0, 2.0]] * 2
 
 
 def test_dtensor_shards_over_the_fixed_dimensions_only(mesh: ManagedDeviceMesh, quorum: Quorum) -> None:

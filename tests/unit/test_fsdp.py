@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from tests.fake_world import fake_world
 from tests.versions import NEEDS_RESET_OF_FSDP
+from torchft_like import DistributedDataParallel, Manager
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas
@@ -58,6 +60,11 @@ def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
         net(torch.ones(5, 4)).sum().backward()
         optimizer.step()
     return net, optimizer
+
+
+def test_torchs_reducer_is_given_no_sharded_parameter() -> None:
+    with pytest.raises(NotSupportedError, match=r"inner\.weight is a DTensor.*fully_shard with a mesh"):
+        DistributedDataParallel(cast("Manager", None), sharded(seed=1))
 
 
 def test_a_buffer_that_the_module_replaces_is_sent_and_taken_over() -> None:

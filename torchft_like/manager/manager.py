@@ -340,7 +340,8 @@ class Manager:
         """Reduce a tensor over the participants, in place; peers' errors are never raised.
 
         The tensor of a replica that heals, or is a spare, does not count: it adds zeros, and has no part in a
-        minimum, maximum or product. After an error the work still succeeds, the content of the tensor is
+        minimum, maximum or product. Of a DTensor each rank reduces its local part, with the same rank of the
+        other groups. After an error the work still succeeds, the content of the tensor is
         undefined, and the step will not be committed.
 
         Args:

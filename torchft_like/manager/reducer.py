@@ -13,6 +13,7 @@ import torch
 from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions, ReduceOp
 
+from torchft_like.checkpointing.shards import is_dtensor, local_part
 from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
@@ -58,7 +59,7 @@ class Reducer:
         """Begin an allreduce, in place; an error spoils the step, and is reported nowhere else.
 
         Args:
-            tensors: the tensors, which one operation of the group reduces.
+            tensors: the tensors, which one operation of the group reduces; of a DTensor this rank's part.
             kind: the class of the returned work.
             collective: the operation: `allreduce` or `allreduce_coalesced`.
             of_all_members: whether the tensors of a replica that heals, or is a spare, count like the
@@ -69,6 +70,7 @@ class Reducer:
         Raises:
             ValueError: an average of a tensor that is neither floating point nor complex.
         """
+        tensors = [tensor if type(tensor) is torch.Tensor else _memory_of(tensor) for tensor in tensors]
         averages = options is AVERAGE or is_average(options.reduceOp)
         if averages:
             for tensor in tensors:
@@ -173,6 +175,10 @@ def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.
 
 
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
+
+
+def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    return local_part(tensor) if is_dtensor(tensor) else tensor
 
 
 def leave_out(tensors: Sequence[torch.Tensor], operation: ReduceOp.RedOpType | ReduceOp) -> None:

@@ -233,18 +233,32 @@ class Collective:
         return None
 
 
-def refuse_overlap(call: Call) -> None:
-    """Refuse a call of which two tensors overlap; a backend calls this before a call begins.
+def refuse_unfit(call: Call) -> None:
+    """Refuse a call whose tensors a backend cannot take; a backend calls this before a call begins.
 
     Raises:
-        CollectiveRefusedError: the call joins tensors of which two share memory, but are not the same tensor.
+        CollectiveRefusedError: a tensor is made of others, as a DTensor is, and has no memory of its own; or
+            the call joins tensors of which two share memory, but are not the same tensor.
     """
+    for tensor in tensors_of((call.outputs, call.inputs)):
+        if is_made_of_others(tensor):
+            is_sharded = hasattr(tensor, "to_local")
+            cure = "its local shard, `.to_local()`" if is_sharded else "the tensors that it is made of"
+            raise CollectiveRefusedError(
+                f"{call.collective.name} was given a {type(tensor).__name__}, which has no memory of its "
+                f"own: pass {cure}"
+            )
     for one, other in itertools.combinations(call.outputs if call.collective.name in JOINING else (), 2):
         if one is not other and share_memory(one, other):
             raise CollectiveRefusedError(
                 f"{call.collective.name} joins its tensors, of which two share memory ({list(one.shape)} and "
                 f"{list(other.shape)}): pass copies, or call it for each"
             )
+
+
+def is_made_of_others(tensor: Tensor) -> bool:
+    """Return whether a tensor wraps others that have its elements: a backend would read past its memory."""
+    return hasattr(tensor, "__tensor_flatten__")
 
 
 def refuse_nan(call: Call, rank: int) -> None:

@@ -60,8 +60,9 @@ from torchft_like.process_group.collectives import (
     POINT_TO_POINT,
     Call,
     Collective,
+    is_made_of_others,
     methods_of,
-    refuse_overlap,
+    refuse_unfit,
     tensors_of,
 )
 from torchft_like.process_group.configuration import AbortSignal
@@ -841,6 +842,7 @@ class GlooGaps:
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
         """Reduce lists of parts; each rank gets its own part."""
         call = BY_NAME["reduce_scatter"].bind(args, kwargs)
+        refuse_unfit(call)
         if len(call.outputs) != 1 or len(call.inputs) != 1:
             raise ProcessGroupError(f"reduce_scatter has one output, not {len(call.outputs)}")
         (output,), (parts,) = call.outputs, call.inputs
@@ -855,7 +857,7 @@ class GlooGaps:
 
     def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Work:
         # The form in which torch and this package call it.
-        if len(args) == 3 and type(args[2]) is ReduceScatterOptions:
+        if len(args) == 3 and type(args[1]) is Tensor and type(args[2]) is ReduceScatterOptions:
             output, source, options = args
             if output.dim() and source.shape == (self._world_size * output.shape[0], *output.shape[1:]):
                 sizes = [output.numel()] * self._world_size
@@ -872,6 +874,7 @@ class GlooGaps:
         return self._reduce_tensors(call, call.outputs, call.inputs)
 
     def _reduce_tensors(self, call: Call, outputs: Sequence[Tensor], sources: Sequence[Tensor]) -> Work:
+        refuse_unfit(call)
         ranks, pairs = self._world_size, list(zip(outputs, sources, strict=True))
         for output, source in pairs:  # all are checked before any is under way
             joined = [(ranks * output.shape[0], *output.shape[1:])] if output.dim() else []
@@ -954,7 +957,7 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         if not kwargs and _are_simple(row, args):
             return run(*args)
         call = row.bind(args, kwargs)
-        refuse_overlap(call)
+        refuse_unfit(call)
         if row.name in POINT_TO_POINT:  # Gloo copies only the tensors of collectives to the CPU
             for tensor in tensors_of((call.outputs, call.inputs)):
                 if not tensor.is_cpu:
@@ -1022,7 +1025,7 @@ def _is_simple(nested: Any) -> bool:
     """Return whether the tensors are plain memory, and autograd has nothing to record."""
     if isinstance(nested, Tensor):
         is_own = nested.is_cpu and nested.layout is torch.strided
-        return is_own and _is_plain(nested) and not nested.requires_grad
+        return is_own and _is_plain(nested) and not nested.requires_grad and not is_made_of_others(nested)
     return all(map(_is_simple, nested))
 
 

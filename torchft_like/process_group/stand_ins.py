@@ -21,7 +21,7 @@ from torch.futures import Future
 from torchft_like.errors import ProcessGroupAbortedError
 from torchft_like.futures import fail
 from torchft_like.process_group.base import About, ProcessGroup
-from torchft_like.process_group.collectives import BY_NAME, Collective, refuse_overlap
+from torchft_like.process_group.collectives import BY_NAME, Collective, refuse_unfit
 from torchft_like.process_group.store import DEFAULT_TIMEOUT
 from torchft_like.process_group.work import (
     NOTHING,
@@ -229,7 +229,7 @@ class ProcessGroupDummy(ProcessGroup):
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         self.calls[collective.name] += 1
         call = collective.bind(args, kwargs)
-        refuse_overlap(call)
+        refuse_unfit(call)
         call.apply_locally(rank=0, world_size=1)
         return None if collective.blocking else _CountedOperation(self, call.result)
 

@@ -43,7 +43,7 @@ from torchft_like.process_group.baby.messages import (
 from torchft_like.process_group.baby.requests import Request, Requests
 from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Exporter, Staging, drop
 from torchft_like.process_group.base import About
-from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_overlap
+from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_unfit
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo import require_device
 from torchft_like.process_group.nccl import require_nccl
@@ -314,7 +314,7 @@ class RemoteBackend:
 
     def _run(self, collective: Collective, *args: Any, **kwargs: Any) -> Work | None:
         call = collective.bind(args, kwargs)
-        refuse_overlap(call)  # the subprocess may work on copies, in which an overlap would be lost
+        refuse_unfit(call)  # the subprocess may work on copies, in which an overlap would be lost
         with self._sending:
             call_tensors = self._exporter.export(call)
             try:
