@@ -14,7 +14,7 @@ import torch
 from tests.gpu.device import busy
 from tests.unit.process_group.conftest import LIMIT_S, Party
 from tests.waiting import soon, wait_for
-from torchft_like.errors import ProcessGroupAbortedError, SubprocessLostError
+from torchft_like.errors import NotSupportedError, ProcessGroupAbortedError, SubprocessLostError
 from torchft_like.process_group import ProcessGroupBabyNCCL
 from torchft_like.process_group.baby.group import RemoteBackend
 
@@ -64,6 +64,20 @@ def test_the_order_of_streams_holds_both_ways(group: ProcessGroupBabyNCCL) -> No
         work.wait()  # on the default stream
         assert tensor.eq(number).all()
         side.wait_stream(torch.cuda.current_stream())
+
+
+def test_capture_in_a_graph_is_refused_and_the_group_goes_on(group: ProcessGroupBabyNCCL) -> None:
+    tensor = torch.ones(4, device="cuda")
+
+    def capture() -> None:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            tensor.add_(1)
+            group.allreduce([tensor])
+
+    with pytest.raises(NotSupportedError, match="cannot be captured in a CUDA graph"):
+        capture()
+    group.allreduce([tensor]).wait()
+    assert tensor.tolist() == [1.0] * 4
 
 
 def test_the_memory_that_tensors_are_staged_in_does_not_grow(group: ProcessGroupBabyNCCL) -> None:

@@ -294,11 +294,7 @@ class _NcclBackend:
 
     def _start(self, name: str, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Start one operation, and watch it from now on."""
-        if torch.cuda.is_current_stream_capturing():
-            raise NotSupportedError(
-                f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
-                "configure; keep collectives of a reconfigurable group out of the capture"
-            )
+        refuse_capture(name)
         options: Any = next((value for value in (*args, *kwargs.values()) if hasattr(value, "asyncOp")), None)
         # By itself torch runs a synchronous call on the current stream and returns no work.
         is_made_asynchronous = options is not None and not options.asyncOp
@@ -443,6 +439,14 @@ def naming_even_splits(alltoall_base: Callable[..., Any], world_size: int) -> Ca
         return alltoall_base(call.outputs, call.inputs, *sizes, *args[4:], **others)
 
     return with_sizes
+
+
+def refuse_capture(name: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise NotSupportedError(
+            f"{name} cannot be captured in a CUDA graph: the communicator does not survive a "
+            "configure; keep collectives of a reconfigurable group out of the capture"
+        )
 
 
 def require_nccl() -> None:

@@ -38,6 +38,7 @@ import contextlib
 import functools
 import struct
 import threading
+import time
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,6 +64,7 @@ from torchft_like.process_group.baby.tensor_sharing import (
     copy_all,
 )
 from torchft_like.process_group.collectives import Call
+from torchft_like.process_group.nccl import refuse_capture
 from torchft_like.process_group.work import FOREVER
 from torchft_like.runtime.spin_wait import ask_until
 from torchft_like.shared_memory import Export, IsPast, cuda
@@ -314,6 +316,7 @@ class CudaExporter(Exporter):
         self.is_dead = False  # or cannot be killed
 
     def export(self, call: Call) -> _CudaCallTensors:
+        refuse_capture(call.collective.name)
         self._forget_what_is_over()
         return _CudaCallTensors(call, self)
 
@@ -329,11 +332,15 @@ class CudaExporter(Exporter):
                 self._peers.open(event)
 
     def cut_off(self) -> int:
-        """Return how many operations are cut off, for good, by the kill that follows; one whose state cannot
-        be asked counts as cut off.
+        """Return how many operations are cut off, for good, by the kill that follows; those whose state cannot
+        be asked in time, all together, count as cut off.
         """
+        until = time.monotonic() + ASK_S_MAX
         with beside_captures(self.device):
-            count = sum(not call_tensors.has_ended(ASK_S_MAX) for call_tensors in tuple(self.running))
+            count = sum(
+                not call_tensors.has_ended(max(0.0, until - time.monotonic()))
+                for call_tensors in tuple(self.running)
+            )
         self.is_dead = True
         return count
 

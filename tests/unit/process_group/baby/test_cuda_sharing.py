@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -184,6 +185,7 @@ class Pair:
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for module in (cuda_memory, shared_memory):
         monkeypatch.setattr(module, "cuda", machine)
     return machine
@@ -354,6 +356,32 @@ def test_operations_that_are_not_over_are_counted_before_a_kill(pair: Pair) -> N
 
 
 @pytest.mark.no_leak
+def test_a_kill_is_held_up_once_by_threads_that_hold_a_lock_and_not_for_each_operation(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a thread may be blocked in CUDA, on a stream that has no room for more waits."""
+    for _ in range(3):
+        pair.run(torch.zeros(8))
+    given: list[float] = []
+
+    def is_over(end: int, patience_s: float = -1) -> bool:
+        given.append(patience_s)
+        time.sleep(patience_s)
+        return False
+
+    monkeypatch.setattr(pair.exporter, "is_over", is_over)
+    assert pair.exporter.cut_off() == 3
+    assert given[0] > 0
+    assert given[1:] == [0, 0]
+
+
+def test_a_capture_is_refused(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(NotSupportedError, match="cannot be captured"):
+        pair.run(torch.zeros(8))
+    assert not pair.exporter.running
+
+
 def test_the_memory_goes_back_when_nobody_uses_the_arena(pair: Pair) -> None:
     call_tensors, _ = pair.run(torch.zeros(8))
     call_tensors.order_current_stream()
