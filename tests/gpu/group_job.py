@@ -230,8 +230,9 @@ def _fill_the_queue(here: Here, prefix: str) -> None:
     """Queue more than a stream of the device has room for, so that a call blocks that has to do with a stream
     only; one that holds the interpreter's lock would keep the abort from the thread that makes it.
     """
-    for _ in range(QUEUED):
-        here.group.allreduce([torch.ones(1000, device=here.device)]).wait()
+    works = [here.group.allreduce([torch.ones(1000, device=here.device)]) for _ in range(QUEUED)]
+    for work in works[::2]:
+        work.wait()
     synchronize(here)
 
 

@@ -373,8 +373,11 @@ class _NcclBackend:
             with beside_captures(self._device):
                 self.watch.cut_off()
                 self._questions.close()
-                # The shell's method releases the GIL.
-                self._shell.abort()
+                try:
+                    # The shell's method releases the GIL.
+                    self._shell.abort()
+                finally:  # not before: a stream with a thousand waits has no room for more, and blocks
+                    self.watch.settle()
         except Exception:
             _logger.exception("aborting NCCL's communicator of %s", self._members)
         finally:
@@ -577,7 +580,7 @@ class DeviceWatch:
         # By limit: of the operations with the same one, the first is the first to be late, and usually to be
         # over.
         self._under_way: dict[float, deque[Watched]] = {}
-        self._cut_off_names: list[str] = []
+        self._cut_off: list[Watched] = []
         self._is_torn = False
         self._has_given_up = False
         self._decided = threading.Event()
@@ -599,6 +602,7 @@ class DeviceWatch:
             self._under_way.setdefault(limit_s, deque()).append(watched)
         if is_torn:
             self._mark_cut_off(watched)
+            watched.is_over = _asked(watched, watched.settle, if_failed=_yes)
         return watched
 
     def look(self, rest_s: float = 0.0) -> None:
@@ -633,6 +637,11 @@ class DeviceWatch:
                 self._mark_cut_off(watched)
         self._decided.set()
 
+    def settle(self) -> None:
+        """Ask the communicator, which is gone, no more for the operations that were cut off."""
+        for watched in self._cut_off:
+            watched.is_over = _asked(watched, watched.settle, if_failed=_yes)
+
     def wait_decided(self) -> None:
         """Wait until `cut_off` has decided, once the end has begun: a moment, unless the device is dead."""
         if not self._decided.wait(DECISION_S_MAX):
@@ -641,7 +650,7 @@ class DeviceWatch:
     def cut_off_operations(self) -> tuple[str, ...]:
         """Return the names of the operations that were cut off, in the order in which they were started."""
         with self._changed:
-            return tuple(self._cut_off_names)
+            return tuple(watched.name for watched in self._cut_off)
 
     def is_idle(self) -> bool:
         """Return whether nothing is under way any more. A device that failed runs nothing, either."""
@@ -691,9 +700,8 @@ class DeviceWatch:
 
     def _mark_cut_off(self, watched: Watched) -> None:
         watched.was_cut_off = True
-        watched.is_over = _asked(watched, watched.settle, if_failed=_yes)
         with self._changed:
-            self._cut_off_names.append(watched.name)
+            self._cut_off.append(watched)
 
     def _run(self) -> None:
         with self._within():

@@ -125,6 +125,7 @@ def test_device_that_fails_at_the_end_is_idle(device: Device) -> None:
     operation.settle = lambda: (_ for _ in ()).throw(RuntimeError("dead"))  # type: ignore[method-assign]
     watched = device.start(operation)
     device.watch.cut_off()
+    device.watch.settle()
     assert watched.was_cut_off
     assert device.watch.is_idle()
 

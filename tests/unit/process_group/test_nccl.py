@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import AllreduceOptions
 
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
-from tests.unit.process_group.fake_nccl import FakeDevice, FakeEvent, install
+from tests.unit.process_group.fake_nccl import FakeDevice, FakeEvent, FakeWork, install
 from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -231,8 +231,7 @@ def test_nobody_asks_nccl_during_an_abort(group: ProcessGroupNCCL, device: FakeD
     with pytest.raises(ProcessGroupAbortedError):
         works[0].wait(timedelta(seconds=LIMIT_S))
     device.abort_may_end.set()
-    wait_until(device.communicators[0].aborted)
-    assert [work.is_completed() for work in works] == [True, True]
+    wait_for(lambda: all(work.is_completed() for work in works))
     assert device.asked_during_abort == 0
 
 
@@ -276,8 +275,7 @@ def test_tensors_live_until_nccl_is_off_the_device(group: ProcessGroupNCCL, devi
     memory = weakref.ref(tensor)
     del tensor
     group.abort("a member was lost")
-    wait_until(device.communicators[0].aborted)
-    assert device.works[-1].tensors == []
+    wait_for(lambda: device.works[-1].tensors == [])
     gc.collect()
     assert memory() is not None
     device.works[-1].off_the_device.set()
@@ -289,6 +287,25 @@ def test_tensors_live_until_nccl_is_off_the_device(group: ProcessGroupNCCL, devi
 
     wait_for(is_freed)
     assert not handle.is_success()
+
+
+def test_an_abort_needs_no_room_in_a_stream(
+    group: ProcessGroupNCCL, device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA blocks a thread that has one more wait for a stream with very many."""
+    device.autofinish = False
+    work = group.allreduce([torch.zeros(1)])
+    communicator, block = device.communicators[0], FakeWork.block_current_stream
+
+    def block_until_there_is_room(work: FakeWork) -> None:
+        wait_until(communicator.aborted)
+        block(work)
+
+    monkeypatch.setattr(FakeWork, "block_current_stream", block_until_there_is_room)
+    group.abort("a member was lost")
+    wait_for(work.is_completed)
+    assert communicator.aborted.is_set()
+    assert "allreduce (1 operations)" in str(group.errored())
 
 
 @pytest.mark.parametrize("check", [None, "new", True])

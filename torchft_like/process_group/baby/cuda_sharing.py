@@ -332,8 +332,8 @@ class CudaExporter(Exporter):
                 self._peers.open(event)
 
     def cut_off(self) -> int:
-        """Return how many operations are cut off, for good, by the kill that follows; those whose state cannot
-        be asked in time, all together, count as cut off.
+        """Return how many operations are cut off, for good, by the kill that follows; those whose state
+        cannot be asked in time, all together, count as cut off.
         """
         until = time.monotonic() + ASK_S_MAX
         with beside_captures(self.device):
