@@ -61,3 +61,12 @@ def outcome(act: Callable[[], Any]) -> Any:
         return act()
     except Exception as error:  # noqa: BLE001 - the test reads it
         return type(error).__name__
+
+
+def error_of(act: Callable[[], object]) -> Exception | None:
+    """Return the error that a call ends with, if any."""
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - the test reads it
+        return error
+    return None

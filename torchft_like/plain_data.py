@@ -58,7 +58,6 @@ class Limits:
     """The limits of a sender or a receiver.
 
     Attributes:
-        structure_bytes: bytes of the structure.
         values: values in containers, all together; a pair of a dict counts once.
         leaves: tensors, arrays, and long texts and bytes.
         leaf_bytes: bytes of all leaves together.

@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.managers import error_of
 from tests.stores import serve_store
 from torchft_like import collectives
 from torchft_like.collectives import allreduce_quantized
@@ -180,21 +181,15 @@ def reduce_until_lost(here: Here, rank: int, count: int, rounds: Path, told: Pat
     listener.start()
     try:
         tensor = torch.zeros(count, device=here.device)
-        while (error := _error_of(here.group, tensor)) is None:
+        while (
+            error := error_of(lambda: here.group.allreduce([tensor]).wait()) or here.group.errored()
+        ) is None:
             with rounds.open("a") as file:
                 file.write(".")
         return type(error).__name__, time.monotonic()
     finally:
         is_over.set()
         listener.join()
-
-
-def _error_of(group: ProcessGroup, tensor: torch.Tensor) -> Exception | None:
-    try:
-        group.allreduce([tensor]).wait()
-    except Exception as error:  # noqa: BLE001 - the test is told
-        return error
-    return group.errored()
 
 
 def abort_what_blocks(here: Here, rank: int, place: str, prefix: str) -> tuple[str, float]:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import runpy
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.managers import error_of
 from tests.managers import outcome as outcome_of
 from torchft_like import ProcessGroupGloo
 from torchft_like.gang import (
@@ -107,6 +109,7 @@ def shard_over_a_part(here: Here, rank: int) -> list[float]:
 def run_example(here: Here, rank: int, port: int, world_size: int) -> str:
     """Run examples/parallel_gangs.py in this process, and return what it prints."""
     be_started(rank, port, world_size)
+    sys.argv[1:] = []  # a rank has some, and the example takes none
     with contextlib.redirect_stdout(io.StringIO()) as output:
         runpy.run_path("examples/parallel_gangs.py", run_name="__main__")
     return output.getvalue()
@@ -144,8 +147,7 @@ def configure(here: Here, rank: int, address: str, world_size: int) -> None:
 
 def call(here: Here, rank: int, name: str) -> tuple[str | None, bool]:
     """Call a function of the gang, or of its part; return the error's class, and whether it has a cause."""
-    try:
-        CALLS[name](getattr(here, "part", None) or here.gang)
-    except Exception as error:  # noqa: BLE001 - the test reads it
-        return type(error).__name__, error.__cause__ is not None
-    return None, False
+    error = error_of(lambda: CALLS[name](getattr(here, "part", None) or here.gang))
+    if error is None:
+        return None, False
+    return type(error).__name__, error.__cause__ is not None

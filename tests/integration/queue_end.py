@@ -9,6 +9,7 @@ import sys
 import torch
 
 from lighthouse.address import LOOPBACK
+from tests.managers import outcome
 from tests.waiting import soon
 from torchft_like.errors import FaultToleranceError
 from torchft_like.message_queue import MessageQueue
@@ -78,10 +79,7 @@ class End:
         """Make a fork that lives on and tries to use the queue; return its process id and its error."""
         reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            try:
-                self.queue.dequeue(0)
-            except FaultToleranceError as error:
-                os.write(writing, type(error).__name__.encode())
+            os.write(writing, str(outcome(lambda: self.queue.dequeue(0))).encode())
             signal.pause()
             os._exit(0)
         said = os.read(reading, 100).decode()

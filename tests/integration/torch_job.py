@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import torchft_like  # noqa: F401 - importing it registers the backends
+from tests.managers import error_of, outcome
 from tests.standby import stand_by
 
 Here = SimpleNamespace
@@ -45,11 +46,8 @@ def prepare(here: Here, backend: str) -> None:
 
 def init_in_vain(here: Here, rank: int, *args: Any) -> str:
     """Return the error of an init that does not succeed."""
-    try:
-        init(here, rank, *args)
-    except Exception as error:  # noqa: BLE001 - whatever it is, the test reads it
-        return f"{type(error).__name__}: {error}"
-    return "it succeeded"
+    error = error_of(lambda: init(here, rank, *args))
+    return f"{type(error).__name__}: {error}"
 
 
 def summed(here: Here, rank: int) -> float:
@@ -59,17 +57,12 @@ def summed(here: Here, rank: int) -> float:
 
 
 def reduce_in_background(here: Here, rank: int) -> str:
-    here.blocked = threading.Thread(target=_reduce, args=(here,), daemon=True)
+    def reduce() -> None:
+        here.outcome = outcome(lambda: dist.all_reduce(torch.ones(1))) or "done"
+
+    here.blocked = threading.Thread(target=reduce, daemon=True)
     here.blocked.start()
     return "begun"
-
-
-def _reduce(here: Here) -> None:
-    try:
-        dist.all_reduce(torch.ones(1))
-        here.outcome = "done"
-    except Exception as error:  # noqa: BLE001 - the test is told
-        here.outcome = type(error).__name__
 
 
 def abort_and_join(here: Here, rank: int) -> str:
@@ -139,9 +132,8 @@ def gradient(here: Here, rank: int, factor: float) -> list[float] | str:
     fails.
     """
     here.model.zero_grad()
-    try:
-        here.model(torch.full((2,), factor * (rank + 1))).sum().backward()
-    except Exception as error:  # noqa: BLE001 - the test is told
+    inputs = torch.full((2,), factor * (rank + 1))
+    if error := error_of(lambda: here.model(inputs).sum().backward()):
         return type(error).__name__
     found = next(here.model.parameters()).grad
     return [float(value) for value in found.flatten()]

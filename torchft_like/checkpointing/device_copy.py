@@ -79,7 +79,6 @@ class _Staging:
 
     Args:
         nbytes: the size of a buffer.
-        count: the number of buffers.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:

@@ -896,7 +896,6 @@ class Fetch:
         lines: the number of connections to each source at a time, beside one for header and sums.
         timeout_s: the limit of the whole fetch, the wait until the first source offers the step included.
         stall_s: how long a source may send nothing before it counts as dead.
-        limits: the limits of the state.
         destination: what the receiver has, and expects.
     """
 

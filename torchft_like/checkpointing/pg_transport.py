@@ -354,7 +354,6 @@ class DeviceBlock:
 
     Attributes:
         device: where it lies.
-        halves: its halves.
         offer: what the receivers need to map it, in OFFER_BYTES.
 
     Raises:

@@ -215,7 +215,6 @@ class Snapshot(Copying, _OutgoingState):
     chunk takes without a wait for anybody, and `settle` waits for the pins.
 
     Args:
-        state: the state.
         memory: lends the memory of the copy.
         ahead: copies of some of its tensors, which were begun before.
 
@@ -414,7 +413,6 @@ class IncomingState:
 
     Args:
         header: the structure that `read_header` returned.
-        limits: the limits of the receiver.
 
     Raises:
         CheckpointFormatError: the header is malformed, or describes more than the limits allow.

@@ -44,7 +44,6 @@ class PeerLinks:
     """The state of the search: it takes events, and returns the probes to be done.
 
     Attributes:
-        replica_id: the name of this replica group.
         unreachable: the addresses of the groups to report, by replica id.
     """
 

@@ -134,7 +134,6 @@ class RestartBudget:
     """How often a rank may start again.
 
     Args:
-        restarts_max: how many restarts are allowed.
         window_s: seconds after which a restart no longer counts; None if all of them do.
     """
 

@@ -63,7 +63,6 @@ class StallWatch:
         0.
 
         Args:
-            members: the number of members of the quorum.
             now: the present time in seconds.
         """
         least_s, most_s = FIRST_S + PER_MEMBER_S * members, LAST_S + PER_MEMBER_S * members
@@ -116,7 +115,6 @@ class ProgressLog:
 
         Args:
             seen: the present state, without a share of waiting.
-            members: the number of members of the quorum.
             interval_s: the least time between two reports.
         """
         self._looks += 1

@@ -31,11 +31,7 @@ class KeptState(NamedTuple):
 
 
 class StateKeeper:
-    """Keeps one state, that of the last Manager that had any.
-
-    Attributes:
-        kept: the state.
-    """
+    """Keeps one state, that of the last Manager that had any."""
 
     def __init__(self) -> None:
         self.kept: KeptState | None = None

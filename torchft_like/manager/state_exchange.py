@@ -81,11 +81,7 @@ class PeerState:
 
 @dataclass(frozen=True, eq=False)
 class _Fetching:
-    """The members that take part in a fetch: this replica, and those that offer its state, with ranks.
-
-    Attributes:
-        began: when it began.
-    """
+    """The members that take part in a fetch: this replica, and those that offer its state, with ranks."""
 
     own: str
     sources: Mapping[str, int]

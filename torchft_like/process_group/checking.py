@@ -365,7 +365,6 @@ class CheckedOperation(DeferredOperation, ExplainedOperation):
 
     Args:
         call: the call to start, of which this keeps its caller's current streams only.
-        statement: its description.
         timeout_s: how long its ranks may take to come.
         overdue: called when a thread has waited that long for a send or a receive, which have no deadline; a
           ruling follows.

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tests.managers import error_of
 from torchft_like.errors import ChangeRolledBackError
 from torchft_like.group_coordinator import Change, CoordinatorOptions, ElasticCoordinator
 from torchft_like.testing.cluster import LighthouseProcess
@@ -56,14 +57,8 @@ class Crew:
     def outcomes(self, names: Sequence[str], act: Callable[[ElasticCoordinator], object]) -> list[str]:
         """Run the same as `together` does; return the classes of the errors, "" where there is none."""
 
-        def caught(coordinator: ElasticCoordinator) -> str:
-            try:
-                act(coordinator)
-            except Exception as error:  # noqa: BLE001 - it is what the test is about
-                return type(error).__name__
-            return ""
-
-        return self.together(names, caught)
+        errors = self.together(names, lambda coordinator: error_of(lambda: act(coordinator)))
+        return [type(error).__name__ if error else "" for error in errors]
 
     def change(self, members: str, leaving: str = "") -> None:
         """Change to these members, given by their letters; those that leave say so first, and go last."""

@@ -19,6 +19,7 @@ import torch
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify
+from tests.managers import error_of
 from tests.unit.process_group.conftest import Party
 from torchft_like.core.agreement.statements import RECORD_BYTES
 from torchft_like.errors import (
@@ -63,11 +64,9 @@ def errors(
     """What everybody's call fails with."""
 
     def caught(rank: int, coordinator: GroupCoordinator) -> Exception:
-        try:
-            act(rank, coordinator)
-        except Exception as error:  # noqa: BLE001 - the test looks at it
-            return error
-        raise AssertionError("no error")
+        error = error_of(lambda: act(rank, coordinator))
+        assert error is not None
+        return error
 
     return party.together(coordinators, caught)
 

@@ -46,7 +46,6 @@ class Missing:
     """Ranks that have not come in time, or never will, and the calls in which the others wait: rank to texts.
 
     Attributes:
-        ranks: the missing ranks.
         lost: whether their connections are closed.
         seconds: how many seconds the others waited.
     """

@@ -45,7 +45,6 @@ class Run:
     """The record of a run.
 
     Attributes:
-        settings: the settings of the job.
         began, ended: the time in which steps and batches are counted, in seconds since the Unix epoch.
         length_s: how many seconds that should last.
         planned: how many faults were planned.
@@ -101,7 +100,6 @@ class Engine:
     """Runs one schedule.
 
     Args:
-        settings: the settings of the job.
         folder: the folder for all records; the engine makes it, so it must not exist.
         missing: what the faults do without; a network and a disk are made where they are not missing.
         tell: called regularly, with the run so far.

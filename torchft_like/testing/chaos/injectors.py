@@ -22,7 +22,7 @@ from types import MappingProxyType
 
 import psutil
 
-from torchft_like.testing.chaos.job import ChaosJob
+from torchft_like.testing.chaos.job import JOIN_TIMEOUT_MS, ChaosJob
 from torchft_like.testing.chaos.network import Network, Rules
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.cluster import Group, Rank
@@ -150,7 +150,7 @@ def _let_idle(target: Target, planned: Planned) -> Iterator[Injected]:
     idle, is_over = target.half(planned), threading.Event()
     victims = [*idle, target.replica(planned, len(idle))]
     for victim in idle:
-        _ask_worker(target, "idle", victim, str(1.5 * target.job.settings.join_timeout_ms / 1000))
+        _ask_worker(target, "idle", victim, str(1.5 * JOIN_TIMEOUT_MS / 1000))
         victim.signal(signal.SIGKILL)
 
     def kill_another() -> None:

@@ -33,6 +33,7 @@ STORE_PORT = 29600
 STRANGER = "stranger"  # the name of a trainer that is no part of the job
 SPARE = "spare"  # that of a process without a place
 START_S_MAX = 30.0
+JOIN_TIMEOUT_MS = 10_000
 POLL_S = 0.02
 END_S_MAX = 15.0
 WORKER = "torchft_like.testing.chaos.worker"
@@ -79,7 +80,7 @@ class ChaosJob(Cluster):
         super().__init__(
             folder,
             min_replicas=settings.min_replicas,
-            join_timeout_ms=settings.join_timeout_ms,
+            join_timeout_ms=JOIN_TIMEOUT_MS,
             limit_s=START_S_MAX,
         )
         self.settings = settings

@@ -74,7 +74,6 @@ class Network:
     """A star of hosts around one switch.
 
     Args:
-        names: the names of the hosts.
         folder: the folder for the logs of the holders.
         seed: the seed of the losses.
         packet_bytes: the most that one packet has. Large ones let the switch, which takes some 10 µs for

@@ -19,11 +19,9 @@ class Training:
 
     Attributes:
         pause_s: seconds of work outside of the collectives in each step.
-        state_kb: the size of the state beside the model, so that a heal takes a while.
         timeout_s: the limit of collectives and transfers; far above the time of a recovery, so that no
           recovery depends on it unseen.
         quorum_timeout_s: how long a replica waits for a quorum.
-        checkpoint_every: the steps between two checkpoints on disk.
         width: the width of the model; a trainer of a wider one is foreign to the job.
         algorithm: "ddp", or "diloco": a step is then a sync, and the pause is that of an inner step.
         restarts: whether ranks train again in their processes when another one has died, beside a spare.
@@ -31,10 +29,8 @@ class Training:
     """
 
     pause_s: float = 0.05
-    state_kb: int = 1024
     timeout_s: float = 30.0
     quorum_timeout_s: float = 60.0
-    checkpoint_every: int = 5
     width: int = 16
     algorithm: str = "ddp"
     backend: str = "gloo"
@@ -55,7 +51,6 @@ class Order:
         index: the position of the group's bit in the ledger of `invariants.Commit`.
         checkpoints: the folder for checkpoints on disk.
         triggers: the folder in which the engine asks for a fault inside of a worker.
-        training: the settings of the training.
     """
 
     name: str
@@ -94,7 +89,6 @@ class JobSettings:
             the index of the replica group.
         naming: how the replica groups are named, by the command, too; `{index}` stands for the index.
         min_replicas: the lighthouse's setting.
-        join_timeout_ms: the lighthouse's setting.
     """
 
     replicas: int = 4
@@ -105,7 +99,6 @@ class JobSettings:
     command: tuple[str, ...] = ()
     naming: str = NAMING
     min_replicas: int = 1
-    join_timeout_ms: int = 10_000
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -35,6 +35,8 @@ from torchft_like.testing.training import (
 
 # The place of an answer at which a fault strikes: after the head, inside the state.
 SPOILT_AT_BYTES = 256 * 1024
+BALLAST_BYTES = 1024 * 1024  # so that a heal takes a while
+CHECKPOINT_EVERY = 5  # steps
 IDLE_LOOK_S = 0.1
 RESTARTS_MAX = 10**6
 FIRST = Restart()
@@ -64,8 +66,8 @@ def train_again(order: Order, restart: Restart = FIRST) -> None:
 def train(order: Order) -> None:
     """Train until SIGTERM."""
     training, journal = order.training, Journal.of_this_process()
-    name, ballast_bytes = f"{order.name}/{os.environ.get('RANK', '0')}", training.state_kb * 1024
-    model = (LocalModel if training.is_local else Model)(name, ballast_bytes, width=training.width)
+    name = f"{order.name}/{os.environ.get('RANK', '0')}"
+    model = (LocalModel if training.is_local else Model)(name, BALLAST_BYTES, width=training.width)
     checkpoint = Path(order.checkpoints, Path(os.environ[JOURNAL_ENV]).stem + ".checkpoint")
     faults = Faults(faults_of(order), journal)
     with make_manager(order, model, faults) as manager, stop_on_signals(manager) as stop:
@@ -77,7 +79,7 @@ def train(order: Order) -> None:
                 has_committed = loop.attempt_step()
             except StepGivenUpError:
                 continue
-            if has_committed and manager.current_step() % training.checkpoint_every == 0:
+            if has_committed and manager.current_step() % CHECKPOINT_EVERY == 0:
                 save_checkpoint(checkpoint, manager.current_step(), model.net, journal)
 
 
