@@ -350,6 +350,10 @@ class ManagedDeviceMesh(DeviceMesh):
         return f"ManagedDeviceMesh(({', '.join(shown)}), {self.device_type!r})"
 
 
+# As torch does for its own mesh: `torch.load` takes the DTensors of a rank that were saved with `torch.save`.
+torch.serialization.add_safe_globals([ManagedDeviceMesh])
+
+
 def _check_dimensions(ndim: int, names: Sequence[str], elastic_dim: int) -> None:
     if len(names) != ndim or len(set(names)) != ndim or not 0 <= elastic_dim < ndim:
         what = f"the names {tuple(names)} and the elastic dimension {elastic_dim}"
