@@ -15,7 +15,11 @@ class OptimizerWrapper(Optimizer):
     """An optimizer around another one: `zero_grad` begins a step with the Manager, `step` commits or drops
     it.
 
-    Call `zero_grad` before the forward pass and `step` once after the backward pass.
+    Call `zero_grad` before the forward pass and `step` once after the backward pass. What else a committed
+    step changes goes by what `step` returns:
+
+        if optimizer.step():
+            scheduler.step()
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
@@ -28,8 +32,11 @@ class OptimizerWrapper(Optimizer):
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """End the step: update the parameters if it was committed.
+    def step(self, closure: None = None) -> bool:  # type: ignore[override]
+        """End the step: update the parameters if it was committed, and return whether it was.
+
+        The Manager's `current_step` does not tell: it grows, too, where this replica has healed in a step
+        that was not committed.
 
         If the optimizer raises, or is not called because of a Ctrl-C, the parameters may lack a committed
         step, or a part of it: a script that goes on nevertheless takes over a peer's state in its next step.
@@ -41,12 +48,14 @@ class OptimizerWrapper(Optimizer):
             raise ValueError("OptimizerWrapper.step takes no closure: evaluate the model before it")
         before = self.manager.current_step()
         try:
-            if self.manager.should_commit():
+            committed = self.manager.should_commit()
+            if committed:
                 self.optim.step()
         except BaseException:
             if self.manager.current_step() != before:
                 self.manager.disown_state()
             raise
+        return committed
 
     def replay(self, also: Callable[[], object] | None = None) -> GradientReplay:
         """Return how the steps of this optimizer are taken again, for `Manager.register_replay`.

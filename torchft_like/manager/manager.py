@@ -78,7 +78,7 @@ class Manager:
         min_replica_size: the smallest number of participants with which a step commits.
         use_async_quorum: whether the quorum overlaps with the forward pass; a healing replica then
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
-            it must where gradients are divided by a number of the state (a GradScaler's).
+            it must where gradients are divided by a number of the state before the vote.
         timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60, 180 and 60 s (TORCHFT_TIMEOUT_SEC,
             TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
             and state transfers.

@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -444,6 +444,34 @@ def test_an_optimizer_takes_no_closure() -> None:
     with pytest.raises(ValueError, match="no closure"):
         optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
     assert optimizer.param_groups[0]["lr"] == 1.0
+
+
+class HealedIn(NamedTuple):
+    """The part of a Manager that an optimizer asks, which heals in each step."""
+
+    steps: list[int]
+    committed: bool
+
+    def current_step(self) -> int:
+        return self.steps[-1]
+
+    def should_commit(self) -> bool:
+        self.steps.append(9)
+        return self.committed
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_an_optimizer_tells_whether_the_step_was_committed_in_which_the_replica_healed(
+    committed: bool,
+) -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    weight.grad = torch.ones(1)
+    optimizer = OptimizerWrapper(
+        HealedIn([0], committed),  # type: ignore[arg-type]
+        torch.optim.SGD([weight], lr=1.0),
+    )
+    assert optimizer.step() is committed
+    assert weight.item() == -float(committed)
 
 
 class TestSignals:
