@@ -1,13 +1,12 @@
 """Cores that are broken on purpose, one rule each: the simulation has to catch every one.
 
 A check that cannot fail is worthless. Each mutant forgets a rule that a person could forget; some forget
-one that was indeed missing until the simulation found it. `MUTANTS` has a seed that catches each;
+one that was indeed missing until the simulation found it. A seed that catches each stands beside it;
 `python -m tests.simulation --mutants` hunts them anew, and prints how many seeds that took.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
 import re
 import sys
@@ -15,9 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from lighthouse.core.identity import Identity
 from lighthouse.core.quorum import QuorumCore
-from lighthouse.core.vacancies import Vacancies
 from tests.simulation.cores import Cores
 from tests.simulation.replica import JoinMessage
 from tests.simulation.scenario import draw
@@ -25,11 +22,8 @@ from tests.simulation.simulation import run
 from tests.simulation.world import Process, World
 from torchft_like.core import replica_group as group_module
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult
-from torchft_like.core.conversation import Conversation
-from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.replica_group import Effect, RankQuorum, ReplicaGroup
 from torchft_like.core.step import Plan, StepProtocol
-from torchft_like.core.sync_schedule import SyncSchedule
 
 SEEDS_MAX = 3000
 
@@ -134,602 +128,553 @@ def _counts_its_own_absence(world: World, process: Process) -> float:
     return world.now
 
 
-# In each of these cores a text that stands in a method once is another one, or is missing.
-CHANGE = r"^(\w.*): (\w+)\.(\w+)\n- (.*)\n((?:\+ .*\n)*)"
-CHANGES = """
-reuses ids: QuorumCore._next_id
+# Each mutant with the rule that it lacks, a seed that catches it, and the invariant that it breaks; and what
+# is otherwise in it: a text that stands in a method once is another one, or missing, or a method gives the
+# same always.
+CHANGED = """
+reuses ids: a new id for new members (0, monotonic)
+QuorumCore._next_id
 - self._is_same(chosen) and not self._departed and not failed
 + self._last
-believes claims: QuorumCore._form
+believes claims: a step counts where history shows it (334, no_regress)
+QuorumCore._form
 - self._claims.unproven([join.member for join in self._joined.values()])
 + ()
-forgets the majority: QuorumCore._state_of_any_job
+forgets reported ids: ids above all that replicas have seen (5, monotonic)
+QuorumCore._use_up = None
+forgets the majority: more than half of the healthy, for a late quorum (250, one_quorum_per_step)
+QuorumCore._state_of_any_job
 - joined <= healthy // 2
 + False
-gives the reconnected no time: QuorumCore._awaited
-- max(end, self._told_at + self._join_timeout)
-+ self._told_at + self._join_timeout
-ignores min replicas: QuorumCore.__init__
+goes back: newcomers wait for a member that alone has the steps (373, no_regress)
+QuorumCore._would_go_back = False
+ignores min replicas: quorums of min_replicas and more (3, one_quorum_per_step)
+QuorumCore.__init__
 - self._min_replicas, self._places = config.min_replicas
 + self._min_replicas, self._places = 1
-keeps the id after a failure: QuorumCore._next_id
+keeps the id after a failure: a new id after a failed commit (0, progress)
+QuorumCore._next_id
 - and not self._departed and not failed
-forgets rounds: QuorumCore.register
+forgets rounds: telling apart two quorums with one id (447, progress)
+QuorumCore.register
 - decisions = self.advance(now)
 + decisions = self.advance(now)
 +     if last.quorum_id == self._number.quorum_id:
 +         last = self._number
-learns too late: QuorumCore._learn
+does not say it is over: the alarm that a replica missed (359, progress)
+QuorumCore._is_over = False
+does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
+QuorumCore._break = None
+learns too late: what is reported after a quorum is of the past (271, progress)
+QuorumCore._learn
 - or self._has_formed
-keeps the dead: QuorumCore.lost
+keeps the dead: a lost session ends the membership (2, progress)
+QuorumCore.lost
 - if replica_id is not None
 + if False
-leaves nobody out: QuorumCore.report_links
+leaves nobody out: two who cannot reach each other in one quorum (7, progress)
+QuorumCore.report_links
 - if replica_id is not None
 + if False
-leaves both ends out: QuorumCore._choose
+leaves both ends out: as few as possible are left out (3, one_quorum_per_step)
+QuorumCore._choose
 - leave_out({i: join.as_believed for i, join in chosen.items()}, links, at_least)
 + ends if len(ends := {end for link in links for end in link}) < len(chosen) else ()
-leaves too many out: QuorumCore._choose
-- max(self._min_replicas, counted - counted // 2)
-+ self._min_replicas
-awaits the idle for ever: QuorumCore._awaited
+leaves the slower behind: members of a quorum have the same time to join (506, progress)
+QuorumCore._look_for_end = None
+gives the reconnected no time: a session counts for a while (118842, one_quorum_per_step)
+QuorumCore._awaited
+- max(end, self._told_at + self._join_timeout)
++ self._told_at + self._join_timeout
+awaits the idle for ever: who does not join counts until join_timeout only (1, progress)
+QuorumCore._awaited
 - if now < end
 + if now < (end := math.inf)
-shrinks for ever: QuorumCore._is_shrinking
+shrinks for ever: a wish to shrink that no quorum can heed is void (5, progress)
+QuorumCore._is_shrinking
 - if not self._shrinking:
 + if self._shrinking and self._last:
 +         return True
 +     if True:
-shrinks to a minority: QuorumCore._is_shrinking
+shrinks to a minority: a wish to shrink is void if stragglers are most (1071, one_quorum_per_step)
+QuorumCore._is_shrinking
 - max(self._min_replicas, self._majority(now))
 + self._min_replicas
-never lets back: QuorumCore.report_links
+leaves too many out: at least half stay where some are left out (195, one_quorum_per_step)
+QuorumCore._choose
+- max(self._min_replicas, counted - counted // 2)
++ self._min_replicas
+never lets back: whoever can be reached again is let in (67, progress)
+QuorumCore.report_links
 - if replica_id is not None
 + if replica_id is not None and unreachable
-counts members only: QuorumCore._is_same
-- len(chosen) == len(self._joined) or chosen.keys() == self._last
-+ True
-leaves the sick out for ever: QuorumCore._sick
+forgets the sick: who spoils quorums by itself is left out of them (1, progress)
+QuorumCore._sick = {}
+leaves the sick out for ever: who was left out is tried again (0, progress)
+QuorumCore._sick
 - now < join.let_in_at
 + join.let_in_at
-blames the victims: QuorumCore._sick
+blames the victims: who is left out is the one that failed by itself (1, progress)
+QuorumCore._sick
 - now < join.let_in_at
 + any(now < each.let_in_at for each in joins.values()) and now >= join.let_in_at
-leaves all sick out: QuorumCore._choose
+leaves all sick out: min_replicas, and half of those that count, stay (33, one_quorum_per_step)
+QuorumCore._choose
 - leave_out_sick({i: join.as_believed for i, join in chosen.items()}, sick, at_least)
 + sick if len(sick) < len(chosen) else ()
-lets a foreign state in: QuorumCore.identify
-- if replica_id is not None
-+ if False
-refuses at the first quorum only: QuorumCore._of_one_job
-- return self
-+ return (len(self._joined), {}) if self._last else self
-refuses at the first quorum only: QuorumCore._refuse_foreign
-- if replica_id in self._last
-+ if True
-stands in the way of the cured: QuorumCore.advance
+stands in the way of the cured: the end of a pause ends a quorum that stands (0, progress)
+QuorumCore.advance
 - self._hold(replica_id, decisions)
 + pass
-leaves behind in silence: QuorumCore._form
+counts members only: a new id where one is out for another one (169, progress)
+QuorumCore._is_same
+- len(chosen) == len(self._joined) or chosen.keys() == self._last
++ True
+leaves behind in silence: who was too slow hears that it is over (122, progress)
+QuorumCore._form
 - decisions.append(QuorumOver(session.number, replica_id, last_id))
 + pass
-keeps no distance: QuorumCore._use_up
+keeps no distance: no id twice where the clock was set back (14, monotonic)
+QuorumCore._use_up
 - quorum_id + self._leap
 + quorum_id
-names any step: QuorumCore._hold
+names any step: who asks at a later step has not come there with others (27054, progress)
+QuorumCore._hold
 - standing.not_ended_at(step)) is not None
 + standing.not_ended_at(step)) is not None and standing._not_done[apart] < step
-lets spares in: QuorumCore.register
-- if spare and
-+ if False and
-holds nobody for spares: QuorumCore._fill_places
-- return self._hold(spare.replica_id, decisions)
-+ return None
-forgets that it stands: QuorumCore._learn
-- self._stands(stands, now)
-+ self._stands(False, now)
-names the first step: QuorumCore._hold
-- standing.settle()
-+ standing.ask_at = min((standing._not_begun or standing._not_done).values())
-waits for one answer: QuorumCore.hold
-- standing.holds(replica_id, step)
-+ unanswered = standing.members.difference(standing._not_begun, standing._not_done)
-+         standing._not_begun |= dict.fromkeys(unanswered, step)
-+         standing.holds(replica_id, step)
-lets all quorums stand: QuorumCore._next_quorum
-- self._stands(stands, now)
-+ stands = not self._joined
-+     self._stands(stands, now)
-one vote is enough: ReplicaGroup.rank_voted
-- all(vote.committed for
-+ any(vote.committed for
-one vote is enough: ReplicaGroup.rank_voted
-- if is_news else []
-+ if False else []
-every rank its own verdict: ReplicaGroup.rank_voted
-- common._replace(step=vote.step)
-+ vote
-keeps its no to itself: ReplicaGroup.rank_voted
-- if is_news else []
-+ if False else []
-stops one rank only: ReplicaGroup.rank_voted
-- common._replace(step=vote.step)
-+ common._replace(step=vote.step, stop=vote.stop)
-keeps what one rank keeps: ReplicaGroup.rank_voted
-- passed=same_step and all(
-+ passed=any(
-compares steps only: ReplicaGroup.quorum_formed
-- assign(quorum_id, participants
-+ assign(quorum_id, [m._replace(commit_quorum_id=0) for m in participants]
-goes on torn: ReplicaGroup.quorum_formed
-- if self._is_torn and
-+ if False and
-speaks for its first rank: ReplicaGroup.rank_joined
-- step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
-+ self._is_torn, step, commit_quorum_id = False, joins[0].step, joins[0].commit_quorum_id
-probes nobody: ReplicaGroup.rank_joined
-- self._joins[join.group_rank] = join
-+ self._joins[join.group_rank] = join
-+     self._links.quorum_formed(())
-probes once: ReplicaGroup._settle
-- *probes,
-never tries again: ReplicaGroup.step_stalled
-- if for_long and
-+ if False and
-gives nothing up: ReplicaGroup.step_stalled
-- if for_long and
-+ if False and
-gives nothing up: ReplicaGroup.probed
-- [*effects, self._give_up(out_of_reach)]
-+ effects
-lets them hold: ReplicaGroup._told_to_ask_at
-- , ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
-+ ]
-answers nobody late: ReplicaGroup.rank_joined
-- [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
-+ []
-answers nobody late: ReplicaGroup.rank_voted
-- [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
-+ []
-leaves without a word: ReplicaGroup.rank_left
-- [*going_on, *[GroupLeftNotice(waiting, notice.reason) for notice in notices]]
-+ []
-reports links once: ReplicaGroup.lighthouse_connected
-- [BrokenLinks(unreachable)] if unreachable else []
-+ []
-says once who it is: ReplicaGroup.lighthouse_connected
+lets a foreign state in: who differs from the job is refused (1, heal_is_clean)
+QuorumCore.identify
+- if replica_id is not None
++ if False
+refuses at the first quorum only: the job is that of the members (1, heal_is_clean)
+QuorumCore._of_one_job
+- return self
++ return (len(self._joined), {}) if self._last else self
+QuorumCore._refuse_foreign
+- if replica_id in self._last
++ if True
+says not who it is: a replica group says whose state it has (1, heal_is_clean)
+ReplicaGroup._identify = Identity()
+says once who it is: a new lighthouse hears whose state it is (7, heal_is_clean)
+ReplicaGroup.lighthouse_connected
 - report.insert(0, GroupIdentity(self._identity))
 + pass
-takes suspects for dead: ReplicaGroup.rank_suspected
-- was_away, self._suspects = bool(self._suspects), self._suspects | {group_rank}
-+ return [*self.rank_lost(group_rank, reason)]
-commits without suspects: ReplicaGroup.rank_suspected
-- [*away, notice, *self._refuse_votes(), *self._end_quorum()]
-+ away
-commits without suspects: ReplicaGroup.rank_voted
-- if self._joins or self._suspects
-+ if self._joins
-lets others wait: ReplicaGroup.rank_suspected
-- [*away, notice
-+ [notice
-stays away: ReplicaGroup.rank_resumed
-- , *back]
+lets them hold: who holds when its quorum is given up goes on (145, progress)
+ReplicaGroup._told_to_ask_at
+- , ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
 + ]
-waits for ever: ReplicaGroup.rank_lost
-- return self._lose(
-+ return [] if group_rank in self._suspects else self._lose(
-answers for one rank: ReplicaGroup.rank_holds
-- self._held[group_rank] = step
-+ self._held = dict.fromkeys(range(self.world_size), step)
-tells one rank only: ReplicaGroup.released
-- ReleaseRanks(self._not_joined()
-+ ReleaseRanks(self._not_joined()[:1]
-does not hold: StepProtocol.hold
-- self._is_held = self._stands
-+ self._is_held = False
-forgets what it began: StepProtocol.hold
-- self.step + int(self.in_step and self._is_entered)
-+ self.step
-asks at once: StepProtocol.released
-- self._ask_at = step
-+ self._ask_at = step = self.step + int(self.in_step and self._is_entered)
-goes on after failures: StepProtocol.decide
-- self._was_bound = committed and self.is_bound
-+ self._was_bound = True
-fails for the quorum that is over: StepProtocol.ask_instead
-- if self._is_entered:
-+ if True:
-applies late errors: StepProtocol.fail
-- if quorum_id < self.quorum_id
-+ if (quorum_id := max(quorum_id, self.quorum_id)) < self.quorum_id
-commits before healing: StepProtocol.agreed
-- self.healing = self._lacks_state
-+ self._lacks_state
-commits before healing: StepProtocol.agreed
-- heal=result.heal and allow_heal
-+ heal=False
-counts who heals: StepProtocol._choose_participants
-- self.num_participants = rank, size
-+ self.num_participants = rank, result.replica_world_size
-votes yes after an error: StepProtocol.vote
-- self.objection is None
-+ self._are_enough
-keeps the old commit quorum: StepProtocol.decide
-- self.commit_quorum_id = self.quorum_id
-+ pass
-leaves quietly: StepProtocol.leaves_in_order
-- and self.commit_failures == 0
-hides broken groups: StepProtocol.begin
-- failures = max(self.commit_failures, int(broken > 0))
-+ failures = broken = 0
-goes on after giving up: StepProtocol.begin
-- if self.in_step and self._agreed and self._is_entered
-+ if False
-votes yes unhealed: StepProtocol.objection
-- if self._lacks_state
-+ if False
-keeps an early error to itself: StepProtocol.agreed
-- self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
-+ self._failures[result.quorum_id] = self._failure_before_quorum
-owns what it spoilt: StepProtocol.disown_state
-- if self.commit_quorum_id != NO_STATE
-+ if False
-takes the spoilt for equal: StepProtocol.disown_state
-- self.commit_quorum_id = DISOWNED
-+ self.commit_quorum_id = 0
-takes every step for bound: StepProtocol.stand
-- self._has_gone_on = True
-+ self._has_gone_on = self.is_bound = True
-stands after a restore: StepProtocol._take_over
-- self._stands, self.catch_up = False, None
-+ self.catch_up = None
-forgets the healed version: StepProtocol.heal
-- self._take_over(counters)
-+ self._take_over({**counters, "commit_quorum_id": self.commit_quorum_id})
-names the quorum of a checkpoint: StepProtocol.restore
-- counters = {**counters, "commit_quorum_id": 0}
-+ pass
-keeps its failures to itself: StepProtocol.begin
-- own_failure=self._own_failure,
-+ own_failure="",
-takes all errors for its own: StepProtocol.fail
-- self._blame_itself(quorum_id, own)
-+ self._blame_itself(quorum_id, own or "an error")
-takes all errors for its own: StepProtocol.group_broke
-- self._broken.add(quorum_id)
-+ self._blame_itself(quorum_id, "an error")
-+     self._broken.add(quorum_id)
-keeps steps that failed: StepProtocol.passes
+gives up quietly: a rank that gives a step up releases the others (1205, progress)
+ReplicaGroup._release_others = []
+refuses no votes: votes on a step that a rank gave up are answered (0, progress)
+ReplicaGroup._refuse_votes = []
+answers nobody late: a rank that asks when its group has left is told (2174, progress)
+ReplicaGroup.rank_joined
+- [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
++ []
+ReplicaGroup.rank_voted
+- [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
++ []
+leaves without a word: a leave is told to ranks that wait (8, progress)
+ReplicaGroup.rank_left
+- [*going_on, *[GroupLeftNotice(waiting, notice.reason) for notice in notices]]
++ []
+stops one rank only: all ranks leave after the same step (36, leave_together)
+ReplicaGroup.rank_voted
+- common._replace(step=vote.step)
++ common._replace(step=vote.step, stop=vote.stop)
+goes on torn: a group whose ranks hold different states heals or ends (129, heal_is_clean)
+ReplicaGroup.quorum_formed
+- if self._is_torn and
++ if False and
+keeps steps that failed: a step that failed is thrown away (4624, heal_is_clean)
+StepProtocol.passes
 - and self.failure is None
-forgets the last kept step: StepProtocol.steps_to_take
+forgets the last kept step: each kept step is taken (16, heal_is_clean)
+StepProtocol.steps_to_take
 - in self.catch_up.kept]
 + in self.catch_up.kept[:-1]]
-takes a kept step twice: StepProtocol.steps_to_take
+takes a kept step twice: each kept step is taken once (16, heal_is_clean)
+StepProtocol.steps_to_take
 - in self.catch_up.kept]
 + in [*self.catch_up.kept, *self.catch_up.kept[-1:]]]
-takes kept steps in reverse: StepProtocol.steps_to_take
+takes kept steps in reverse: kept steps are taken in their order (16, heal_is_clean)
+StepProtocol.steps_to_take
 - in self.catch_up.kept]
 + in self.catch_up.kept[::-1]]
-speaks as the newest: StepProtocol.begin
+speaks as the newest: who catches up has the version that it had before (16, heal_is_clean)
+StepProtocol.begin
 - step=self.step,
 + step=max(self.step, reached.step),
-speaks as the newest: StepProtocol.begin
+StepProtocol.begin
 - commit_quorum_id=self.commit_quorum_id,
 + commit_quorum_id=max(self.commit_quorum_id, reached.commit_quorum_id),
-commits what it keeps: StepProtocol.vote
+commits what it keeps: who catches up commits nothing (16, heal_is_clean)
+StepProtocol.vote
 - self.objection is None
 + self.objection is None or self.passes
-begins before the fetch: StepProtocol.agreed
+waits for no state: where a step cannot be kept, the state is awaited (18, progress)
+StepProtocol.loads
+- or (self.failure is None and not can_keep)
+begins before the fetch: kept steps are those since the fetched state (5781, heal_is_clean)
+StepProtocol.agreed
 - self._choose_participants(result, allow_heal)
 + self._choose_participants(result, allow_heal)
 +     if result.begins_to_catch_up and allow_heal:
 +         self.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
-waits for no state: StepProtocol.loads
-- or (self.failure is None and not can_keep)
-keeps half a step: StepProtocol.decide
-- self._is_settled = False
-+ self._is_settled = True
-loses the delay: SyncSchedule.received
+keeps what one rank keeps: all ranks keep a step, or none (114549, heal_is_clean)
+ReplicaGroup.rank_voted
+- passed=same_step and all(
++ passed=any(
+goes on after giving up: a step given up leaves its process group (8, progress)
+StepProtocol.begin
+- if self.in_step and self._agreed and self._is_entered
++ if False
+votes yes unhealed: who could not heal does not commit (16, heal_is_clean)
+StepProtocol.objection
+- if self._lacks_state
++ if False
+keeps an early error to itself: peers hear of an early error (0, progress)
+StepProtocol.agreed
+- self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
++ self._failures[result.quorum_id] = self._failure_before_quorum
+owns what it spoilt: a state that was changed in part is of no version (1, heal_is_clean)
+StepProtocol.disown_state
+- if self.commit_quorum_id != NO_STATE
++ if False
+takes the spoilt for equal: states of no version are not equal (54, heal_is_clean)
+StepProtocol.disown_state
+- self.commit_quorum_id = DISOWNED
++ self.commit_quorum_id = 0
+takes every step for bound: a step without a collective asks first (0, progress)
+StepProtocol.stand
+- self._has_gone_on = True
++ self._has_gone_on = self.is_bound = True
+names the quorum of a checkpoint: a checkpoint speaks against no later step (200477, no_regress)
+StepProtocol.restore
+- counters = {**counters, "commit_quorum_id": 0}
++ pass
+stands after a restore: who has loaded a state asks for a quorum (45, heal_is_clean)
+StepProtocol._take_over
+- self._stands, self.catch_up = False, None
++ self.catch_up = None
+drops member lost: the alarm reaches the ranks (2, progress)
+ReplicaGroup.member_lost = []
+one vote is enough: every rank has to vote yes (0, heal_is_clean)
+ReplicaGroup.rank_voted
+- all(vote.committed for
++ any(vote.committed for
+ReplicaGroup.rank_voted
+- if is_news else []
++ if False else []
+every rank its own verdict: one verdict for all ranks (0, agreement)
+ReplicaGroup.rank_voted
+- common._replace(step=vote.step)
++ vote
+keeps its no to itself: the first no releases the other ranks (237, progress)
+ReplicaGroup.rank_voted
+- if is_news else []
++ if False else []
+joins once only: the join is repeated after a reconnect (0, progress)
+ReplicaGroup.lighthouse_connected = []
+compares steps only: the quorum of the commit in the version (5, heal_is_clean)
+ReplicaGroup.quorum_formed
+- assign(quorum_id, participants
++ assign(quorum_id, [m._replace(commit_quorum_id=0) for m in participants]
+speaks for its first rank: the state of all ranks in the join (0, heal_is_clean)
+ReplicaGroup.rank_joined
+- step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
++ self._is_torn, step, commit_quorum_id = False, joins[0].step, joins[0].commit_quorum_id
+survives its ranks: a lost rank ends its group (0, progress)
+ReplicaGroup.rank_lost = []
+probes nobody: the search for a link after a failed step (7, progress)
+ReplicaGroup.rank_joined
+- self._joins[join.group_rank] = join
++ self._joins[join.group_rank] = join
++     self._links.quorum_formed(())
+probes once: whoever could not be reached is probed again (67, progress)
+ReplicaGroup._settle
+- *probes,
+never tries again: a step that waits for long for a known link is given up (64, progress)
+ReplicaGroup.step_stalled
+- if for_long and
++ if False and
+gives nothing up: a step that waits for whom it cannot reach is given up (64, progress)
+ReplicaGroup.step_stalled
+- if for_long and
++ if False and
+ReplicaGroup.probed
+- [*effects, self._give_up(out_of_reach)]
++ effects
+reports links once: links are reported again after a reconnect (65, progress)
+ReplicaGroup.lighthouse_connected
+- [BrokenLinks(unreachable)] if unreachable else []
++ []
+applies late errors: an error belongs to its quorum (34, no_zombie)
+StepProtocol.fail
+- if quorum_id < self.quorum_id
++ if (quorum_id := max(quorum_id, self.quorum_id)) < self.quorum_id
+commits before healing: who is behind heals first (0, heal_is_clean)
+StepProtocol.agreed
+- self.healing = self._lacks_state
++ self._lacks_state
+StepProtocol.agreed
+- heal=result.heal and allow_heal
++ heal=False
+healing takes part: who heals adds zeros (0, heal_is_clean)
+StepProtocol.is_participating = True
+counts who heals: averages are over those who add something (0, no_zombie)
+StepProtocol._choose_participants
+- self.num_participants = rank, size
++ self.num_participants = rank, result.replica_world_size
+lets others go on: who is counted and cannot heal spoils the step (14, no_zombie)
+StepProtocol.is_counted_on = False
+keeps a torn state: who has a part of a peer's state has none (104, heal_is_clean)
+StepProtocol.lose_state = None
+votes yes after an error: a failed step is not committed (0, heal_is_clean)
+StepProtocol.vote
+- self.objection is None
++ self._are_enough
+keeps the old commit quorum: the quorum of the commit in the version (58, heal_is_clean)
+StepProtocol.decide
+- self.commit_quorum_id = self.quorum_id
++ pass
+leaves quietly: who leaves after a failed step alarms the others (11, progress)
+StepProtocol.leaves_in_order
+- and self.commit_failures == 0
+hides broken groups: who needs a new process group says so (0, no_zombie)
+StepProtocol.begin
+- failures = max(self.commit_failures, int(broken > 0))
++ failures = broken = 0
+forgets the healed version: a heal takes over the whole version (2, progress)
+StepProtocol.heal
+- self._take_over(counters)
++ self._take_over({**counters, "commit_quorum_id": self.commit_quorum_id})
+lets spares in: a spare waits until a place is free (12, spares_wait)
+QuorumCore.register
+- if spare and
++ if False and
+leaves places empty: a spare takes a free place (4, progress)
+QuorumCore._fill_places = None
+holds nobody for spares: a free place ends a quorum that stands (4604, progress)
+QuorumCore._fill_places
+- return self._hold(spare.replica_id, decisions)
++ return None
+holds nobody: a newcomer ends a quorum that stands (0, progress)
+QuorumCore._hold = None
+asks nobody again: a new session is told what the last one missed (11425, progress)
+QuorumCore._remind = None
+forgets that it stands: a restart, while a quorum stands (857, progress)
+QuorumCore._learn
+- self._stands(stands, now)
++ self._stands(False, now)
+names the first step: no member has begun the step that is named (8, no_zombie)
+QuorumCore._hold
+- standing.settle()
++ standing.ask_at = min((standing._not_begun or standing._not_done).values())
+waits for one answer: every member answers before a step is named (8, no_zombie)
+QuorumCore.hold
+- standing.holds(replica_id, step)
++ unanswered = standing.members.difference(standing._not_begun, standing._not_done)
++         standing._not_begun |= dict.fromkeys(unanswered, step)
++         standing.holds(replica_id, step)
+lets all quorums stand: a quorum in which somebody heals does not stand (22, progress)
+QuorumCore._next_quorum
+- self._stands(stands, now)
++ stands = not self._joined
++     self._stands(stands, now)
+forms beside the silent: members that are silent may go on in their quorum (255, one_quorum_per_step)
+QuorumCore._awaits_silent = False
+goes on for ever: members that hear nothing give their quorum up in time (255, one_quorum_per_step)
+ReplicaGroup.lease_ended = []
+answers for one rank: the steps of all ranks in the answer (8, no_zombie)
+ReplicaGroup.rank_holds
+- self._held[group_rank] = step
++ self._held = dict.fromkeys(range(self.world_size), step)
+holds without a lighthouse: who holds goes on when nobody tells when (851, progress)
+ReplicaGroup._go_on = []
+tells one rank only: all ranks ask at the same step (0, progress)
+ReplicaGroup.released
+- ReleaseRanks(self._not_joined()
++ ReleaseRanks(self._not_joined()[:1]
+does not hold: who was asked to hold begins no step (1023, no_zombie)
+StepProtocol.hold
+- self._is_held = self._stands
++ self._is_held = False
+forgets what it began: the answer counts the step that was begun (0, no_zombie)
+StepProtocol.hold
+- self.step + int(self.in_step and self._is_entered)
++ self.step
+asks at once: all members ask at the step that was named (8, no_zombie)
+StepProtocol.released
+- self._ask_at = step
++ self._ask_at = step = self.step + int(self.in_step and self._is_entered)
+keeps its failures to itself: who spoils a quorum by itself says so (1, progress)
+StepProtocol.begin
+- own_failure=self._own_failure,
++ own_failure="",
+takes all errors for its own: what others have caused does not count (1, progress)
+StepProtocol.fail
+- self._blame_itself(quorum_id, own)
++ self._blame_itself(quorum_id, own or "an error")
+StepProtocol.group_broke
+- self._broken.add(quorum_id)
++ self._blame_itself(quorum_id, "an error")
++     self._broken.add(quorum_id)
+goes on after failures: after a failed step a quorum is asked for (27, no_zombie)
+StepProtocol.decide
+- self._was_bound = committed and self.is_bound
++ self._was_bound = True
+fails for the quorum that is over: what ended a quorum fails no step in the next (2173, no_zombie)
+StepProtocol.ask_instead
+- if self._is_entered:
++ if True:
+takes suspects for dead: a rank that answers again goes on (2, suspicion)
+ReplicaGroup.rank_suspected
+- was_away, self._suspects = bool(self._suspects), self._suspects | {group_rank}
++ return [*self.rank_lost(group_rank, reason)]
+commits without suspects: a group commits nothing without a rank (191, suspicion)
+ReplicaGroup.rank_suspected
+- [*away, notice, *self._refuse_votes(), *self._end_quorum()]
++ away
+ReplicaGroup.rank_voted
+- if self._joins or self._suspects
++ if self._joins
+lets others wait: the others go on without a suspect's group (25, progress)
+ReplicaGroup.rank_suspected
+- [*away, notice
++ [notice
+stays away: a group whose ranks all answer again is back (2, progress)
+ReplicaGroup.rank_resumed
+- , *back]
++ ]
+lets any process in: no other process takes a rank's place (40, suspicion)
+ReplicaGroup.rank_registered = True
+waits for ever: a rank that is silent for the dead time is lost (59, progress)
+ReplicaGroup.rank_lost
+- return self._lose(
++ return [] if group_rank in self._suspects else self._lose(
+repeats nothing: what a session lost is said again in the next one (2, progress)
+Conversation.to_repeat = ()
+repeats everything: what has arrived is not said again (0, monotonic)
+Conversation.arrived = True
+loses the delay: a sync ends so many inner steps after its begin (230, on_schedule)
+SyncSchedule.received
 - or self._steps < self._interval
-counts syncs that failed: SyncSchedule.next_fragment
+loses what is under way: a sync that has begun comes to its end (6, progress)
+SyncSchedule.sent = None
+counts syncs that failed: all sync the same fragment (6, agreement)
+SyncSchedule.next_fragment
 - return syncs
 + self._begun = getattr(self, "_begun", 0) + 1
 +     return self._begun
-applies a failed sync: Fragments.receive
+applies a failed sync: a failed sync changes no global parameters (6, no_trace)
+Fragments.receive
 - if committed:
 + if committed := True:
-keeps failed inner steps: Fragments.receive
+keeps failed inner steps: after a failed sync a fragment begins anew (6, no_trace)
+Fragments.receive
 - self.local[fragment] = self.global_[fragment], kept
 + if committed:
 +         self.local[fragment] = self.global_[fragment], kept
-steps from local parameters: Fragments._step_outer
+steps from local parameters: the outer step is from global ones (6, agreement)
+Fragments._step_outer
 - mix(self.global_[fragment]
 + mix(mix(*self.local[fragment])
-heals without the outer state: Fragments.load
+heals without the outer state: the outer state heals with the rest (6, heal_is_clean)
+Fragments.load
 - list(outer)
 + self.outer
-heals without global parameters: Fragments.load
+heals without global parameters: global parameters heal with the rest (6, heal_is_clean)
+Fragments.load
 - list(shared)
 + self.global_
-heals without local parameters: Fragments.load
+heals without local parameters: the model heals with its global parameters (6, heal_is_clean)
+Fragments.load
 - list(local)
 + self.local
-forgets lost spares: Vacancies.lost
+keeps half a step: a state is kept once the script is done with its last step (2570, heal_is_clean)
+StepProtocol.decide
+- self._is_settled = False
++ self._is_settled = True
+takes any kept state: a kept state is of the step and quorum of the newest (151, heal_is_clean)
+StepProtocol.takes = True
+tells two of a place: a place is told to one spare (1898, one_process_per_place)
+Vacancies._on_its_way = None
+forgets lost spares: the place of a lost spare is told to another one (1143, progress)
+Vacancies.lost
 - self._free(spare)
 + pass
-takes a taken place: MeetingProtocol._take
+keeps declining spares: a spare that has declined is free again (3095, progress)
+Vacancies.declined = []
+takes a taken place: the first spare has the place (87, one_process_per_place)
+MeetingProtocol._take
 - said = yield from _put(_taken(attempt, self.own.rank), self._admission)
 + said = self._admission
 +         yield Write(_taken(attempt, self.own.rank), said.text())
-says nothing of the dead: MeetingProtocol._agree_in
+leaves no word: who has left a meeting says so in the next store (6442, progress)
+MeetingProtocol._leave_word = ()
+says nothing of the dead: the others speak for a rank that has ended (10, progress)
+MeetingProtocol._agree_in
 - in sorted(self._gone.items())
 + in ()
-keeps the dead in mind: MeetingProtocol._admit
+keeps the dead in mind: a place that a spare has taken has a rank (87, one_process_per_place)
+MeetingProtocol._admit
 - self._gone.pop(rank, None)
 + pass
-goes on alone: MeetingProtocol.visit
+goes on alone: a spare that finds nobody left gives up (5002, progress)
+MeetingProtocol.visit
 - self._record(_ADMITTED), False
 + self._record(_ADMITTED), True
-goes on in smaller sides: MeetingProtocol.silent
+goes on in smaller sides: of two sides of a cut one goes on (234, one_process_per_place)
+MeetingProtocol.silent
 - or not (is_half or 2 * len(answer) > len(alive))
-begins without a rank: MeetingProtocol._agree_in
+asks nobody when it is back: who was passed over ends (599, progress)
+MeetingProtocol._ask_whether_passed_over = ()
+begins without a rank: no try begins without a rank (10, one_process_per_place)
+MeetingProtocol._agree_in
 - each.told(rank) for
 + Told(Ending.SECONDHAND, "gone") if each.ending == Ending.GONE.value else each.told(rank) for
 """
-
-# Of each of these cores a method does nothing, or gives the same always.
-QUIET: dict[str, tuple[type[Any], str, Any]] = {
-    "forgets reported ids": (QuorumCore, "_use_up", None),
-    "does not say it is over": (QuorumCore, "_is_over", False),
-    "does not warn of broken groups": (QuorumCore, "_break", None),
-    "forgets the sick": (QuorumCore, "_sick", {}),
-    "drops member lost": (ReplicaGroup, "member_lost", []),
-    "joins once only": (ReplicaGroup, "lighthouse_connected", []),
-    "survives its ranks": (ReplicaGroup, "rank_lost", []),
-    "says not who it is": (ReplicaGroup, "_identify", Identity()),
-    "gives up quietly": (ReplicaGroup, "_release_others", []),
-    "refuses no votes": (ReplicaGroup, "_refuse_votes", []),
-    "lets any process in": (ReplicaGroup, "rank_registered", True),
-    "repeats nothing": (Conversation, "to_repeat", ()),
-    "repeats everything": (Conversation, "arrived", True),
-    "leaves places empty": (QuorumCore, "_fill_places", None),
-    "holds nobody": (QuorumCore, "_hold", None),
-    "asks nobody again": (QuorumCore, "_remind", None),
-    "holds without a lighthouse": (ReplicaGroup, "_go_on", []),
-    "goes on for ever": (ReplicaGroup, "lease_ended", []),
-    "healing takes part": (StepProtocol, "is_participating", True),
-    "lets others go on": (StepProtocol, "is_counted_on", False),
-    "keeps a torn state": (StepProtocol, "lose_state", None),
-    "loses what is under way": (SyncSchedule, "sent", None),
-    "takes any kept state": (StepProtocol, "takes", True),
-    "tells two of a place": (Vacancies, "_on_its_way", None),
-    "keeps declining spares": (Vacancies, "declined", []),
-    "leaves no word": (MeetingProtocol, "_leave_word", ()),
-    "asks nobody when it is back": (MeetingProtocol, "_ask_whether_passed_over", ()),
-    "leaves the slower behind": (QuorumCore, "_look_for_end", None),
-    "goes back": (QuorumCore, "_would_go_back", False),
-    "forms beside the silent": (QuorumCore, "_awaits_silent", False),
-}
+HEAD = r"(.*?): (.*) \((\d+), (\w+)\)\n"
+CHANGE = r"^(\w+)\.(\w+)(?: = (.*)|\n- (.*)\n((?:\+ .*\n)*))"
 
 
-def _quiet(core: type[Any], method: str, value: Any) -> type[Any]:
-    def act(*_: Any, **__: Any) -> Any:
-        return copy.copy(value)
-
-    is_property = isinstance(getattr(core, method), property)
-    return type(core.__name__, (core,), {method: property(act) if is_property else act})
-
-
-def _changed(changes: str) -> dict[str, type[Any]]:
-    """Return cores by name: each is a class in whose source the text after a minus is that after the plus."""
+def _read(entry: str) -> Mutant:
+    """Return a mutant of `CHANGED`."""
     classes = {core.__name__: core for core in Cores() if isinstance(core, type)}
-    cores: dict[str, type[Any]] = {}
-    sources: dict[tuple[str, str], str] = {}  # a method may be changed in several places
-    for name, core, method, old, new in re.findall(CHANGE, changes, re.MULTILINE):
-        found = getattr(classes[core], method)
-        source = textwrap.dedent(inspect.getsource(getattr(found, "fget", found)))
-        source = sources.get((name, method), source)
-        if source.count(old) != 1:
-            raise ValueError(f"{name}: in {core}.{method} there is not once {old}")
-        sources[name, method] = source.replace(old, "\n".join(line[2:] for line in new.splitlines()))
-        made: dict[str, Any] = {}
-        exec(sources[name, method], vars(sys.modules[classes[core].__module__]), made)
-        cores[name] = type(name, (cores.get(name, classes[core]),), {method: made[method]})
-    return cores
+    head = re.match(HEAD, entry)
+    assert head is not None, entry
+    sources: dict[str, str] = {}  # a method may be changed in several places
+    made: dict[str, Any] = {}
+    for core, method, value, old, new in re.findall(CHANGE, entry[head.end() :], re.MULTILINE):
+        base, found = classes[core], getattr(classes[core], method)
+        sources.setdefault(method, textwrap.dedent(inspect.getsource(getattr(found, "fget", found))))
+        if value:
+            decorator = "@property\n" * isinstance(found, property)
+            sources[method] = f"{decorator}def {method}(*_, **__):\n    return {value}"
+        elif sources[method].count(old) != 1:
+            raise ValueError(f"{head[1]}: in {core}.{method} there is not once {old}")
+        else:
+            sources[method] = sources[method].replace(old, "\n".join(line[2:] for line in new.splitlines()))
+        exec(sources[method], vars(sys.modules[base.__module__]), made)
+    return _mutant(type("_Changed", (base,), made), head[2], int(head[3]), head[4], head[1])
 
 
-CHANGED = _changed(CHANGES)
-
-
-def _mutant(core: type[Any] | str, lacks: str, seed: int, invariant: str) -> Mutant:
-    """Return the mutant that has this core, or one of the tables above; it is called as the class is."""
-    if isinstance(core, str):
-        name, core = core, _quiet(*QUIET[core]) if core in QUIET else CHANGED[core]
-    else:
-        name = re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
+def _mutant(core: type[Any], lacks: str, seed: int, invariant: str, name: str = "") -> Mutant:
+    """Return the mutant that has this core; it is called as the class is, unless it has another name."""
+    name = name or re.sub("(?<!^)([A-Z])", r" \1", core.__name__[1:]).lower()
     parts = {part: base for part, base in Cores()._asdict().items() if isinstance(base, type)}
     (part,) = (part for part, base in parts.items() if issubclass(core, base))
     return Mutant(name, lacks, Cores()._replace(**{part: core}), seed, invariant)
 
 
-# The seed, counted from 0, is one that catches the mutant.
 MUTANTS = (
-    _mutant("reuses ids", "a new id for new members", 0, "monotonic"),
-    _mutant("believes claims", "a step counts where history shows it", 334, "no_regress"),
-    _mutant("forgets reported ids", "ids above all that replicas have seen", 5, "monotonic"),
-    _mutant(
-        "forgets the majority", "more than half of the healthy, for a late quorum", 250, "one_quorum_per_step"
-    ),
-    _mutant("goes back", "newcomers wait for a member that alone has the steps", 373, "no_regress"),
-    _mutant("ignores min replicas", "quorums of min_replicas and more", 3, "one_quorum_per_step"),
-    _mutant("keeps the id after a failure", "a new id after a failed commit", 0, "progress"),
-    _mutant("forgets rounds", "telling apart two quorums with one id", 447, "progress"),
-    _mutant("does not say it is over", "the alarm that a replica missed", 359, "progress"),
-    _mutant("does not warn of broken groups", "the alarm for who gave a quorum up", 9, "progress"),
-    _mutant("learns too late", "what is reported after a quorum is of the past", 271, "progress"),
-    _mutant("keeps the dead", "a lost session ends the membership", 2, "progress"),
-    _mutant("leaves nobody out", "two who cannot reach each other in one quorum", 7, "progress"),
-    _mutant("leaves both ends out", "as few as possible are left out", 3, "one_quorum_per_step"),
-    _mutant("leaves the slower behind", "members of a quorum have the same time to join", 506, "progress"),
-    _mutant("gives the reconnected no time", "a session counts for a while", 118842, "one_quorum_per_step"),
-    _mutant("awaits the idle for ever", "who does not join counts until join_timeout only", 1, "progress"),
-    _mutant("shrinks for ever", "a wish to shrink that no quorum can heed is void", 5, "progress"),
-    _mutant(
-        "shrinks to a minority",
-        "a wish to shrink is void if stragglers are most",
-        1071,
-        "one_quorum_per_step",
-    ),
-    _mutant("leaves too many out", "at least half stay where some are left out", 195, "one_quorum_per_step"),
-    _mutant("never lets back", "whoever can be reached again is let in", 67, "progress"),
-    _mutant("forgets the sick", "who spoils quorums by itself is left out of them", 1, "progress"),
-    _mutant("leaves the sick out for ever", "who was left out is tried again", 0, "progress"),
-    _mutant("blames the victims", "who is left out is the one that failed by itself", 1, "progress"),
-    _mutant(
-        "leaves all sick out", "min_replicas, and half of those that count, stay", 33, "one_quorum_per_step"
-    ),
-    _mutant("stands in the way of the cured", "the end of a pause ends a quorum that stands", 0, "progress"),
-    _mutant("counts members only", "a new id where one is out for another one", 169, "progress"),
-    _mutant("leaves behind in silence", "who was too slow hears that it is over", 122, "progress"),
-    _mutant("keeps no distance", "no id twice where the clock was set back", 14, "monotonic"),
-    _mutant("names any step", "who asks at a later step has not come there with others", 27054, "progress"),
-    _mutant("lets a foreign state in", "who differs from the job is refused", 1, "heal_is_clean"),
-    _mutant("refuses at the first quorum only", "the job is that of the members", 1, "heal_is_clean"),
+    *map(_read, re.split(r"^(?=[a-z])", CHANGED, flags=re.MULTILINE)[1:]),
     _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 32, "progress"),
-    _mutant("says not who it is", "a replica group says whose state it has", 1, "heal_is_clean"),
-    _mutant("says once who it is", "a new lighthouse hears whose state it is", 7, "heal_is_clean"),
-    _mutant("lets them hold", "who holds when its quorum is given up goes on", 145, "progress"),
-    _mutant("gives up quietly", "a rank that gives a step up releases the others", 1205, "progress"),
-    _mutant("refuses no votes", "votes on a step that a rank gave up are answered", 0, "progress"),
-    _mutant("answers nobody late", "a rank that asks when its group has left is told", 2174, "progress"),
-    _mutant("leaves without a word", "a leave is told to ranks that wait", 8, "progress"),
-    _mutant("stops one rank only", "all ranks leave after the same step", 36, "leave_together"),
     _mutant(_ReleasesTheSameStepOnly, "a no releases ranks that have healed, too", 1325, "progress"),
-    _mutant("goes on torn", "a group whose ranks hold different states heals or ends", 129, "heal_is_clean"),
     _mutant(_HealsFromManyGroups, "all ranks of a group heal from the same one", 0, "progress"),
-    _mutant("keeps steps that failed", "a step that failed is thrown away", 4624, "heal_is_clean"),
-    _mutant("forgets the last kept step", "each kept step is taken", 16, "heal_is_clean"),
-    _mutant("takes a kept step twice", "each kept step is taken once", 16, "heal_is_clean"),
-    _mutant("takes kept steps in reverse", "kept steps are taken in their order", 16, "heal_is_clean"),
-    _mutant("speaks as the newest", "who catches up has the version that it had before", 16, "heal_is_clean"),
-    _mutant("commits what it keeps", "who catches up commits nothing", 16, "heal_is_clean"),
-    _mutant("waits for no state", "where a step cannot be kept, the state is awaited", 18, "progress"),
-    _mutant("begins before the fetch", "kept steps are those since the fetched state", 5781, "heal_is_clean"),
-    _mutant(_LeadsToAnySuchStep, "kept steps lead to the state of a quorum", 47892, "heal_is_clean"),
-    _mutant("keeps what one rank keeps", "all ranks keep a step, or none", 114549, "heal_is_clean"),
-    _mutant("goes on after giving up", "a step given up leaves its process group", 8, "progress"),
-    _mutant("votes yes unhealed", "who could not heal does not commit", 16, "heal_is_clean"),
-    _mutant("keeps an early error to itself", "peers hear of an early error", 0, "progress"),
-    _mutant("owns what it spoilt", "a state that was changed in part is of no version", 1, "heal_is_clean"),
-    _mutant("takes the spoilt for equal", "states of no version are not equal", 54, "heal_is_clean"),
-    _mutant("takes every step for bound", "a step without a collective asks first", 0, "progress"),
-    _mutant(
-        "names the quorum of a checkpoint", "a checkpoint speaks against no later step", 200477, "no_regress"
-    ),
-    _mutant("stands after a restore", "who has loaded a state asks for a quorum", 45, "heal_is_clean"),
-    _mutant("drops member lost", "the alarm reaches the ranks", 2, "progress"),
-    _mutant("one vote is enough", "every rank has to vote yes", 0, "heal_is_clean"),
-    _mutant("every rank its own verdict", "one verdict for all ranks", 0, "agreement"),
-    _mutant("keeps its no to itself", "the first no releases the other ranks", 237, "progress"),
-    _mutant("joins once only", "the join is repeated after a reconnect", 0, "progress"),
-    _mutant("compares steps only", "the quorum of the commit in the version", 5, "heal_is_clean"),
-    _mutant("speaks for its first rank", "the state of all ranks in the join", 0, "heal_is_clean"),
-    _mutant("survives its ranks", "a lost rank ends its group", 0, "progress"),
-    _mutant("probes nobody", "the search for a link after a failed step", 7, "progress"),
-    _mutant("probes once", "whoever could not be reached is probed again", 67, "progress"),
-    _mutant("never tries again", "a step that waits for long for a known link is given up", 64, "progress"),
-    _mutant("gives nothing up", "a step that waits for whom it cannot reach is given up", 64, "progress"),
-    _mutant("reports links once", "links are reported again after a reconnect", 65, "progress"),
-    _mutant("applies late errors", "an error belongs to its quorum", 34, "no_zombie"),
-    _mutant("commits before healing", "who is behind heals first", 0, "heal_is_clean"),
-    _mutant("healing takes part", "who heals adds zeros", 0, "heal_is_clean"),
-    _mutant("counts who heals", "averages are over those who add something", 0, "no_zombie"),
-    _mutant("lets others go on", "who is counted and cannot heal spoils the step", 14, "no_zombie"),
-    _mutant("keeps a torn state", "who has a part of a peer's state has none", 104, "heal_is_clean"),
-    _mutant("votes yes after an error", "a failed step is not committed", 0, "heal_is_clean"),
-    _mutant("keeps the old commit quorum", "the quorum of the commit in the version", 58, "heal_is_clean"),
     _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
-    _mutant("leaves quietly", "who leaves after a failed step alarms the others", 11, "progress"),
-    _mutant("hides broken groups", "who needs a new process group says so", 0, "no_zombie"),
-    _mutant("forgets the healed version", "a heal takes over the whole version", 2, "progress"),
-    _mutant("lets spares in", "a spare waits until a place is free", 12, "spares_wait"),
-    _mutant("leaves places empty", "a spare takes a free place", 4, "progress"),
-    _mutant("holds nobody for spares", "a free place ends a quorum that stands", 4604, "progress"),
-    _mutant("holds nobody", "a newcomer ends a quorum that stands", 0, "progress"),
-    _mutant("asks nobody again", "a new session is told what the last one missed", 11425, "progress"),
-    _mutant("forgets that it stands", "a restart, while a quorum stands", 857, "progress"),
-    _mutant("names the first step", "no member has begun the step that is named", 8, "no_zombie"),
-    _mutant("waits for one answer", "every member answers before a step is named", 8, "no_zombie"),
-    _mutant("lets all quorums stand", "a quorum in which somebody heals does not stand", 22, "progress"),
-    _mutant(
-        "forms beside the silent",
-        "members that are silent may go on in their quorum",
-        255,
-        "one_quorum_per_step",
-    ),
-    _mutant(
-        "goes on for ever",
-        "members that hear nothing give their quorum up in time",
-        255,
-        "one_quorum_per_step",
-    ),
-    _mutant("answers for one rank", "the steps of all ranks in the answer", 8, "no_zombie"),
-    _mutant("holds without a lighthouse", "who holds goes on when nobody tells when", 851, "progress"),
-    _mutant("tells one rank only", "all ranks ask at the same step", 0, "progress"),
-    _mutant("does not hold", "who was asked to hold begins no step", 1023, "no_zombie"),
-    _mutant("forgets what it began", "the answer counts the step that was begun", 0, "no_zombie"),
-    _mutant("asks at once", "all members ask at the step that was named", 8, "no_zombie"),
-    _mutant("keeps its failures to itself", "who spoils a quorum by itself says so", 1, "progress"),
-    _mutant("takes all errors for its own", "what others have caused does not count", 1, "progress"),
-    _mutant("goes on after failures", "after a failed step a quorum is asked for", 27, "no_zombie"),
-    _mutant(
-        "fails for the quorum that is over",
-        "what ended a quorum fails no step in the next",
-        2173,
-        "no_zombie",
-    ),
-    _mutant("takes suspects for dead", "a rank that answers again goes on", 2, "suspicion"),
-    _mutant("commits without suspects", "a group commits nothing without a rank", 191, "suspicion"),
-    _mutant("lets others wait", "the others go on without a suspect's group", 25, "progress"),
-    _mutant("stays away", "a group whose ranks all answer again is back", 2, "progress"),
-    _mutant("lets any process in", "no other process takes a rank's place", 40, "suspicion"),
-    _mutant("waits for ever", "a rank that is silent for the dead time is lost", 59, "progress"),
-    _mutant("repeats nothing", "what a session lost is said again in the next one", 2, "progress"),
-    _mutant("repeats everything", "what has arrived is not said again", 0, "monotonic"),
-    _mutant("loses the delay", "a sync ends so many inner steps after its begin", 230, "on_schedule"),
-    _mutant("loses what is under way", "a sync that has begun comes to its end", 6, "progress"),
-    _mutant("counts syncs that failed", "all sync the same fragment", 6, "agreement"),
-    _mutant("applies a failed sync", "a failed sync changes no global parameters", 6, "no_trace"),
-    _mutant("keeps failed inner steps", "after a failed sync a fragment begins anew", 6, "no_trace"),
-    _mutant("steps from local parameters", "the outer step is from global ones", 6, "agreement"),
-    _mutant("heals without the outer state", "the outer state heals with the rest", 6, "heal_is_clean"),
-    _mutant("heals without global parameters", "global parameters heal with the rest", 6, "heal_is_clean"),
-    _mutant(
-        "heals without local parameters", "the model heals with its global parameters", 6, "heal_is_clean"
-    ),
-    _mutant(
-        "keeps half a step",
-        "a state is kept once the script is done with its last step",
-        2570,
-        "heal_is_clean",
-    ),
-    _mutant(
-        "takes any kept state", "a kept state is of the step and quorum of the newest", 151, "heal_is_clean"
-    ),
-    _mutant("tells two of a place", "a place is told to one spare", 1898, "one_process_per_place"),
-    _mutant("forgets lost spares", "the place of a lost spare is told to another one", 1143, "progress"),
-    _mutant("keeps declining spares", "a spare that has declined is free again", 3095, "progress"),
-    _mutant("takes a taken place", "the first spare has the place", 87, "one_process_per_place"),
-    _mutant("leaves no word", "who has left a meeting says so in the next store", 6442, "progress"),
-    _mutant("says nothing of the dead", "the others speak for a rank that has ended", 10, "progress"),
-    _mutant(
-        "keeps the dead in mind", "a place that a spare has taken has a rank", 87, "one_process_per_place"
-    ),
-    _mutant("goes on alone", "a spare that finds nobody left gives up", 5002, "progress"),
-    _mutant("goes on in smaller sides", "of two sides of a cut one goes on", 234, "one_process_per_place"),
-    _mutant("asks nobody when it is back", "who was passed over ends", 599, "progress"),
-    _mutant("begins without a rank", "no try begins without a rank", 10, "one_process_per_place"),
+    _mutant(_LeadsToAnySuchStep, "kept steps lead to the state of a quorum", 47892, "heal_is_clean"),
     Mutant(
         "counts its own absence",
         "one that was stopped itself accuses nobody",
