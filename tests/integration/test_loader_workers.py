@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import sys
 import time
 
 import psutil
@@ -14,38 +13,6 @@ import pytest
 from torchft_like.testing.processes import Processes
 
 pytestmark = pytest.mark.integration
-
-LOADERS = """
-import threading, torch
-from torch.utils.data import DataLoader
-from torchft_like.coordination import LighthouseClient, LighthouseServer
-from datetime import timedelta
-
-server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1)
-client = LighthouseClient(server.address(), timedelta(seconds=30))
-over = threading.Event()
-
-def speak():
-    while not over.wait(0.002):
-        client.heartbeat("a")
-
-threads = [threading.Thread(target=speak) for _ in range(2)]
-for thread in threads:
-    thread.start()
-try:
-    sums = {sum(map(len, DataLoader(torch.arange(8), num_workers=2, batch_size=2))) for _ in range(15)}
-    print("loaded", sums, flush=True)
-finally:
-    over.set()
-"""
-
-
-def test_workers_that_are_forked_while_threads_speak_grpc_live(processes: Processes) -> None:
-    trainer = processes.start(sys.executable, "-c", LOADERS)
-    trainer.wait_for_output(r"loaded \{8\}")
-    assert trainer.wait() == 0
-    assert "fork" not in trainer.output
-
 
 TRAINER = "tests.integration.loader_trainer"
 
