@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -34,6 +36,7 @@ WAYS = (
     "half",  # the same in half precision, divided in part before, in part after the sum
     "tp",  # layers split over the ranks of the group
     "hook",  # FSDP in the group, the Manager in its all-reduce hook
+    "pp",  # a stage of a pipeline on each rank of the group
 )
 GROUP_SIZE = 2
 FULL = StateDictOptions(full_state_dict=True)  # plain tensors, which collectives of the group put together
@@ -63,7 +66,9 @@ class ShardedModel(Model):
         """Shard the networks; called once, before the first step."""
         if self._inner_backend:
             manager.init_process_group(self._inner_backend)
-        self._parts = {way: ShardedPart(way, manager, self._device) for way in WAYS}
+        kinds = {"pp": PipelinedPart}
+        ways = WAYS if self._device == "cpu" else set(WAYS) - kinds.keys()
+        self._parts = {way: kinds.get(way, ShardedPart)(way, manager, self._device) for way in ways}
         parameters = [p for part in self._parts.values() for p in part.net.parameters()]
         self.net = nn.ModuleList(part.net for part in self._parts.values())
         self.optimizer = make_optimizer(parameters)
@@ -74,7 +79,7 @@ class ShardedModel(Model):
         for way, part in self._parts.items():
             batch = batch_of(self._name, data_rank(way, self._rank), step)
             inputs, targets = (tensor.to(self._device) for tensor in batch)
-            nn.functional.mse_loss(part.net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            part.backward(inputs, targets)
 
     def digest(self) -> str:
         """Return a digest of this rank's shards, those of the optimizer included."""
@@ -114,9 +119,7 @@ class ShardedModel(Model):
     def write(self, journal: Journal, step: int) -> None:
         """Write down all parameters; every rank of the group calls this."""
         for way, part in self._parts.items():
-            full = [p.full_tensor() for p in part.net.parameters() if isinstance(p, DTensor)]
-            values = torch.cat([parameter.flatten() for parameter in full]).tolist()
-            journal.write("parameters", way=way, step=step, values=values)
+            journal.write("parameters", way=way, step=step, values=part.values())
 
 
 class ShardedPart:
@@ -145,10 +148,48 @@ class ShardedPart:
                 assert isinstance(module, FSDPModule)
                 module.set_force_sum_reduction_for_comms(True)
 
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        nn.functional.mse_loss(self.net(inputs), targets).backward()  # type: ignore[no-untyped-call]
+
+    def values(self) -> list[float]:
+        """Return all parameters; every rank of the group calls this."""
+        full = [p.full_tensor() for p in self.net.parameters() if isinstance(p, DTensor)]
+        return torch.cat([parameter.flatten() for parameter in full]).tolist()
+
     def _shard(self, mesh: DeviceMesh, **options: Any) -> None:
         for layer in (self.net[0], self.net[2], self.net[3]):
             fully_shard(layer, mesh=mesh, **options)
         fully_shard(self.net, mesh=mesh, **options)
+
+
+class PipelinedPart(ShardedPart):
+    """One network whose first layers are on the first rank, and the others on the second one."""
+
+    def __init__(self, way: str, manager: Manager, device: str) -> None:
+        mesh = ft_init_device_mesh(
+            device_type=device,
+            mesh_shape=(GROUP_SIZE, 2, 1),
+            mesh_dim_names=("pp", "dp_replicate", "dp_shard"),
+            replicate_dim=1,
+            manager=manager,
+        )
+        self._rank = mesh.get_local_rank("pp")
+        self.net = make_net()[:2] if self._rank == 0 else make_net()[2:]  # type: ignore[assignment]
+        fully_shard(self.net, mesh=mesh["dp_replicate", "dp_shard"])
+        ranks = mesh.get_group("pp")
+        stage = PipelineStage(self.net, self._rank, GROUP_SIZE, torch.device(device), group=ranks)
+        self._schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+
+    def backward(self, inputs: Tensor, targets: Tensor) -> None:
+        if self._rank == 0:
+            self._schedule.step(inputs)
+        else:
+            self._schedule.step(target=targets)
+
+    def values(self) -> list[float]:
+        parts: list[list[float]] = [[]] * GROUP_SIZE
+        dist.all_gather_object(parts, super().values())
+        return [value for part in parts for value in part]
 
 
 def make_net() -> nn.Sequential:
@@ -165,10 +206,10 @@ def make_optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def data_rank(way: str, rank: int) -> int:
-    """Return the rank whose data this rank sees: ranks that split the layers between them see the same
-    data.
+    """Return the rank whose data this rank sees: ranks that split layers, or the network, between them see
+    the same data.
     """
-    return 0 if way == "tp" else rank
+    return 0 if way in {"tp", "pp"} else rank
 
 
 def batch_of(name: str, rank: int, step: int) -> tuple[Tensor, Tensor]:
