@@ -21,7 +21,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from torchft_like.checkpointing.shards import like_shard_of, local_part
+from torchft_like.checkpointing.shards import (
+    CUT_OVER_REPLICAS,
+    is_cut_over_replicas,
+    like_shard_of,
+    local_part,
+)
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 
 
@@ -78,11 +83,17 @@ class ShardedState:
     Args:
         model: the model, after all calls of `fully_shard` and `parallelize_module`.
         optimizer: torch's optimizer of the model's parameters, not the wrapper that asks the Manager.
+
+    Raises:
+        NotSupportedError: a parameter is sharded over the elastic dimension of its mesh.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         _let_go_of_gathered(model)
         self._parameters = dict(model.named_parameters())
+        for name, parameter in self._parameters.items():
+            if is_cut_over_replicas(parameter):
+                raise NotSupportedError(f"{name} {CUT_OVER_REPLICAS}")
         self._model = model
         self._buffer_names = [name for name, _ in model.named_buffers()]
         self._optimizer = optimizer

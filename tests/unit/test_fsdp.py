@@ -16,9 +16,12 @@ from torch.distributed.tensor import DTensor, Replicate
 from tests.fake_world import fake_world
 from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like import DistributedDataParallel, Manager
+from torchft_like.checkpointing.state_stream import flatten_state
+from torchft_like.device_mesh import extend_device_mesh
 from torchft_like.digest import state_digest
 from torchft_like.errors import CheckpointFormatError, NotSupportedError
 from torchft_like.fsdp import ShardedState, average_over_replicas
+from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.work import FinishedOperation
 
 WORLD_SIZE = 2
@@ -65,6 +68,21 @@ def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
 def test_torchs_reducer_is_given_no_sharded_parameter() -> None:
     with pytest.raises(NotSupportedError, match=r"inner\.weight is a DTensor.*fully_shard with a mesh"):
         DistributedDataParallel(cast("Manager", None), sharded(seed=1))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_what_is_sharded_over_the_replicas_is_refused_before_the_first_step(dim: int) -> None:
+    """FSDP shards over the last dimension of a mesh."""
+    net, fixed = Net(seed=1), init_device_mesh("cpu", (WORLD_SIZE,), mesh_dim_names=("shard",))
+    fully_shard(net, mesh=extend_device_mesh(fixed, ProcessGroupDummy(0, 1), "replicas", dim))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    if dim == 0:
+        flatten_state({"model": net.state_dict(), "train": ShardedState(net, optimizer).state_dict()})
+        return
+    with pytest.raises(NotSupportedError, match=r"inner\.weight is sharded over the elastic dimension"):
+        ShardedState(net, optimizer)
+    with pytest.raises(CheckpointFormatError, match=r"inner.weight.* is sharded over the elastic dimension"):
+        flatten_state({"model": net.state_dict()})
 
 
 def test_a_buffer_that_the_module_replaces_is_sent_and_taken_over() -> None:

@@ -33,6 +33,8 @@ def write_dtensor(value: DTensor, sheet: Sheet, depth: int) -> None:
             f"is a DTensor placed {', '.join(map(str, value.placements))}: partial values do not travel; "
             "redistribute it first"
         )
+    if is_cut_over_replicas(value):
+        raise Unfit(f"is a DTensor that {CUT_OVER_REPLICAS}")
     sheet.write(Shard(local_part(value), layout_of(value), sheet.number_of(value.device_mesh)), depth)
 
 
@@ -53,6 +55,18 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 def _dtensor_class() -> Any:
     return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
+
+
+def is_cut_over_replicas(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is sharded over the elastic dimension of its mesh."""
+    elastic_dim = getattr(tensor.device_mesh, "_elastic_dim", None) if is_dtensor(tensor) else None
+    return elastic_dim is not None and not tensor.placements[elastic_dim].is_replicate()  # type: ignore[attr-defined]
+
+
+CUT_OVER_REPLICAS = (
+    "is sharded over the elastic dimension of its mesh, and a part of it is gone with each replica group: "
+    "give fully_shard a mesh of two dimensions, the elastic one first (it shards over the other)"
+)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
