@@ -901,6 +901,7 @@ class QuorumCore:
     def _forget(self, replica_id: str) -> None:
         self._healthy.forget(replica_id)
         self._healing.discard(replica_id)
+        self._silent.discard(replica_id)
         self._links.forget(replica_id)
         self._identities.forget(replica_id)
         self._claims.forget(replica_id)

@@ -307,11 +307,11 @@ class Checker:
                 f"{rank.name} commits step {step} in quorum {quorum_id}, given up before",
             )
         replaced_at = self._standing.get((quorum_id, ids), math.inf)
-        if rank.entered_at > replaced_at and rank.resumed_at < replaced_at:
+        if self._world.now > replaced_at > rank.resumed_at and not is_told:
             self.violate(
                 "one_quorum_per_step",
-                f"{rank.name} begins step {step} and commits it in quorum {quorum_id}, after the lighthouse "
-                "has formed one without any of its members",
+                f"{rank.name} commits step {step} in quorum {quorum_id}, after the lighthouse has formed one "
+                "without any of its members",
             )
         if self._awaited:
             if self._has_to_be_there() <= set(ids):

@@ -486,6 +486,9 @@ forms beside the silent: members that are silent may go on in their quorum (255,
 QuorumCore._awaits_silent = False
 goes on for ever: members that hear nothing give their quorum up in time (255, one_quorum_per_step)
 ReplicaGroup.lease_ended = []
+commits after the lease: a step is lost where the lease ends in it (2047, one_quorum_per_step)
+ReplicaGroup.lease_ended
+- ._replace(must_fail=True)
 answers for one rank: the steps of all ranks in the answer (8, no_zombie)
 ReplicaGroup.rank_holds
 - self._held[group_rank] = step

@@ -101,7 +101,6 @@ class Rank(Process):
         self._bucket = self._collectives = 0
         self._trouble = 0  # the newest quorum in which something really went wrong for this rank
         self._trouble_attempt = 0  # the newest attempt in which the training script had an error
-        self.entered_at = 0.0
         self._hurt: Mesh | None = None  # a group with a connection that broke while no collective used it
         self.failed_quorum = 0
         saved = world.saved.get((replica.slot, number))
@@ -215,8 +214,6 @@ class Rank(Process):
     def _enter(self) -> bool:
         """Take part in the attempt, if this rank need not hold."""
         self._is_waiting = not self.protocol.enter()
-        if not self._bucket:
-            self.entered_at = self.replica.world.now
         return not self._is_waiting
 
     def _ask(self) -> None:

@@ -308,7 +308,7 @@ def _with_few_kinds(scenario: Scenario) -> Scenario:
     """Return a job in which what is rare beside many kinds of faults comes about, for some seeds."""
     place, compute_s = scenario.seed % 128, scenario.compute_s
     if place == 127:  # quorums stand for long enough to be cut off whole
-        kinds = ("partition", "crash", "rank_crash")
+        kinds: tuple[str, ...] = ("partition", "crash", "rank_crash", "vote_late")
         return replace(scenario, kinds=kinds, gap_s=12 * compute_s, min_replicas=1, stands=True)
     if place == 63:  # the lighthouse dies while it hands out an id that is kept
         kinds = ("delay", "overtake", "lighthouse_crash")

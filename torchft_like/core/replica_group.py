@@ -270,7 +270,7 @@ class ReplicaGroup:
     _to_answer: Counter[int] = field(default_factory=Counter)  # by rank: requests to hold without an answer
     _is_released: bool = False  # the ranks know the step at which they ask
     _is_over: bool = False  # a member is gone, or gave the last quorum up
-    _is_given_up: bool = False  # the lighthouse was told that this group commits nothing more in it
+    _is_given_up: bool = False  # the lighthouse knows that this group commits nothing more in it
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
     _forms: dict[int, StateForm] = field(default_factory=dict)  # by rank, as it was last looked at
@@ -379,12 +379,15 @@ class ReplicaGroup:
         return self._go_on()
 
     def lease_ended(self) -> list[Effect]:
-        """Handle the end of the time for which members go on without a word from the lighthouse."""
+        """Handle the end of the time for which members go on without a word from the lighthouse: it counts on
+        it that they commit nothing more.
+        """
         number = self.last_quorum_id, self.last_quorum_round
         if not self._is_standing(*number) or self._open_join is not None:
             return []
         reason = "the lighthouse is silent for too long (--standing_lease_ms): it may form a quorum of others"
-        return [self._give_up_for(reason)]
+        self._is_given_up = True
+        return [self._give_up_for(reason)._replace(must_fail=True)]
 
     def _go_on(self) -> list[Effect]:
         if self._held is None or self._is_over:  # then the group itself names the step

@@ -75,7 +75,7 @@ class LighthouseLink:
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
-        self._serve = self._serve_session
+        self.hears_of_links = False  # the lighthouse can leave out who cannot be reached; torchft's cannot
         self._task = asyncio.create_task(self._keep_open())
 
     async def wait_connected(self, timeout_s: float) -> bool:
@@ -89,11 +89,6 @@ class LighthouseLink:
         """Say something, if there is a session; the listener repeats what the next one has to know."""
         if self._say is not None:
             self._say(request)
-
-    @property
-    def hears_of_links(self) -> bool:
-        """Whether the lighthouse can leave out replicas that cannot be reached; torchft's cannot."""
-        return self._serve == self._serve_session
 
     async def leave(self, reason: str, step: int, quorum_id: int = 0) -> None:
         """Send a leave before this step, so that no replica that has not begun it is alarmed, and close."""
@@ -136,8 +131,6 @@ class LighthouseLink:
                 if error.code() in DISTRUST and not self._was_connected:
                     self.is_distrusted, self.last_error = True, reason
                     return
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    self._serve = self._serve_unary
             except MalformedMessageError as error:
                 reason = str(error)
             except TimeoutError:
@@ -181,6 +174,15 @@ class LighthouseLink:
         self._renew_lease(self._lease_s)
         return True
 
+    async def _serve(self) -> None:
+        """Serve a session, or unary calls where the lighthouse, this time, knows no sessions."""
+        try:
+            await self._serve_session()
+        except grpc.aio.AioRpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+            await self._serve_unary()
+
     # -------------------------------------------------------------- sessions
 
     async def _serve_session(self) -> None:
@@ -194,6 +196,7 @@ class LighthouseLink:
             while response is not None:
                 if response.WhichOneof("response") == "registered":
                     self._adopt(response.registered)
+                    self.hears_of_links = True
                     self._mark_connected(call.send)
                 else:
                     self._dispatch(response)
@@ -223,6 +226,7 @@ class LighthouseLink:
             request = pb.LighthouseHeartbeatRequest(replica_id=self._listener.registration().replica_id)
             await heartbeat(request)
             said: asyncio.Queue[pb.SessionRequest] = asyncio.Queue()
+            self.hears_of_links = False
             self._mark_connected(said.put_nowait)
             quorums = asyncio.create_task(self._call_quorums(channel, said))
             try:

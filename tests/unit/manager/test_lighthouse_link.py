@@ -14,6 +14,7 @@ import pytest
 from lighthouse.address import parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.history import Report
+from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.server import Lighthouse, ReplicaSession
 from lighthouse.wire import torchft_pb2 as pb
 from tests.waiting import await_fact
@@ -139,6 +140,32 @@ def test_the_time_in_which_a_trainer_notices_silence_is_a_part_of_its_lease(
     monkeypatch.setenv("TORCHFT_KEEPALIVE_TIME_MS", "20000")
     monkeypatch.setenv("TORCHFT_KEEPALIVE_TIMEOUT_MS", "5000")
     assert coordination_loop().run(rest_of_a_lease(30_000)) <= 5.0
+
+
+async def sign_after_another_server() -> str:
+    """By what a replica is healthy at a lighthouse at whose address was a server that knew no session."""
+    other, address = make_aio_server(parse_address("127.0.0.1:0"), [], ServerLimits())
+    await other.start()
+    listener = Listener("nothing")
+    listener.link = link = LighthouseLink(address, listener, 0.1)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            while link.last_error == "no answer":
+                await asyncio.sleep(0.01)
+            await other.stop(None)
+            lighthouse = await Lighthouse.start(LighthouseConfig(), address)
+            try:
+                await listener.quorums.get()
+                return lighthouse.sign_of("a")
+            finally:
+                await lighthouse.stop()
+    finally:
+        await link.close()
+        await other.stop(None)
+
+
+def test_a_lighthouse_that_knows_sessions_gets_one_after_a_server_that_knew_none() -> None:
+    assert coordination_loop().run(sign_after_another_server()) == "session"
 
 
 class BusyLighthouse(Lighthouse):

@@ -389,6 +389,16 @@ class TestGroup:
         assert notice.is_alive
         assert group.step_overdue(8, 60.0) == []
 
+    @pytest.mark.one_quorum_per_step
+    def test_a_step_whose_collectives_have_succeeded_is_not_committed_after_the_lease(self) -> None:
+        group = formed(2)
+        group.rank_voted(0, Verdict(4, committed=True))
+        (notice,) = group.lease_ended()
+        assert isinstance(notice, LossNotice)
+        assert notice.must_fail
+        verdicts = group.rank_voted(1, Verdict(4, committed=True))
+        assert verdicts == [RankVerdict(rank, Verdict(4, committed=False)) for rank in (0, 1)]
+
 
 # Which errors a rank takes for its own.
 
