@@ -244,9 +244,12 @@ class LighthouseLink:
         That lighthouse knows nothing of links.
         """
         quorum = unary(channel, wire.QUORUM, pb.LighthouseQuorumRequest, pb.LighthouseQuorumResponse)
+        answered = 0  # of those that wait: a rank whose timeout was over has asked again before the answer
         while (kind := (request := await said.get()).WhichOneof("request")) != "leave":
-            if kind == "join":
+            answered -= 1
+            if kind == "join" and answered < 0:
                 response = await quorum(pb.LighthouseQuorumRequest(requester=request.join))
+                answered = said.qsize()
                 self._listener.hear(pb.SessionResponse(quorum=response.quorum))
 
 

@@ -16,6 +16,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.history import Report
 from lighthouse.net import ServerLimits, make_aio_server
 from lighthouse.server import Lighthouse, ReplicaSession
+from lighthouse.session import service
 from lighthouse.wire import torchft_pb2 as pb
 from tests.waiting import await_fact
 from torchft_like.core.stall_watch import REPORT_PER_MEMBER_S, ProgressLog
@@ -166,6 +167,53 @@ async def sign_after_another_server() -> str:
 
 def test_a_lighthouse_that_knows_sessions_gets_one_after_a_server_that_knew_none() -> None:
     assert coordination_loop().run(sign_after_another_server()) == "session"
+
+
+class UnaryLighthouse:
+    """Knows the unary calls alone, as torchft's does, and forms a quorum when it is told to."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []  # for which it was asked
+        self.asked, self.forms = asyncio.Event(), asyncio.Event()
+
+    async def serve_quorum(self, request: pb.LighthouseQuorumRequest, _: object) -> bytes:
+        self.steps.append(request.requester.step)
+        self.asked.set()
+        await self.forms.wait()
+        return pb.LighthouseQuorumResponse(quorum=pb.Quorum(quorum_id=7)).SerializeToString()
+
+    async def serve_heartbeat(self, _request: object, _context: object) -> bytes:
+        return b""
+
+
+async def steps_asked_for() -> list[int]:
+    """The steps for which a lighthouse is asked by one that asks again before it has the answer."""
+    lighthouse = UnaryLighthouse()
+    calls = {
+        "Quorum": (lighthouse.serve_quorum, pb.LighthouseQuorumRequest),
+        "Heartbeat": (lighthouse.serve_heartbeat, pb.LighthouseHeartbeatRequest),
+    }
+    handlers = service("torchft.LighthouseService", streams={}, calls=calls)
+    server, address = make_aio_server(parse_address("127.0.0.1:0"), [handlers], ServerLimits())
+    await server.start()
+    listener = Listener("nothing")
+    listener.link = link = LighthouseLink(address, listener, 0.1)
+    try:
+        async with asyncio.timeout(LIMIT_S):
+            await lighthouse.asked.wait()
+            link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a", step=1)))
+            lighthouse.forms.set()
+            await listener.quorums.get()
+            link.say(pb.SessionRequest(join=pb.QuorumMember(replica_id="a", step=2)))
+            await listener.quorums.get()
+        return lighthouse.steps
+    finally:
+        await link.close()
+        await server.stop(None)
+
+
+def test_what_was_asked_again_before_the_answer_is_no_request_for_the_next_quorum() -> None:
+    assert coordination_loop().run(steps_asked_for()) == [0, 2]
 
 
 class BusyLighthouse(Lighthouse):
