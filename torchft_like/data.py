@@ -25,6 +25,7 @@ from torch.utils.data.distributed import DistributedSampler as _TorchSampler
 
 from torchft_like.core.step import Share
 from torchft_like.errors import ConfigError
+from torchft_like.runtime.numbers import whole_number
 
 
 class GlobalBatches:
@@ -46,8 +47,7 @@ class GlobalBatches:
     def __init__(
         self, length: int, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size is {batch_size}, must be at least 1")
+        length, batch_size = whole_number(length, "length"), whole_number(batch_size, "batch_size", 1)
         self.steps = length // batch_size if drop_last else -(-length // batch_size)
         if self.steps < 1:
             raise ConfigError(f"{length} samples are not one batch of {batch_size}")
@@ -225,10 +225,8 @@ def _place_in_group(rank: int | None, count: int | None, name: str, count_name: 
 
 
 def _check_range(name: str, value: int, count_name: str, count: int) -> None:
-    if count < 1:
-        raise ConfigError(f"{count_name} is {count}, must be at least 1")
-    if not 0 <= value < count:
-        raise ConfigError(f"{name} is {value}, must be in [0, {count}), for {count_name} is {count}")
+    count = whole_number(count, count_name, 1)
+    whole_number(value, f"with {count_name} {count}, {name}", most=count - 1)
 
 
 def _env_int(name: str, default: int) -> int:

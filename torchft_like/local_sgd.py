@@ -36,6 +36,7 @@ from torchft_like.core.sync_schedule import SyncSchedule
 from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction
 from torchft_like.quantization import format_named
+from torchft_like.runtime.numbers import whole_number
 
 USE_BUCKETIZATION_ENV = "TORCHFT_USE_BUCKETIZATION"
 BUCKET_CAP_MB = 1024  # of a bucket, if none is given
@@ -100,10 +101,9 @@ class LocalSGD(_InnerSteps):
     """
 
     def __init__(self, manager: SyncManager, model: nn.Module, optimizer: Optimizer, sync_every: int) -> None:
-        if sync_every < 1:
-            raise ConfigError(f"sync_every is {sync_every}, must be greater than or equal to 1")
         super().__init__(optimizer)
-        self._manager, self._model, self._sync_every = manager, model, sync_every
+        self._manager, self._model = manager, model
+        self._sync_every = whole_number(sync_every, "sync_every", 1)
         self._local_step = 0
 
     def sync(self) -> None:
@@ -396,16 +396,18 @@ def _check(
         raise ConfigError(
             f"{outers} outer optimizers for {fragments} model fragments: give one for each, or one"
         )
+    whole_number(sync_every, "sync_every", 1)
+    whole_number(delay, "fragment_sync_delay")
     if fragments < 1 or sync_every < fragments:
         raise ConfigError(f"{fragments} fragments cannot be synced in {sync_every} steps: only one at a time")
     if sync_every % fragments:
         raise ConfigError(
             f"sync_every {sync_every} must be a multiple of the number of fragments, {fragments}"
         )
-    if not 0 <= delay < sync_every // fragments:
+    if delay >= sync_every // fragments:
         raise ConfigError(
             f"fragment_sync_delay is {delay}, must be in [0, {sync_every // fragments}): a fragment is "
             "synced before the next one is sent"
         )
-    if not 0 <= alpha <= 1:
+    if not isinstance(alpha, int | float) or not 0 <= alpha <= 1:
         raise ConfigError(f"fragment_update_alpha is {alpha}, must be between 0 and 1")

@@ -43,10 +43,10 @@ def test_keyword_arguments_reach_torchs_sampler() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((3, 3, 0, 1), r"replica_rank is 3, must be in \[0, 3\)"),
+        ((3, 3, 0, 1), r"with num_replica_groups 3, replica_rank is 3: .* number, in \[0, 2\]"),
         ((-1, 3, 0, 1), "replica_rank is -1"),
-        ((0, 0, 0, 1), "num_replica_groups is 0, must be at least 1"),
-        ((0, 2, 2, 2), r"group_rank is 2, must be in \[0, 2\)"),
+        ((0, 0, 0, 1), "num_replica_groups is 0: it must be a whole number, 1 or more"),
+        ((0, 2, 2, 2), r"with num_replicas 2, group_rank is 2: .* in \[0, 1\]"),
         ((0, 2, -1, 2), "group_rank is -1"),
         ((0, 2, 0, 0), "num_replicas is 0"),
     ],

@@ -92,6 +92,7 @@ from torchft_like.runtime import living
 from torchft_like.runtime.connecting import connect_tcp, shut
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards, own_host
+from torchft_like.runtime.numbers import whole_number
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -123,7 +124,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     Raises:
         BindError: the address is not of this host.
-        ValueError: a number is out of range.
+        ConfigError: a number is out of range.
     """
 
     takes_helpers = keeps_offers = True
@@ -138,9 +139,7 @@ class HTTPTransport(CheckpointTransport[T]):
         stall_timeout: timedelta | float = timedelta(seconds=10),
         state_bytes_max: int | None = None,
     ) -> None:
-        if not 0 <= num_chunks <= CHUNKS_MAX:
-            raise ValueError(f"num_chunks is {num_chunks}, must be in [0, {CHUNKS_MAX}]")
-        self._lines = num_chunks or LINES
+        self._lines = whole_number(num_chunks, "num_chunks", most=CHUNKS_MAX) or LINES
         self._timeout_s = seconds_of(timeout, "timeout")
         self._stall_s = seconds_of(stall_timeout, "stall_timeout")
         self._key = ""

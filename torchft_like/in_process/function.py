@@ -58,6 +58,7 @@ from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
+from torchft_like.runtime.numbers import whole_number
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -161,10 +162,9 @@ class _Tries:
         for each in restart_on:
             if not (isinstance(each, type) and issubclass(each, Exception)):
                 raise ConfigError(f"restart_on has {each!r:.100}: it takes classes of exceptions")
-        if not isinstance(max_restarts, int) or isinstance(max_restarts, bool) or max_restarts < 0:
-            raise ConfigError(f"max_restarts is {max_restarts!r:.100}: it must be a whole number, 0 or more")
         self._restart_on = (*restart_on, *OF_THE_RUN, *OF_DEVICES)
-        self._budget = RestartBudget(max_restarts, None if window is None else seconds_of(window, "window"))
+        most = whole_number(max_restarts, "max_restarts")
+        self._budget = RestartBudget(most, None if window is None else seconds_of(window, "window"))
         self._checks = (health_check,) if callable(health_check) else tuple(health_check)
         self._health_s = seconds_of(health_timeout, "health_timeout")
         self._keeping = kept_state.keeping if keep_state else contextlib.nullcontext

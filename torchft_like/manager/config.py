@@ -8,6 +8,7 @@ The environment is read here and nowhere else, and only through the mapping that
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import uuid
@@ -19,11 +20,13 @@ from typing import TypeVar
 from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.core.identity import about_job_id
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
+from torchft_like.core.step import StepRules, WorldSizeMode
 from torchft_like.errors import ConfigError
 from torchft_like.futures import watchdog_s
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import HOSTNAME_ENV, given_host, local_host_towards
+from torchft_like.runtime.numbers import whole_number
 
 T = TypeVar("T")
 
@@ -163,17 +166,32 @@ def resolve(arguments: ManagerArguments, environ: Mapping[str, str]) -> ManagerC
         dead_after_s=dead_after_s(environ, arguments.dead_after),
         lighthouse=lighthouse,
         host=_host(given.text(arguments.hostname, "hostname", HOSTNAME_ENV), lighthouse, place.store),
-        port=_port(
-            given.integer(arguments.port, "port", MANAGER_PORT_ENV, default=0), f"port ({MANAGER_PORT_ENV})"
-        ),
+        port=given.integer(arguments.port, "port", MANAGER_PORT_ENV, most=PORT_MAX),
         replica_id=f"{arguments.replica_id}:{uuid.uuid4()}" if arguments.replica_id else str(uuid.uuid4()),
-        quorum_retries=given.integer(
-            arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV, default=0
-        ),
+        quorum_retries=given.integer(arguments.quorum_retries, "quorum_retries", QUORUM_RETRIES_ENV),
         lighthouse_absence=_absence(arguments, given),
         job_id=_job_id(arguments, given),
         spare=_spare(arguments, given),
         sources=tuple(given.sources),
+    )
+
+
+def step_rules(
+    min_replica_size: int, use_async_quorum: bool, world_size_mode: WorldSizeMode, max_retries: int | None
+) -> StepRules:
+    """Return the rules of a step, which only a script gives.
+
+    Raises:
+        ConfigError: a value is not of its type, or negative; the text names the argument.
+    """
+    if not isinstance(world_size_mode, WorldSizeMode):
+        kinds = " or ".join(map(str, WorldSizeMode))
+        raise ConfigError(f"world_size_mode is {world_size_mode!r:.100}: it must be {kinds}")
+    return StepRules(
+        whole_number(min_replica_size, "min_replica_size"),
+        use_async_quorum,
+        world_size_mode,
+        None if max_retries is None else whole_number(max_retries, "max_retries"),
     )
 
 
@@ -197,9 +215,9 @@ def get_timeout(timeout_sec_env: str | None, default_timeout_sec: timedelta) -> 
 
 
 def _place(arguments: ManagerArguments, given: _Settings) -> GroupPlace:
-    rank = given.integer(arguments.rank, "rank", "RANK", default=0)
+    rank = given.integer(arguments.rank, "rank", "RANK")
     world_size = given.integer(arguments.world_size, "world_size", "WORLD_SIZE", default=1)
-    if not 0 <= rank < world_size:
+    if rank >= world_size:
         raise ConfigError(
             f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
         )
@@ -254,8 +272,8 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
     host = given.text(arguments.store_addr, "store_addr", "MASTER_ADDR")
     has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
     if host is not None and has_port:
-        port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", default=0)
-        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), _port(port, "store_port (MASTER_PORT)"))
+        port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", most=PORT_MAX)
+        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), port)
     if world_size > 1:
         raise ConfigError(
             "a replica group of several ranks needs a store that all of them reach: pass store_addr and "
@@ -274,12 +292,6 @@ def _host(hostname: str | None, lighthouse: Address | None, store: Address | Non
         return given_host(hostname, f"hostname ({HOSTNAME_ENV})")
     towards = lighthouse or store
     return local_host_towards(towards.host if towards else "127.0.0.1")
-
-
-def _port(number: int, name: str) -> int:
-    if not 0 <= number <= PORT_MAX:
-        raise ConfigError(f"{name} is {number}: it must be in [0, {PORT_MAX}]")
-    return number
 
 
 def dead_after_s(environ: Mapping[str, str], argument: timedelta | float | None = None) -> float:
@@ -303,10 +315,9 @@ class _Settings:
         """Return a text; None if neither source gives one. An empty text counts as none."""
         return self._first(argument or None, name, variable, str, default=None) or None
 
-    def integer(self, argument: int | None, name: str, variable: str, default: int) -> int:
-        if argument is not None and (not isinstance(argument, int) or isinstance(argument, bool)):
-            raise ConfigError(f"{name} is {argument!r}: it must be a whole number")
-
+    def integer(
+        self, argument: int | None, name: str, variable: str, *, default: int = 0, most: float = math.inf
+    ) -> int:
         def parse(text: str) -> int:
             try:
                 return int(text)
@@ -315,7 +326,9 @@ class _Settings:
                     f"the environment variable {variable} is {text!r:.100}: it must be a whole number"
                 ) from None
 
-        return self._first(argument, name, variable, parse, default)
+        return whole_number(
+            self._first(argument, name, variable, parse, default), f"{name} ({variable})", most=most
+        )
 
     def seconds(
         self,

@@ -32,7 +32,7 @@ from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.collectives import ErrorFeedback, check_quantizable
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import RankJoin, Verdict
-from torchft_like.core.step import Share, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.step import Share, StepProtocol, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
 from torchft_like.errors import (
     ConfigError,
@@ -45,7 +45,7 @@ from torchft_like.errors import (
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.catching_up import STEPS_KEPT_MAX, Replay
-from torchft_like.manager.config import ManagerArguments, resolve
+from torchft_like.manager.config import ManagerArguments, resolve, step_rules
 from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.group_store import connect, start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
@@ -58,7 +58,8 @@ from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
 from torchft_like.quantization import FP8, format_named
 from torchft_like.runtime import living
-from torchft_like.runtime.durations import seconds_of
+from torchft_like.runtime.durations import SECONDS_MAX, seconds_of
+from torchft_like.runtime.numbers import whole_number
 
 T = TypeVar("T")
 logger = logging.getLogger("torchft_like")
@@ -166,7 +167,7 @@ class Manager:
             spare=spare,
         )
         self._config = config = resolve(arguments, os.environ)
-        self._rules = rules = StepRules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
+        self._rules = rules = step_rules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._replica_id, self._init_sync, self._checks = config.replica_id, init_sync, []
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
@@ -230,9 +231,8 @@ class Manager:
         if not self._transport.keeps_offers:
             name = type(self._transport).__name__
             raise ConfigError(f"a replay needs a transport that keeps snapshots (HTTPTransport), not {name}")
-        if steps_max < 1:
-            raise ConfigError(f"steps_max is {steps_max}, must be above 0")
-        self._exchange.replay, self._protocol.steps_kept_max = replay, steps_max
+        self._protocol.steps_kept_max = whole_number(steps_max, "steps_max", 1)
+        self._exchange.replay = replay
 
     def allow_state_dict_read(self) -> None:
         """Declare the state consistent again; peers may be served at the end of a step."""
@@ -298,7 +298,8 @@ class Manager:
             last.wait_configured(self._driver.why_no_quorum)
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
         self._state.look(self._transport.check_state)
-        attempt = Attempt(allow_heal, limit_s * (1 + self._config.quorum_retries))
+        limit_s = min(limit_s * (1 + self._config.quorum_retries), SECONDS_MAX)
+        attempt = Attempt(allow_heal, limit_s)
         own = self._driver.begin(attempt)
         attempt.fingerprint = self._driver.divergence.take(own.step)
         attempt.ask = partial(self._ask, attempt, own, shrink_only)

@@ -135,8 +135,30 @@ def test_a_host_on_which_nothing_can_listen_here_is_named_with_its_variable(
 def test_a_wrong_argument_is_named() -> None:
     with pytest.raises(ConfigError, match="timeout is 0"):
         config(timeout=0)
-    with pytest.raises(ConfigError, match="port is '80'"):
+    with pytest.raises(ConfigError, match=r"port \(TORCHFT_MANAGER_PORT\) is '80'"):
         config(port="80")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"min_replica_size": "2"},
+        {"min_replica_size": None},
+        {"min_replica_size": -1},
+        {"min_replica_size": 1.5},
+        {"max_retries": -1},
+        {"max_retries": "3"},
+        {"quorum_retries": -1},
+        {"world_size_mode": "FIXED_WITH_SPARES"},
+        {"world_size_mode": 1},
+    ],
+    ids=str,
+)
+def test_a_manager_refuses_a_wrong_number_before_it_meets_anybody(wrong: dict[str, Any]) -> None:
+    ((name, value),) = wrong.items()
+    given: dict[str, Any] = {"min_replica_size": 1, "lighthouse_addr": "127.0.0.1:1", "connect_timeout": 1}
+    with pytest.raises(ConfigError, match=rf"{name}( \(.*\))? is {value!r}: it must be"):
+        Manager(ProcessGroupDummy(0, 1), None, None, **{**given, **wrong})
 
 
 @pytest.mark.parametrize(
