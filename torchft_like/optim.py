@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
 
 
@@ -20,9 +21,17 @@ class OptimizerWrapper(Optimizer):
 
         if optimizer.step():
             scheduler.step()
+
+    Raises:
+        NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step.
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
+        if isinstance(optim, torch.optim.LBFGS):
+            raise NotSupportedError(
+                "LBFGS evaluates the model as often as it likes within a step, each replica another number of "
+                "times: take an optimizer whose step needs no closure"
+            )
         # The base class is not initialized: state and parameters are the wrapped optimizer's.
         self.optim = optim
         self.manager = manager
@@ -32,7 +41,7 @@ class OptimizerWrapper(Optimizer):
         self.manager.start_quorum()
         self.optim.zero_grad(set_to_none)
 
-    def step(self, closure: None = None) -> bool:  # type: ignore[override]
+    def step(self, closure: Callable[[], object] | None = None) -> bool:  # type: ignore[override]
         """End the step: update the parameters if it was committed, and return whether it was.
 
         The Manager's `current_step` does not tell: it grows, too, where this replica has healed in a step
@@ -41,11 +50,12 @@ class OptimizerWrapper(Optimizer):
         If the optimizer raises, or is not called because of a Ctrl-C, the parameters may lack a committed
         step, or a part of it: a script that goes on nevertheless takes over a peer's state in its next step.
 
-        Raises:
-            ValueError: a closure was given; it would evaluate the model outside of the step.
+        Args:
+            closure: calls `zero_grad` and evaluates the model and its gradients, as the closures of Lightning
+              do. It is called once, first.
         """
         if closure is not None:
-            raise ValueError("OptimizerWrapper.step takes no closure: evaluate the model before it")
+            closure()
         before = self.manager.current_step()
         try:
             committed = self.manager.should_commit()

@@ -10,6 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,6 +27,7 @@ from torchft_like.errors import (
     CollectiveRefusedError,
     ConfigError,
     MemberLostError,
+    NotSupportedError,
     ProcessGroupAbortedError,
     QuorumTimeoutError,
     ShutdownError,
@@ -439,11 +441,30 @@ def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
     assert state_bytes({"a": torch.zeros(3), "b": [torch.zeros(2, dtype=torch.int8), 5, ("x",)]}) == 14
 
 
-def test_an_optimizer_takes_no_closure() -> None:
-    optimizer = OptimizerWrapper(None, torch.optim.SGD([torch.zeros(1)], lr=1.0))  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="no closure"):
-        optimizer.step(lambda: 0.0)  # type: ignore[arg-type]
-    assert optimizer.param_groups[0]["lr"] == 1.0
+def test_a_closure_is_evaluated_once_and_before_the_vote() -> None:
+    parameter = torch.nn.Parameter(torch.ones(1))
+    calls: list[str] = []
+    manager = SimpleNamespace(
+        current_step=lambda: 0,
+        start_quorum=lambda: calls.append("start_quorum"),
+        should_commit=lambda: not calls.append("should_commit"),
+    )
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD([parameter], lr=1.0))  # type: ignore[arg-type]
+
+    def closure() -> float:
+        calls.append("closure")
+        optimizer.zero_grad()
+        (parameter * 0.25).sum().backward()
+        return 7.0
+
+    assert optimizer.step(closure) is True
+    assert calls == ["closure", "start_quorum", "should_commit"]
+    assert parameter.item() == 0.75
+
+
+def test_an_optimizer_that_evaluates_the_model_as_often_as_it_likes_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match="LBFGS evaluates the model"):
+        OptimizerWrapper(None, torch.optim.LBFGS([torch.zeros(1)]))  # type: ignore[arg-type]
 
 
 class HealedIn(NamedTuple):
