@@ -130,18 +130,20 @@ def test_the_default_group_survives_a_killed_rank(ranks: Ranks, store: TCPStore,
     survivors.ask(job.destroy)
 
 
-def test_the_owner_of_the_default_group_can_abort_it(ranks: Ranks, store: TCPStore) -> None:
+@pytest.mark.parametrize("ending", job.ENDINGS)
+def test_what_waits_for_the_default_group_ends_with_it(ranks: Ranks, store: TCPStore, ending: str) -> None:
     ranks.ask(job.init, "torchft-gloo", WORLD, agents(store))
     first, second, _ = ranks  # the third never calls
     Ranks([first, second]).ask(job.reduce_in_background)
     time.sleep(FELT_S)
-    assert Ranks([first]).ask(job.abort_and_join) == ["ProcessGroupAbortedError"]
-    assert Ranks([second]).ask(job.abort_and_join)[0].removeprefix("was not blocked: ") in (
+    assert Ranks([first]).ask(job.end_and_join, ending) == ["ProcessGroupAbortedError"]
+    assert Ranks([second]).ask(job.end_and_join, ending)[0].removeprefix("was not blocked: ") in (
         "ProcessGroupAbortedError",
-        "PeerLostError",  # the abort of the first has come before its own
+        "PeerLostError",  # the first one has ended its group before
     )
-    ranks.ask(job.configure, fresh(store), WORLD)
-    assert ranks.ask(job.summed) == [6.0] * WORLD
+    if ending == "the owner aborts":
+        ranks.ask(job.configure, fresh(store), WORLD)
+        assert ranks.ask(job.summed) == [6.0] * WORLD
 
 
 @pytest.mark.skipif(not hasattr(dist, "_reconfigure"), reason="torch has it from 2.14 on")

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo  # functional collectives import it when first used: this way once, and not in every rank
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -65,10 +66,17 @@ def reduce_in_background(here: Here, rank: int) -> str:
     return "begun"
 
 
-def abort_and_join(here: Here, rank: int) -> str:
+ENDINGS = {
+    "the owner aborts": lambda: default().abort("the owner says so"),
+    "torch destroys": lambda: dist.destroy_process_group(),
+    "torch aborts": lambda: c10d._abort_process_group(),
+}
+
+
+def end_and_join(here: Here, rank: int, ending: str) -> str:
     if not here.blocked.is_alive():
         return f"was not blocked: {here.outcome}"
-    default().abort("the owner says so")
+    ENDINGS[ending]()
     here.blocked.join(60)
     return str(here.outcome)
 
