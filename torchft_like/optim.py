@@ -29,7 +29,7 @@ class OptimizerWrapper(Optimizer):
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
         if isinstance(optim, torch.optim.LBFGS):
             raise NotSupportedError(
-                "LBFGS evaluates the model as often as it likes within a step, each replica another number of "
+                "LBFGS evaluates the model as often as it likes in a step, each replica another number of "
                 "times: take an optimizer whose step needs no closure"
             )
         # The base class is not initialized: state and parameters are the wrapped optimizer's.
