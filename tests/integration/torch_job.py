@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -66,10 +66,10 @@ def reduce_in_background(here: Here, rank: int) -> str:
     return "begun"
 
 
-ENDINGS = {
+ENDINGS: Mapping[str, Callable[[], object]] = {
     "the owner aborts": lambda: default().abort("the owner says so"),
-    "torch destroys": lambda: dist.destroy_process_group(),
-    "torch aborts": lambda: c10d._abort_process_group(),
+    "torch destroys": dist.destroy_process_group,
+    "torch aborts": c10d._abort_process_group,
 }
 
 
