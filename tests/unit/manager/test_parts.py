@@ -444,17 +444,22 @@ def test_the_bytes_of_a_state_are_those_of_its_tensors() -> None:
 def test_a_closure_is_evaluated_once_and_before_the_vote() -> None:
     parameter = torch.nn.Parameter(torch.ones(1))
     calls: list[str] = []
+
+    def should_commit() -> bool:
+        calls.append("should_commit")
+        return True
+
     manager = SimpleNamespace(
         current_step=lambda: 0,
         start_quorum=lambda: calls.append("start_quorum"),
-        should_commit=lambda: not calls.append("should_commit"),
+        should_commit=should_commit,
     )
     optimizer = OptimizerWrapper(manager, torch.optim.SGD([parameter], lr=1.0))  # type: ignore[arg-type]
 
     def closure() -> float:
         calls.append("closure")
         optimizer.zero_grad()
-        (parameter * 0.25).sum().backward()
+        parameter.grad = torch.full((1,), 0.25)
         return 7.0
 
     assert optimizer.step(closure) is True
