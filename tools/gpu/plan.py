@@ -95,7 +95,7 @@ def _can_it_work() -> list[Probe]:
             "sums",
             "C1",
             "2 and 4 ranks on one GPU: every collective is right",
-            110,
+            160,
             ranks,
             "every_collective",
         ),
