@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchft_like import devices
 from torchft_like.errors import ConfigError
+from torchft_like.runtime.asides import run_aside
 from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
@@ -126,9 +127,9 @@ def complete(
 
 
 def aside(name: str, act: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Return the future of what `act` returns or raises on a daemon thread of that name."""
+    """Return the future of what `act` returns or raises on a thread of that name (`run_aside`)."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    threading.Thread(target=complete, args=(future, act), name=name, daemon=True).start()
+    run_aside(name, complete, future, act)
     return future
 
 

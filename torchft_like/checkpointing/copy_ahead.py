@@ -28,6 +28,7 @@ from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.shards import is_dtensor
 from torchft_like.dtypes import as_bytes
 from torchft_like.plain_data import Leaf
+from torchft_like.runtime.asides import run_aside
 from torchft_like.writing import is_dense
 
 ALIGNMENT = 64
@@ -157,7 +158,7 @@ class CopyAhead(Copying):
         self._list: Callable[[], Iterable[torch.Tensor]] | None = tensors
         self._lender = lender
         self._begun: dict[object, _Begun] = {}
-        threading.Thread(target=self._run, name="torchft-copy-ahead", daemon=True).start()
+        run_aside("torchft-copy-ahead", self._run)
 
     def take(self, leaves: Sequence[Leaf]) -> dict[int, list[Piece]]:
         """Return by its index the pieces of each leaf of a state that is still as it was; `finish` copies the

@@ -57,6 +57,7 @@ from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.swallowing import GroupManager
+from torchft_like.runtime.asides import run_aside
 from torchft_like.runtime.durations import as_timedelta, seconds_of
 
 GRACE_S = 5.0
@@ -262,7 +263,7 @@ class Change:
                 self.fail(f"could not meet the others: {error}")
             self._prepared.set()
 
-        threading.Thread(target=meet, name="torchft-change", daemon=True).start()
+        run_aside("torchft-change", meet)
 
     def fail(self, reason: str) -> None:
         """Abort the groups: the change cannot come about, or its members cannot communicate any more."""
@@ -310,7 +311,7 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
             _logger.info("not all members have heard of the change: %s", error)
         old.set(reason)
 
-    threading.Thread(target=close, name="torchft-change-retire", daemon=True).start()
+    run_aside("torchft-change-retire", close)
 
 
 def _left(deadline: float) -> timedelta:

@@ -56,6 +56,7 @@ from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.torch_interface import abort_groups_of_torch
 from torchft_like.process_group.work import DeferredOperation, FinishedOperation
+from torchft_like.runtime.asides import awaited_at_exit
 
 logger = logging.getLogger(__name__)
 _drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
@@ -481,7 +482,7 @@ class QuorumWorker:
         while (entry := self._jobs.get()) is not None:
             job, on_error = entry
             try:
-                with devices.beside_captures(self.device):
+                with awaited_at_exit(), devices.beside_captures(self.device):
                     job()
             # It may be an error of a user's transport, and later jobs have to run nevertheless.
             except Exception as error:

@@ -31,7 +31,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
@@ -57,10 +56,9 @@ from torchft_like.process_group.work import (
     Operation,
     wait_until,
 )
+from torchft_like.runtime.asides import run_aside
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
-# Backends go in milliseconds, on a busy machine in seconds; a process that does not wait for them is aborted.
-CLEANUP_SECONDS_AT_EXIT = 15.0
 # Seconds after its own limits at which a `configure` is given up.
 CONFIGURE_GRACE_S = 5.0
 SLICE_S = 0.1
@@ -282,6 +280,7 @@ class AbandonableOperation(FollowingOperation):
 
         try:
             with self._abort.ends(ended.set):
+                # Not `run_aside`: the end of the process would wait for it, too, and in vain.
                 threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
                 ended.wait()
             self._abort.check()
@@ -373,7 +372,7 @@ class Generation:
             ProcessGroupError: the backend could not be made; the cause says why.
         """
         if self.configuration.reason is None:
-            _run_aside(self._make, create)
+            run_aside(_ASIDE, self._make, create)
         else:
             self._gone.set()
         try:
@@ -446,7 +445,7 @@ class Generation:
             if backend is not None:
                 backend.break_off()
         if is_first and backend is not None:
-            _run_aside(partial(self._rest, in_any_case=False), backend, type(error)(*error.args))
+            run_aside(_ASIDE, self._rest, backend, type(error)(*error.args), in_any_case=False)
 
     def error(self) -> Exception | None:
         """Return the error that ended the generation; None while it is usable."""
@@ -463,7 +462,7 @@ class Generation:
         with self._lock:
             backend, self._backend, self._methods = self._backend, None, None
         if backend is not None:
-            _run_aside(self._dispose, backend)
+            run_aside(_ASIDE, self._dispose, backend)
         self._settled.set()
 
     def wait_gone(self, seconds: float) -> bool:
@@ -533,11 +532,6 @@ _living: weakref.WeakSet[Generation] = weakref.WeakSet()
 _ASIDE = "torchft-process-group"
 
 
-def _run_aside(work: Callable[..., object], *args: Any) -> None:
-    """Run `work` on a new thread, which is joined, within limits, at exit."""
-    threading.Thread(target=work, args=args, name=_ASIDE, daemon=True).start()
-
-
 def _leave_to_the_parent() -> None:
     """Leave the backends to the parent, sockets included; runs in a fork, such as a data-loader worker."""
     for generation in _living:
@@ -549,18 +543,10 @@ in_each_fork(Turn.LOCKS, _leave_to_the_parent)
 
 
 @atexit.register
-def _clean_up() -> None:
-    """End all generations at exit, and wait until they are gone.
+def _end_all() -> None:
+    """End all generations at exit, and with them what other threads wait for; `asides` waits for those.
 
-    A backend's thread that drops a tensor in a finished interpreter ends the process with a crash; so does a
-    thread that comes out of a backend's destructor there.
+    A backend's thread that drops a tensor in a finished interpreter ends the process with a crash.
     """
     for generation in list(_living):
         generation.end("the process is ending")
-    deadline = time.monotonic() + CLEANUP_SECONDS_AT_EXIT
-    while (aside := [t for t in threading.enumerate() if t.name == _ASIDE]) and time.monotonic() < deadline:
-        for thread in aside:
-            if thread.is_alive():
-                thread.join(max(0.0, deadline - time.monotonic()))
-            else:  # it is just being started, and cannot be joined yet
-                time.sleep(LOOK_PAUSE_S)

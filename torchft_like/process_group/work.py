@@ -28,6 +28,7 @@ from torch.futures import Future
 from torchft_like.devices import after, beside_captures
 from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
+from torchft_like.runtime.asides import run_aside
 from torchft_like.runtime.durations import seconds_of
 
 FOREVER = math.inf
@@ -90,9 +91,7 @@ class Operation(Work):
         By default a thread that waits completes it.
         """
         future = empty_future()
-        threading.Thread(
-            target=self._complete_by_waiting, args=(future,), name="torchft-operation", daemon=True
-        ).start()
+        run_aside("torchft-operation", self._complete_by_waiting, future)
         return future
 
     def _complete_by_waiting(self, future: Future[Any]) -> None:
@@ -282,7 +281,7 @@ class DeferredOperation(FollowingOperation):
 
         def complete(done: Future[Any]) -> None:
             if threading.get_ident() == beginner:
-                threading.Thread(target=copy, args=(done,), name="torchft-operation", daemon=True).start()
+                run_aside("torchft-operation", copy, done)
             else:
                 copy(done)
 

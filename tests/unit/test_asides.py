@@ -1,0 +1,68 @@
+"""The end of a process waits for what threads of its own do in C++. Each test runs a program to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchft_like.testing.processes import Processes, RunningProcess
+
+MULTIPLIES = """
+import os, sys, threading
+import torch
+from torchft_like.futures import aside
+from torchft_like.manager.quorum_driver import QuorumWorker
+
+has_begun = threading.Event()
+
+def multiply():
+    has_begun.set()
+    ones = torch.ones(2000, 2000)
+    for _ in range(5):  # it is in C++ nearly all the time
+        torch.mm(ones, ones)
+
+{begin}
+has_begun.wait()
+{then}
+"""
+ON_A_THREAD_OF_ITS_OWN = "aside('multiplies', multiply)"
+ON_A_THREAD_THAT_GOES_ON = "QuorumWorker().submit(multiply)"
+
+
+@pytest.fixture
+def run(processes: Processes, tmp_path: Path) -> Callable[[str, str], RunningProcess]:
+    """Runs a program to its end that begins something in one way, and ends in another."""
+
+    def run(begin: str, then: str) -> RunningProcess:
+        script = tmp_path / "program.py"
+        script.write_text(MULTIPLIES.format(begin=begin, then=then))
+        done = processes.fork(str(script))
+        done.wait()
+        return done
+
+    return run
+
+
+@pytest.mark.parametrize("begin", [ON_A_THREAD_OF_ITS_OWN, ON_A_THREAD_THAT_GOES_ON])
+@pytest.mark.parametrize(("then", "exit_code"), [("", 0), ("sys.exit(3)", 3), ("raise OSError", 1)])
+def test_a_process_that_ends_amid_a_call_of_torch_keeps_its_exit_status(
+    run: Callable[[str, str], RunningProcess], begin: str, then: str, exit_code: int
+) -> None:
+    done = run(begin, then)
+    assert done.exit_code == exit_code, done.output
+    assert "terminate called" not in done.output
+
+
+def test_a_fork_waits_for_no_thread_of_its_parent(run: Callable[[str, str], RunningProcess]) -> None:
+    begin = "aside('waits', threading.Event().wait)\nhas_begun.set()"
+    forks = """
+from torchft_like.runtime import asides
+if (child := os.fork()) == 0:
+    sys.exit(4)  # after SECONDS_AT_EXIT, if it waits
+asides.SECONDS_AT_EXIT = 0.0
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    done = run(f"from torchft_like.runtime import asides; asides.SECONDS_AT_EXIT = 1e6\n{begin}", forks)
+    assert done.exit_code == 4, done.output
