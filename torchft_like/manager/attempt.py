@@ -117,6 +117,13 @@ class Attempt:
         self.verdict = verdict
         self._decided.set()
 
+    def reopen(self) -> None:
+        """Let the ranks vote once more, unless the attempt has ended."""
+        self.verdict = None
+        self._decided.clear()
+        if self.error is not None:
+            self._decided.set()
+
     def fail(self, error: Exception) -> None:
         """End the attempt with an error, which every waiting thread gets."""
         self.error = self.error or error

@@ -177,7 +177,7 @@ class Manager:
         self._transport.use_host(config.host)
         self._exchange = StateExchange(config, protocol, group, state, self._transport, self._emit)
         self._driver = QuorumDriver(config, protocol, group, self._exchange, self._emit)
-        self._reducer = Reducer(protocol, group, self._driver)
+        self._reducer, self._exchange.agree = Reducer(protocol, group, self._driver), self._all_have_fetched
         try:
             # The group is prepared first: as soon as the lighthouse knows this replica, others wait for it.
             self._group.pg.prepare(timedelta(seconds=config.timeout_s))
@@ -660,6 +660,15 @@ class Manager:
         except ForeignStateError as error:
             self._driver.end(error, f"it is not of this job: {error}")
             raise
+
+    def _all_have_fetched(self, attempt: Attempt, has_fetched: bool) -> bool:
+        """Vote on whether the state can be loaded, before the vote on the step."""
+        if self._is_alone:
+            return has_fetched
+        vote = Verdict(self._protocol.step, False, passed=has_fetched, has_fetched=has_fetched)
+        verdict = self._verdict_of_all(attempt, vote, self._config.timeout_s)
+        attempt.reopen()
+        return verdict.has_fetched
 
     def _verdict_of_all(self, attempt: Attempt, vote: Verdict, bound_s: float) -> Verdict:
         """Vote; return the replica group's verdict on the step, which is the same on every rank."""

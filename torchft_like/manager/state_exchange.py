@@ -38,7 +38,13 @@ from torchft_like.checkpointing.transport import CheckpointTransport, Destinatio
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.step import Plan, StepProtocol
-from torchft_like.errors import CheckpointError, FaultToleranceError, ForeignStateError, MemberLostError
+from torchft_like.errors import (
+    CheckpointError,
+    FaultToleranceError,
+    ForeignStateError,
+    MemberLostError,
+    StepLostError,
+)
 from torchft_like.futures import aside
 from torchft_like.manager import kept_state
 from torchft_like.manager.attempt import Attempt
@@ -96,6 +102,7 @@ class StateExchange:
 
     Attributes:
         replay: takes the script's steps again, if there is one.
+        agree: tells whether all ranks of the replica group have what this one says that it has, or not.
     """
 
     def __init__(
@@ -114,6 +121,7 @@ class StateExchange:
         self._transport = transport
         self._emit = emit
         self.replay: Replay | None = None
+        self.agree: Callable[[Attempt, bool], bool] = lambda _, has_fetched: has_fetched
         self._keeper = kept_state.present()
         self._beside: Future[Fetched] | None = None  # a state on its way beside the steps
         self._is_serving = self._has_rehearsed = False
@@ -228,6 +236,8 @@ class StateExchange:
     def _heal(self, attempt: Attempt, result: QuorumResult) -> None:
         """Take over the peer's state; without it this replica does not commit.
 
+        All ranks of the group load, or none: the script's function may use collectives of theirs.
+
         A failure loses the others nothing where they do not count this replica, which adds zeros then; where
         they count it (`StepProtocol.is_counted_on`) no replica commits.
         """
@@ -244,7 +254,15 @@ class StateExchange:
             state, destination = self._fetch(fetching, result, attempt.sources, own, timeout_s)
         except Exception as error:  # noqa: BLE001 - of a user's transport, perhaps, or a lack of memory or threads
             self._fetching = None
+            self.agree(attempt, False)
             self._fail(attempt, result, error, group_broken=self._protocol.is_counted_on)
+            return
+        if not self.agree(attempt, True):
+            if destination.is_written:
+                with self._group.lock:
+                    self._protocol.lose_state()
+            lost = StepLostError("another rank of this replica group has not fetched the state")
+            self._fail(attempt, result, lost, group_broken=self._protocol.is_counted_on)
             return
         self._load(state, cast("dict[str, object]", destination.own["user"]) if destination.own else None)
 

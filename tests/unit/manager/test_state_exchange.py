@@ -275,6 +275,29 @@ def test_a_rank_asks_for_its_own_state_whatever_it_knows_of_the_source(replica: 
     assert asked == ["asked"]
 
 
+@pytest.mark.parametrize("arrives", [True, False])
+def test_a_state_is_loaded_by_all_ranks_of_a_group_or_by_none(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, arrives: bool
+) -> None:
+    """The script's function may use collectives of the group."""
+    loaded, said = list[Any](), list[bool]()
+
+    def receive(**_: object) -> object:
+        if not arrives:
+            raise CheckpointError("its source is gone")
+        return {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
+
+    def agree(_: Attempt, has_fetched: bool) -> bool:
+        said.append(has_fetched)
+        return False
+
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", receive)
+    monkeypatch.setattr(replica.exchange, "agree", agree)
+    replica.registry.register("model", loaded.append, dict)
+    assert not replica.end(replica.begin(5, **HEALS))
+    assert (said, loaded, replica.protocol.step) == ([arrives], [], 0)
+
+
 def test_a_step_that_has_failed_heals_all_the_same(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script whose steps fail for as long as somebody heals would never get on; it waits less long."""
     replica.registry.register("model", ignore, dict)
