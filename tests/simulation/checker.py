@@ -90,7 +90,12 @@ class Checker:
     # -- the lighthouse, as every observer can see it
 
     def lighthouse_started(self) -> None:
-        """Forget all sessions: a new lighthouse knows no replica."""
+        """Forget all sessions, as a new lighthouse knows no replica. Forget the quorums, too, where no
+        process lives that was in one, and no checkpoint is loaded: nobody can tell it of them.
+        """
+        homes = [self._world.homes[f"http://{process.partition('/')[0]}"] for process in self._seen]
+        if not self._world.scenario.saves and not any(home.is_alive for home in homes):
+            self._ids.clear()
         self._connected.clear()
         self._waiting.clear()
         self._told_of.clear()
@@ -340,10 +345,10 @@ class Checker:
         self._record(rank, order)
 
     def _check_overlap(self, step: int, quorum_id: int, ids: Ids, quorums: list[tuple[int, Ids]]) -> None:
-        """Check that any two quorums share a replica group, or a start of it, where `min_replicas` is above
-        one half of all, spares included.
+        """Check that any two quorums share a replica group, or a start of it, where `min_replica_size` is
+        above one half of all, spares included.
         """
-        if 2 * self._world.scenario.min_replicas <= len(self._world.slots):
+        if 2 * self._world.scenario.min_replica_size <= len(self._world.slots):
             return
         slots = {i.partition(":")[0] for i in ids}
         for other, members in quorums:

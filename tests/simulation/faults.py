@@ -467,6 +467,13 @@ class Faults:
         rank = self._rank(draws)
         return rank.name if rank is not None and rank.state == RUNNING and rank.give_up() else None
 
+    def _time_out(self, draws: Draws) -> str | None:
+        """Let what a rank waits for take longer than its timeout."""
+        rank = self._rank(draws)
+        if rank is None or rank.state != RUNNING or not rank.time_out(is_noticed=draws[2] < 0.5):
+            return None
+        return rank.name
+
     def _order(self, kind: str, draws: Draws) -> None:
         """Have the script of a rank do something once, at the next place where it can; that is felt then."""
         if (rank := self._rank(draws)) is not None:

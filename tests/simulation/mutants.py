@@ -234,7 +234,7 @@ leaves behind in silence: who was too slow hears that it is over (122, progress)
 QuorumCore._form
 - decisions.append(QuorumOver(session.number, replica_id, last_id))
 + pass
-keeps no distance: no id twice where the clock was set back (14, monotonic)
+keeps no distance: no id twice where the clock was set back (79, monotonic)
 QuorumCore._use_up
 - quorum_id + self._leap
 + quorum_id
@@ -430,6 +430,10 @@ lets others go on: who is counted and cannot heal spoils the step (14, no_zombie
 StepProtocol.is_counted_on = False
 keeps a torn state: who has a part of a peer's state has none (104, heal_is_clean)
 StepProtocol.lose_state = None
+counts on those that heal: in a first step its source's gradients count (1989, heal_is_clean)
+StepProtocol._choose_participants
+- result.late_ranks if
++ result.late_ranks if result.max_world_size == result.replica_world_size and
 votes yes after an error: a failed step is not committed (0, heal_is_clean)
 StepProtocol.vote
 - self.objection is None

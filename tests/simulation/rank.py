@@ -20,7 +20,7 @@ from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
-from torchft_like.core.step import Plan, StepRules
+from torchft_like.core.step import Plan, StepRules, WorldSizeMode
 
 if TYPE_CHECKING:
     from tests.simulation.fragments import Fragments
@@ -57,7 +57,8 @@ class Rank(Process):
         self.number = number
         self.process = f"{replica.world.next_process()}".encode()
         self.name = replica.replica_id if scenario.ranks == 1 else f"{replica.replica_id}/{number}"
-        rules = StepRules(scenario.min_replicas, use_async_quorum=scenario.async_quorum)
+        mode = WorldSizeMode.FIXED_WITH_SPARES if scenario.is_fixed else WorldSizeMode.DYNAMIC
+        rules = StepRules(scenario.min_replica_size, scenario.async_quorum, mode)
         self.protocol = world.cores.protocol(rules)
         seed = replica.slot * 1000 + replica.incarnation if scenario.init_sync else 0
         self.parameters = mix(seed, number)
@@ -167,10 +168,7 @@ class Rank(Process):
     @property
     def is_anew(self) -> bool:
         """Whether members count that take over the state of another one, as all do in the first step."""
-        result = self._result
-        return result is not None and (
-            len(result.healing_replica_ids) + result.max_world_size > result.replica_world_size
-        )
+        return self._result is not None and bool(self._result.late_ranks)
 
     def give_up(self) -> bool:
         """Begin the next step without a verdict on this one, as after an exception in it; return False if
@@ -184,6 +182,36 @@ class Rank(Process):
         self._named = None  # it asks at the step that it has given up
         if self._configured:
             self.replica.world.after(0.0, self, self._begin_after, self._attempt)
+        return True
+
+    def time_out(self, *, is_noticed: bool) -> bool:
+        """Let what this rank waits for take longer than its timeout; return False if it waits for nothing.
+
+        The script goes on with the next step if there was no quorum in time.
+
+        Args:
+            is_noticed: whether its peers notice that it configures its process group no more. In a
+                collective it is the timeout of operations then, else that of joins.
+        """
+        if (mesh := self._configuring) is not None:
+            self._configuring = None
+            if is_noticed:
+                mesh.leave(self)
+            self._fail(mesh.quorum_id)
+            self._open()
+        elif self.phase == COLLECTIVE and self.group_mesh is not None:
+            if is_noticed or self.number > 0:
+                self.hear_broken(self.group_mesh)
+            else:
+                return self.replica.overdue(self.protocol.quorum_id)
+        elif self.phase == HEAL and self._source is not None:
+            self._heal_failed(self._attempt)
+        elif self._beside is not None:
+            self._fetch_failed(self._fetches)
+        elif self.phase in (GATE, PREPARE, GIVEN_UP) and (self._is_waiting or not self._is_agreed):
+            self.begin()
+        else:
+            return False
         return True
 
     def _begin_after(self, attempt: int) -> None:
@@ -345,7 +373,7 @@ class Rank(Process):
 
     def _is_excused(self) -> bool:
         """Return whether there is a reason for not committing."""
-        too_few = self.protocol.num_participants < self.replica.world.scenario.min_replicas
+        too_few = self.protocol.num_participants < self.replica.world.scenario.min_replica_size
         return too_few or self._trouble == self.protocol.quorum_id or self._trouble_attempt == self._attempt
 
     def hear_verdict(self, verdict: Verdict) -> None:

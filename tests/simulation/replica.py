@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 BACKOFF_MIN_S = 0.01
 BACKOFF_MAX_S = 0.08
 LIARS_STEP = 1_000_000
+LATE = 6  # in keepalives, the longest for which the others of its group wait for a rank to start
 
 
 class JoinMessage(NamedTuple):
@@ -92,8 +93,10 @@ class Replica:
         world.homes[self.address] = self
         world.tell(self.replica_id, "starts")
         self._connect()
+        late = int(world.random() * len(self.ranks)) if scenario.starts_late else -1
         for rank in self.ranks:
-            world.after(world.latency(), rank, rank.start)
+            wait = LATE * scenario.keepalive_s * world.random() if rank.number == late else 0.0
+            world.after(wait + world.latency(), rank, rank.start)
 
     @property
     def is_spare(self) -> bool:
@@ -232,6 +235,14 @@ class Replica:
             self.world.after(0.0, self.server, self._vote_stalled, quorum_id, for_long)
         elif self.world.scenario.stall_s < math.inf:
             self.perform(self.core.step_stalled(quorum_id, for_long=for_long))
+
+    def overdue(self, quorum_id: int) -> bool:
+        """Let the core know that its rank has waited for others for as long as the lighthouse waits for one;
+        return False if that changes nothing.
+        """
+        effects = self.core.step_overdue(quorum_id, self.world.scenario.join_timeout_s)
+        self.perform(effects)
+        return bool(effects)
 
     def _vote_stalled(self, quorum_id: int, for_long: bool) -> None:
         if self.ranks[0].phase == VERDICT:

@@ -46,6 +46,7 @@ EVENT_KINDS = (
     "spare_crash",
     "trainer_pause",
     "trainer_cut",
+    "time_out",
 )
 RANK_KINDS = ("rank_session_break", "rank_replaced")  # to what is between the ranks of a replica group
 SILENCE_KINDS = ("trainer_pause", "trainer_cut")  # where processes run their functions again
@@ -84,6 +85,10 @@ LYING = (14,)  # the seeds, modulo 32, of jobs in which some replica groups lie 
 
 CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which replica groups catch up
 
+# The seeds, modulo 41, in which operations take longer than their timeouts, a rank of a replica group starts
+# late, or steps have a fixed number of participants, or need more of them than the lighthouse.
+TIMING_OUT, STARTING_LATE, FIXED, DEMANDING = 15, 19, 21, 30
+
 LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
 
 # A replica group that has just started says that it is at a step far ahead: counted, not switched on.
@@ -101,7 +106,7 @@ class Scenario:
     Attributes:
         replicas: replica groups of the job.
         ranks: ranks of each of them.
-        min_replicas: of the lighthouse and of the step protocol.
+        min_replicas: of the lighthouse.
         kinds: the kinds of faults that are switched on.
         gap_s: mean time between two faults of EVENT_KINDS.
         latency_s: mean time that a message takes.
@@ -133,6 +138,9 @@ class Scenario:
         spares: how many replica groups wait for a place beside those of the job.
         has_liars: whether replica groups that start again may say that they are at a step far ahead, while
             others are there that can show how far the job is.
+        starts_late: whether one rank of a replica group may start long after the others.
+        is_fixed: whether `min_replica_size` groups take part in a step, and the others add zeros.
+        min_replica_size: of the step protocol.
         fragments: how many fragments DiLoCo syncs in turn; 0: gradients are averaged in every step.
         inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
         delay_steps: the inner steps between the begin of a sync and its end.
@@ -194,6 +202,9 @@ class Scenario:
     waits_for_spares: bool = False
     spare_wait_s: float = 0.0
     has_liars: bool = False
+    starts_late: bool = False
+    is_fixed: bool = False
+    min_replica_size: int = 0
 
     @property
     def brief_s(self) -> float:
@@ -225,7 +236,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     flip = chance.random
     count = replicas or 3 + int(flip() * 5)
     ranks = 1 if flip() < 0.75 else 2 + int(flip() * 1.3)
-    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-9] + ORDER_KINDS if flip() < 0.5]
+    kinds = [kind for kind in MESSAGE_KINDS + EVENT_KINDS[:-10] + ORDER_KINDS if flip() < 0.5]
     if "delay" not in kinds and flip() < 0.7:
         kinds.append("delay")
     # Where no messages are held up, all of the same number of faults are events: they come faster, then.
@@ -285,7 +296,8 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_catching_up(scenario) if seed % 32 in CATCHING_UP else scenario
     scenario = _with_restarts(scenario) if seed % 32 in RESTARTING else scenario
     scenario = _with_long_steps(scenario) if seed % 32 in LONG_STEPS else scenario
-    scenario = replace(scenario, has_liars=seed % 32 in LYING)
+    scenario = replace(scenario, has_liars=seed % 32 in LYING, min_replica_size=scenario.min_replicas)
+    scenario = _with_what_is_rare(scenario, seed % 41)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
 
@@ -302,6 +314,18 @@ def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
         scenario = replace(scenario, kinds=(*scenario.kinds, "foreign"))
     needs_name = scenario.saves or not {"restore", "foreign"}.isdisjoint(scenario.kinds)
     return replace(scenario, is_named=needs_name or apart() < 0.5)
+
+
+def _with_what_is_rare(scenario: Scenario, place: int) -> Scenario:
+    """Return the job with one more kind of fault, or another rule for who takes part in a step."""
+    if place == TIMING_OUT and not scenario.fragments:  # an exception of such a script gives no sync up
+        return replace(scenario, kinds=(*scenario.kinds, "time_out"))
+    if place == STARTING_LATE and not scenario.restarts:
+        return replace(scenario, ranks=max(scenario.ranks, 2), starts_late=True)
+    if place == DEMANDING:
+        few = scenario.without(["foreign"])  # which could be a quorum by itself
+        return replace(few, min_replicas=1, min_replica_size=few.replicas // 2 + 1, is_named=True)
+    return replace(scenario, is_fixed=place == FIXED)
 
 
 def _with_few_kinds(scenario: Scenario) -> Scenario:

@@ -136,7 +136,7 @@ class Simulation:
         scenario = self.world.scenario
         able = [r for r in self._present() if all(rank.state == RUNNING for rank in r.ranks)]
         began = Counter(first for r in able if (first := max(rank.first_quorum_id for rank in r.ranks)))
-        return not scenario.is_named and len(began) > 1 and max(began.values()) < scenario.min_replicas
+        return not scenario.is_named and len(began) > 1 and max(began.values()) < scenario.min_replica_size
 
     def _try_with(self, link: tuple[int, int]) -> None:
         """Check that all processes commit in spite of the link, after a restart of the lighthouse, too, and

@@ -131,6 +131,24 @@ class QuorumResult(NamedTuple):
         """The positions of the healing members among all."""
         return frozenset(map(self.replica_ids.index, self.healing_replica_ids))
 
+    @property
+    def late_ranks(self) -> frozenset[int]:
+        """The positions, among the up-to-date members, of those that take over the state of another one, as
+        all but one do in a first step.
+        """
+        behind = self.replica_world_size - self.max_world_size
+        if len(self.healing_replica_ids) <= behind:
+            return frozenset()
+        source = _first_source(self.commit_failures, self.max_world_size)
+        return frozenset(range(self.max_world_size)) - {source}
+
+
+def _first_source(commit_failures: int, up_to_date: int) -> int:
+    """Return the position among the up-to-date members of the first source: after a failed step another one
+    may work.
+    """
+    return commit_failures % up_to_date
+
 
 def assign(
     quorum_id: int,
@@ -162,7 +180,7 @@ def assign(
         wrong = set(divergence.replica_ids)
         up_to_date = [rank for rank in up_to_date if replica_ids[rank] not in wrong]
     commit_failures = max([member.commit_failures for member in members])
-    first = commit_failures % len(up_to_date)  # after a failed step another source may work
+    first = _first_source(commit_failures, len(up_to_date))
     sources = up_to_date[first:] + up_to_date[:first]
     if is_first:
         del sources[1:]

@@ -271,6 +271,7 @@ class ReplicaGroup:
     _is_released: bool = False  # the ranks know the step at which they ask
     _is_over: bool = False  # a member is gone, or gave the last quorum up
     _is_given_up: bool = False  # the lighthouse knows that this group commits nothing more in it
+    _unmet_quorum_id: int = 0  # of a later one, whose other members wait for this group in vain
     _joins: dict[int, RankJoin] = field(default_factory=dict)
     _open_join: GroupJoin | None = None
     _forms: dict[int, StateForm] = field(default_factory=dict)  # by rank, as it was last looked at
@@ -314,7 +315,7 @@ class ReplicaGroup:
             commit_failures=max([j.commit_failures for j in joins]),
             commit_quorum_id=commit_quorum_id,
             fingerprint=combine([j.fingerprint for j in joins]),
-            broken_quorum_id=max([j.broken_quorum_id for j in joins]),
+            broken_quorum_id=max([self._unmet_quorum_id, *(j.broken_quorum_id for j in joins)]),
             reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
             may_stand=not self._is_torn and all(j.may_stand for j in joins),
             own_failure=whose + worst.own_failure,
@@ -481,8 +482,13 @@ class ReplicaGroup:
     ) -> list[Effect]:
         """Handle a quorum of the lighthouse; the round is 0 for torchft's, which does not count rounds."""
         replica_ids = tuple(sorted([member.replica_id for member in participants]))
-        if self._open_join is None or self.replica_id not in replica_ids:
+        if self.replica_id not in replica_ids:
             return []
+        if self._open_join is None:  # a rank asked again as its first request was answered: nobody waits here
+            is_news = (quorum_id, round_number) != (self.last_quorum_id, self.last_quorum_round)
+            self._unmet_quorum_id = quorum_id if is_news else self._unmet_quorum_id
+            return []
+        self._unmet_quorum_id = 0
         joins, self._joins, self._open_join = self._joins, {}, None
         self._votes = {}  # from ranks that had withdrawn their joins: they are of an earlier quorum
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids

@@ -565,10 +565,7 @@ class StepProtocol:
             rank, size = result.max_replica_rank, result.max_world_size
         else:
             rank, size = result.replica_rank, result.replica_world_size
-        # In a first step members that count as up to date heal from one of them.
-        is_first = result.max_world_size == result.replica_world_size
-        heals = self._rules.use_async_quorum and allow_heal and is_first
-        late = result.healing_ranks if heals else ()
+        late = result.late_ranks if self._rules.use_async_quorum and allow_heal else ()
         counted = [rank for rank in range(size) if rank not in late]
         if self._rules.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
             if late and rank is not None:  # they are the spares, or nobody's gradients could count

@@ -43,6 +43,18 @@ def test_the_round_of_the_last_quorum_is_remembered_also_where_its_id_is_kept() 
     assert group.last_quorum_round == 5
 
 
+def test_others_that_wait_in_a_quorum_for_which_no_rank_waits_are_told_by_the_next_join() -> None:
+    """A rank whose time was up asks again just as its first request is answered; both are answered."""
+    group = ReplicaGroup("a", 1)
+    for late, broken in (((9, 1), 0), ((10, 2), 10), ((9, 2), 9)):  # the first is the answer again
+        group.rank_joined(join(0))
+        group.quorum_formed(9, members("a", "b"), 1)
+        assert group.quorum_formed(late[0], members("a", "b"), late[1]) == []
+        (said,) = group.rank_joined(join(0))
+        assert isinstance(said, GroupJoin)
+        assert said.broken_quorum_id == broken
+
+
 def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(1))

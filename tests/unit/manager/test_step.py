@@ -283,6 +283,25 @@ def test_in_a_first_step_with_spares_the_source_is_one_whose_gradients_count_who
     assert found == [((None, 1, 2), False), ((None, 1, 2), False), ((0, 1, 2), True)]
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("version", [(0, 0), (4, DISOWNED)])
+@pytest.mark.parametrize("mode", WorldSizeMode)
+def test_beside_one_that_is_behind_a_first_step_counts_the_gradients_of_its_source(
+    mode: WorldSizeMode, version: tuple[int, int]
+) -> None:
+    members = [
+        pb.QuorumMember(replica_id=i, step=step, commit_quorum_id=quorum_id, commit_failures=1)
+        for i, (step, quorum_id) in {"a": (0, NO_STATE), "b": version, "c": version}.items()
+    ]
+    found = []
+    for name in "abc":
+        p = protocol(1, world_size_mode=mode)
+        p.begin()
+        p.agreed(assign(1, members, name, 0, init_sync=True), allow_heal=True)
+        found.append((p.share.rank, p.is_participating))
+    assert found == [(None, False), (None, False), (0, True)]
+
+
 # A quorum that stands, on the trainers' side: the step protocol of a rank, and the ranks of a group.
 
 
