@@ -22,7 +22,7 @@ from typing import Any, Generic, Self, TypeVar
 import grpc
 
 from lighthouse import codec
-from lighthouse.address import Address, parse_address
+from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.admission import TEXT_MAX
 from lighthouse.core.history import Report
 from lighthouse.errors import AddressError
@@ -66,7 +66,7 @@ from torchft_like.core.replica_group import (
     Verdict,
 )
 from torchft_like.core.stall_watch import LONG_S, LOOK_EVERY_S, ProgressLog, StallWatch
-from torchft_like.errors import ConnectError, TrustError
+from torchft_like.errors import ConfigError, ConnectError, TrustError
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import (
     GROUP_KEY,
@@ -81,6 +81,7 @@ from torchft_like.manager_server.suspicion import DEAD_S, silent_peers, until_de
 from torchft_like.runtime import living
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
+from torchft_like.runtime.numbers import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,7 @@ class ManagerServer:
 
     Raises:
         AddressError, BindError: an address is malformed or cannot be listened on.
+        ConfigError: there is no replica id, or another value is not of its type.
         ConnectError: the lighthouse did not answer within `connect_timeout`.
     """
 
@@ -140,10 +142,13 @@ class ManagerServer:
         timeout: timedelta = timedelta(0),
         on_quorum: Callable[[int, QuorumSecret], None] = lambda *_: None,
     ) -> None:
+        if not isinstance(replica_id, str) or not replica_id:
+            raise ConfigError(f"replica_id is {replica_id!r:.100}: it must be a text with characters in it")
+        world_size = whole_number(world_size, "world_size", 1)
         self.replica_id, self._is_spare = replica_id, spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr, self._on_quorum = store_addr, on_quorum
-        self._hostname = hostname
+        self._hostname = parse_host(hostname, "hostname")
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
         self.group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._progress = ProgressLog()

@@ -31,7 +31,7 @@ from torchft_like.core.replica_group import (
     ToRank,
     Verdict,
 )
-from torchft_like.errors import ConnectError
+from torchft_like.errors import ConnectError, CoordinationError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
@@ -115,6 +115,26 @@ def test_a_start_that_ctrl_c_interrupts_leaves_no_session(
         with pytest.raises(KeyboardInterrupt):
             ManagerServer(*given)
     ManagerServer(*given, connect_timeout=timedelta(seconds=LIMIT_S)).close()  # the name is free again
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "name"),
+    [
+        (0, "", "replica_id"),
+        (0, 7, "replica_id"),
+        (2, "", "hostname"),
+        (5, -1, "world_size"),
+        (5, "2", "world_size"),
+    ],
+)
+def test_a_wrong_value_is_named_and_not_taken_for_a_lighthouse_that_is_silent(
+    lighthouse: LighthouseServer, place: int, value: Any, name: str
+) -> None:
+    limit = timedelta(seconds=LIMIT_S)
+    given: list[Any] = ["g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1, limit, limit]
+    given[place] = value
+    with pytest.raises(CoordinationError, match=f"{name} (is )?{value!r}"):
+        ManagerServer(*given)
 
 
 class DeafContext:
