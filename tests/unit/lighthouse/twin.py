@@ -353,6 +353,7 @@ class Twin:
         replica_id = self.owner(number)
         if replica_id is not None:
             self.clear(replica_id)
+            self.silent.discard(replica_id)
             if replica_id in self.last[1]:
                 self.departed.append(replica_id)
                 self.end_standing(replica_id, step, now, out)
