@@ -38,6 +38,7 @@ from typing import Any, NamedTuple
 
 from lighthouse.core.decisions import NO_STATE
 from lighthouse.core.identity import Identity
+from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded
 from torchft_like.core.assignment import QuorumMemberLike, QuorumResult, assign, none_if_empty
 from torchft_like.core.peer_links import PeerLinks, Probe
@@ -482,12 +483,11 @@ class ReplicaGroup:
     ) -> list[Effect]:
         """Handle a quorum of the lighthouse; the round is 0 for torchft's, which does not count rounds."""
         replica_ids = tuple(sorted([member.replica_id for member in participants]))
-        if self.replica_id not in replica_ids:
+        own = next((member for member in participants if member.replica_id == self.replica_id), None)
+        if own is None:
             return []
-        if self._open_join is None:  # a rank asked again as its first request was answered: nobody waits here
-            is_news = (quorum_id, round_number) != (self.last_quorum_id, self.last_quorum_round)
-            self._unmet_quorum_id = quorum_id if is_news else self._unmet_quorum_id
-            return []
+        if self._open_join is None or not _answers(own, self._open_join):
+            return self._meet_nobody(QuorumNumber(quorum_id, round_number))
         self._unmet_quorum_id = 0
         joins, self._joins, self._open_join = self._joins, {}, None
         self._votes = {}  # from ranks that had withdrawn their joins: they are of an earlier quorum
@@ -516,6 +516,18 @@ class ReplicaGroup:
                 )
             ]
         return [*answers]
+
+    def _meet_nobody(self, number: QuorumNumber) -> list[Effect]:
+        """Have the other members told not to wait in a quorum that answers an earlier request than the last
+        one: a rank may have asked again, as its time was up, before it could hear of the answer to the first.
+        """
+        if number == (self.last_quorum_id, self.last_quorum_round):
+            return []
+        self._unmet_quorum_id = number.quorum_id
+        if self._open_join is None:  # the next join says so
+            return []
+        self._open_join = self._open_join._replace(broken_quorum_id=number.quorum_id)
+        return [*self._say_join()]
 
     def member_lost(
         self,
@@ -684,3 +696,11 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
+
+
+def _answers(own: QuorumMemberLike, join: GroupJoin) -> bool:
+    """Return whether a quorum with this entry for a group answers its join. The lighthouse may not believe
+    that the group has a state, and torchft's names no quorum of a commit.
+    """
+    is_alike = own.step == join.step and own.commit_quorum_id in (0, join.commit_quorum_id)
+    return is_alike or own.commit_quorum_id == NO_STATE

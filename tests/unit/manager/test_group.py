@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lighthouse.core.decisions import NO_STATE
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
@@ -53,6 +54,27 @@ def test_others_that_wait_in_a_quorum_for_which_no_rank_waits_are_told_by_the_ne
         (said,) = group.rank_joined(join(0))
         assert isinstance(said, GroupJoin)
         assert said.broken_quorum_id == broken
+
+
+def test_an_answer_to_an_earlier_request_than_the_last_one_is_given_up() -> None:
+    """A rank gave its request of the step before up, and asked for another step before the answer came."""
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    before = [member("a", 3, 2), member("b", 4, 2)]
+    (said,) = group.quorum_formed(9, before, 1)
+    assert isinstance(said, GroupJoin)
+    assert (said.step, said.broken_quorum_id) == (4, 9)
+    assert group.last_quorum_id == 0
+    assert group.quorum_formed(10, members("a", "b"), 2)
+    assert group.last_quorum_id == 10
+
+
+@pytest.mark.parametrize("commit_quorum_id", [0, NO_STATE], ids=["of torchft's", "not believed"])
+def test_a_lighthouse_may_answer_without_the_quorum_of_the_commit(commit_quorum_id: int) -> None:
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    group.quorum_formed(9, [member("a", 4, commit_quorum_id), member("b", 4, 2)], 1)
+    assert group.last_quorum_id == 9
 
 
 def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
@@ -115,7 +137,7 @@ class TestSuspicion:
     def group_in_a_quorum() -> ReplicaGroup:
         group = ReplicaGroup("a", 2)
         for rank in (0, 1):
-            group.rank_joined(RankJoin(rank, 3, ""))
+            group.rank_joined(RankJoin(rank, 3, "", commit_quorum_id=2))
         group.quorum_formed(7, [member("a", 3, 2), member("b", 3, 2)], 1, stands=True)
         return group
 
