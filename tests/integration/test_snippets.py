@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed import ReduceOp
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -26,6 +27,7 @@ from tests.managers import lighthouse_here, manager_alone
 from tests.pages import PAGES, blocks
 from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
+from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.local_sgd import DiLoCo
 
 pytestmark = pytest.mark.integration
@@ -45,6 +47,7 @@ ELSEWHERE: dict[Number, tuple[str, str]] = {
     ("quickstart.md", 0): ("tests/integration/test_first_step.py", "quickstart.md"),
     ("restart.md", 0): ("tests/integration/test_manager_api.py", '"restart.md"'),
     ("sharded-training.md", 0): ("examples/train_hsdp.py", "ft_init_device_mesh("),
+    ("sharded-training.md", 1): ("tests/integration/sharded.py", "ScheduleGPipe(stage"),
     ("testing.md", 0): ("tests/integration/test_first_step.py", "cluster.launch("),
     ("testing.md", 1): ("tests/integration/test_testing_kit.py", "witness.attend(manager.current_step())\n"),
     ("testing.md", 2): ("tests/integration/test_managed_gang.py", "with running("),
@@ -125,6 +128,38 @@ def begins_as_it_was_saved(names: Names) -> None:
         assert_close(sync(), after, rtol=0, atol=0)
 
 
+def with_scaler(names: Names) -> Names:
+    manager, scaler = names["make_manager"](), torch.amp.GradScaler("cpu")
+    manager.register_state_dict_fn("scaler", scaler.load_state_dict, scaler.state_dict)
+    ddp_model = torchft_like.DistributedDataParallel(manager, names["model"])
+    batches = iter([torch.ones(4, 2)])
+    clip = torch.nn.utils.clip_grad_norm_
+    return {
+        "manager": manager,
+        "scaler": scaler,
+        "ddp_model": ddp_model,
+        "batches": batches,
+        "clip_grad_norm_": clip,
+    }
+
+
+def replicated_and_sharded(names: Names) -> Names:
+    manager = names["make_manager"]()
+    mesh = ft_init_device_mesh(
+        device_type="cpu",
+        mesh_shape=(2, 1),
+        mesh_dim_names=("dp_replicate", "dp_shard"),
+        replicate_dim=0,
+        manager=manager,
+    )
+    return {"manager": manager, "model": fully_shard(torch.nn.Linear(2, 1), mesh=mesh)}
+
+
+def needed_no_quorum(names: Names) -> None:
+    torch.distributed.destroy_process_group()
+    assert names["manager"].participating_rank() is None  # it has not asked for a quorum
+
+
 def has_committed(names: Names) -> None:
     assert names["manager"].current_step() > 0
 
@@ -144,6 +179,7 @@ SCENES: dict[Number, Scene] = {
         instead={"= ...": "= model, adamw", "10_000": "3", "min_replica_size=2": "min_replica_size=1"},
         after=has_committed,
     ),
+    ("coming-from-torchft.md", 0): Scene(with_scaler, after=has_committed),
     ("divergence.md", 0): Scene(with_optimizer, {"[optimizer]": "[adamw]"}, trains),
     ("elastic-coordinator.md", 0): Scene(
         lambda _: {"serving": Serving()}, after=lambda names: names["coordinator"].destroy()
@@ -189,6 +225,7 @@ SCENES: dict[Number, Scene] = {
         instead={"10.0.0.1:29500": "STORE"}, after=lambda names: names["group"].shutdown()
     ),
     ("restart.md", 1): Scene(with_diloco, after=begins_as_it_was_saved),
+    ("sharded-training.md", 2): Scene(replicated_and_sharded, after=needed_no_quorum),
 }
 
 
