@@ -163,8 +163,10 @@ def run_locally(args: argparse.Namespace) -> int:
         return run_groups(1, f"http://{host}:{port}", kill_steps(args), insides)
 
 
-def link(text: str) -> tuple[float, float]:
-    """Read "megabits per second,milliseconds each way"."""
+def link(text: str) -> tuple[float, float] | None:
+    """Read "megabits per second,milliseconds each way"; "" is no link."""
+    if not text:
+        return None
     try:
         megabits, delay_ms = map(number(float, 0), text.split(","))
     except ValueError:
