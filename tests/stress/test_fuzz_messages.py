@@ -155,7 +155,10 @@ def test_a_group_makes_a_result_of_any_quorum_that_it_is_in(
     quorum_id: int, round_number: int, participants: list[pb.QuorumMember]
 ) -> None:
     group = ReplicaGroup("me", 1)
-    group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
+    own = next((member for member in participants if member.replica_id == "me"), pb.QuorumMember(step=1))
+    group.rank_joined(
+        RankJoin(0, own.step, "http://127.0.0.1:1", commit_quorum_id=own.commit_quorum_id)
+    )  # else it would not be the answer
     effects = group.quorum_formed(quorum_id, participants, round_number)
     if "me" not in {member.replica_id for member in participants}:
         assert effects == []
