@@ -186,8 +186,8 @@ def start_store(fleet: Fleet) -> int:
 ALLREDUCE_METHOD = [
     "2 ranks in 2 processes for each package, one torch thread each, all groups on loopback. A block is "
     + ", ".join(f"{size.repeats} sums of {size.name}" for size in SIZES)
-    + "; the groups take turns, block by block. A sample is the median (or the 90th percentile) of a block "
-    "on rank 0, from the call to the end of `wait`.",
+    + "; the groups take turns, block by block. A sample is the median (or the mean, or the 90th percentile) of a "
+    "block on rank 0, from the call to the end of `wait`.",
     "Managed: with a real Manager (one replica group per rank) and the package's own lighthouse; a block is "
     "a step. In shared memory: the tensor's storage was moved there before (`share_memory_`); else it is "
     "an ordinary tensor, which a Baby group has to copy.",
@@ -227,6 +227,7 @@ def _measure_size(result: Result, pairs: dict[System, Pair], size: Size, rounds:
     for name, of_one in blocks.items():
         medians = [statistics.median(block) for block in of_one]
         result.add(size.name, name, "ms", [median * 1e3 for median in medians])
+        result.add(f"{size.name}, mean", name, "ms", [statistics.fmean(block) * 1e3 for block in of_one])
         result.add(f"{size.name}, 90th percentile", name, "ms", [_percentile_90(b) * 1e3 for b in of_one])
         if name != RAW and size.nbytes < OVER_BYTES_MIN:
             added = [(median - base) * 1e6 for median, base in zip(medians, raw, strict=True)]

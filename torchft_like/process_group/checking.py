@@ -41,7 +41,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import DebugLevel, ReduceOp, Work, get_debug_level
+from torch._C._distributed_c10d import AllreduceOptions, DebugLevel, ReduceOp, Work, get_debug_level
 from torch.futures import Future
 
 from lighthouse.address import Address, parse_address
@@ -69,7 +69,15 @@ from torchft_like.errors import (
     PeerLostError,
     ProcessGroupError,
 )
-from torchft_like.process_group.collectives import BY_NAME, ROOTED, Call, Collective, tensors_of
+from torchft_like.process_group.collectives import (
+    ALLREDUCE,
+    BY_NAME,
+    ROOTED,
+    Argument,
+    Call,
+    Collective,
+    tensors_of,
+)
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import Backend, Create, Generation
 from torchft_like.process_group.store import AbortableStore, GroupMembers, meeting_store
@@ -276,11 +284,10 @@ class CheckedBackend:
             # No variable holds the bound method, because it would keep the backend alive, as in
             # Generation.run.
             return self._method(row)(*args, **kwargs)
-        call = row.bind(args, kwargs)
-        statement = describe(call, self._world_size)
+        statement = describe(row, args, kwargs, self._world_size)
         if self._predicts and self._is_predicted(statement):
             return self._method(row)(*args, **kwargs)
-        operation = self._submit(call, statement)
+        operation = self._submit(row.bind(args, kwargs), statement)
         if not row.blocking:
             return operation
         operation.wait()
@@ -425,14 +432,20 @@ class _Refused(FinishedOperation):
 # -- the description of a call, which is all that looks at tensors and at torch's options
 
 
-def describe(call: Call, world_size: int) -> Statement:
+def describe(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any], world_size: int) -> Statement:
     """Describe a call, made in a group of `world_size` ranks, in the terms of the rules of agreement.
 
     Most calls repeat, so their description is remembered, and is the same object each time.
     """
-    row = call.collective
-    inputs = tuple(map(_specification, tensors_of(call.inputs)))
-    outputs = () if row.output is row.input else tuple(map(_specification, tensors_of(call.outputs)))
+    if row is ALLREDUCE and len(args) == 2 and type(args[0]) is list and len(args[0]) == 1:
+        # A gradient bucket's call: after a wait the caches are cold, and the general way takes twice as long.
+        tensor, options = args[0][0], args[1]
+        if type(tensor) is torch.Tensor and type(options) is AllreduceOptions:
+            like = tensor.dtype, tensor.shape, tensor.layout, tensor.device
+            return _sum_of_one(*like, hash(options.reduceOp))
+    call = row.bind(tuple(args), kwargs)
+    inputs = _specifications(row.input, call.inputs)
+    outputs = () if row.output is row.input else _specifications(row.output, call.outputs)
     if row.agreement == PAIRED:
         takes_any = row.name == "recv_anysource"
         peer = None if takes_any else int(call.argument(1, "dst_rank", "dstRank", "src_rank", "srcRank"))
@@ -450,16 +463,27 @@ def describe(call: Call, world_size: int) -> Statement:
 _statement = functools.lru_cache(REMEMBERED_MAX)(Statement)
 
 
-def _specification(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> str:
-    shape = tensor.shape if shape is None else shape
-    return _described(tensor.dtype, shape, tensor.layout, tensor.device.type)
+@functools.lru_cache(REMEMBERED_MAX)
+def _sum_of_one(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout, device: torch.device, reduce_op: int
+) -> Statement:
+    inputs = (_specification(dtype, shape, layout, device),)
+    return _statement(ALLREDUCE.name, ALLREDUCE.agreement, inputs, (), None, _REDUCE_OPS[reduce_op])
+
+
+def _specifications(argument: Argument | None, nested: Any) -> tuple[str, ...]:
+    # Most arguments are lists of tensors, and a generator takes longer than to describe one.
+    tensors = nested if argument is not None and argument.depth == 1 else tensors_of(nested)
+    return tuple([_specification(t.dtype, t.shape, t.layout, t.device) for t in tensors])
 
 
 @functools.lru_cache(REMEMBERED_MAX)
-def _described(dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout, device: str) -> str:
+def _specification(
+    dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout, device: torch.device
+) -> str:
     """Describe a tensor as `float32[4, 2]`, with its layout and device where they are not the usual ones."""
     kind = "" if layout == torch.strided else f"{str(layout).removeprefix('torch.')} "
-    place = "" if device == "cpu" else f" on {device}"
+    place = "" if device.type == "cpu" else f" on {device.type}"
     return f"{kind}{specification(dtype, shape)}{place}"
 
 
@@ -467,9 +491,9 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
     """Describe each rank's part of a tensor that is split along its first dimension, or all of it."""
     rows = tensor.shape[0] if tensor.dim() else 1
     lengths = sizes or [rows // world_size] * world_size
-    if sum(lengths) != rows:
-        return (_specification(tensor),)
-    return tuple(_specification(tensor, (length, *tensor.shape[1:])) for length in lengths)
+    fits = sum(lengths) == rows
+    shapes = [(length, *tensor.shape[1:]) for length in lengths] if fits else [tensor.shape]
+    return tuple([_specification(tensor.dtype, shape, tensor.layout, tensor.device) for shape in shapes])
 
 
 # The keys are hashes, because an operation's hash is its number, and its name takes long to find.

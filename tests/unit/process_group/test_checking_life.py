@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
-from torch._C._distributed_c10d import DebugLevel, TCPStore
+from torch._C._distributed_c10d import AllreduceOptions, DebugLevel, ReduceOp, TCPStore, Work
 
 from torchft_like.core.agreement import referee
 from torchft_like.errors import (
@@ -324,6 +324,31 @@ def test_the_first_step_is_compared_and_the_others_cost_no_message(party: Party,
     for _ in range(STEPS):
         party.together(groups, lambda _, group: step(group, *BUCKETS))
     assert said == []
+
+
+@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MAX, ReduceOp.PRODUCT])
+def test_options_by_place_and_by_name_are_the_same_call(party: Party, op: ReduceOp.RedOpType) -> None:
+    def reduce(by_place: int, op: ReduceOp.RedOpType, rank: int, group: ProcessGroup) -> list[float]:
+        tensor, options = torch.tensor([2.0, 3.0]), AllreduceOptions()
+        options.reduceOp = ReduceOp(op)
+        ways: list[Callable[[], Work]] = [
+            lambda: group.allreduce([tensor], opts=options),
+            lambda: group.allreduce([tensor], options),
+        ]
+        ways[rank == by_place]().wait()
+        return tensor.tolist()
+
+    groups = party.meet(2, usual)
+    expected = {ReduceOp.SUM: [4.0, 6.0], ReduceOp.MAX: [2.0, 3.0], ReduceOp.PRODUCT: [4.0, 9.0]}[op]
+    for by_place in (0, 1, 0, 1):
+        assert party.together(groups, partial(reduce, by_place, op)) == [expected] * 2
+
+    def differ(rank: int, group: ProcessGroup) -> Exception:
+        return error_of(lambda: reduce(rank, ReduceOp.MIN if rank else op, rank, group))
+
+    for error in party.together(groups, differ):
+        assert isinstance(error, CollectiveMismatchError)
+        assert "by MIN" in str(error)
 
 
 def test_every_configuration_is_compared_anew(party: Party, said: list[Request]) -> None:

@@ -28,15 +28,14 @@ class Predictor:
         self._history = ""
         self._loop = ""  # the end of the history, which is predicted over and over
         self._confirmed = 0  # how many calls were as predicted since the history was written
-
-    @property
-    def next(self) -> int:
-        """The number of the agreement that is predicted; `NO_AGREEMENT` if there is no prediction."""
-        return ord(self._loop[self._confirmed % len(self._loop)]) if self._loop else NO_AGREEMENT
+        # The number of the agreement that is predicted.
+        self.next = NO_AGREEMENT
 
     def confirm(self, calls: int = 1) -> None:
         """Count calls that were as predicted."""
         self._confirmed += calls
+        if loop := self._loop:
+            self.next = ord(loop[self._confirmed % len(loop)])
 
     def learn(self, agreement: int) -> None:
         """Take in the next call, whether or not it was predicted."""
@@ -46,6 +45,7 @@ class Predictor:
         self._history = (self._history + self._confirmed_calls() + chr(agreement))[-HISTORY_MAX:]
         self._loop = self._history[_end_of_longest_match(self._history) :]
         self._confirmed = 0
+        self.next = ord(self._loop[0]) if self._loop else NO_AGREEMENT
 
     def _confirmed_calls(self) -> str:
         """Return the calls that were as predicted, or the last `HISTORY_MAX` of them."""
