@@ -186,8 +186,8 @@ def start_store(fleet: Fleet) -> int:
 ALLREDUCE_METHOD = [
     "2 ranks in 2 processes for each package, one torch thread each, all groups on loopback. A block is "
     + ", ".join(f"{size.repeats} sums of {size.name}" for size in SIZES)
-    + "; the groups take turns, block by block. A sample is the median (or the mean, or the 90th percentile) of a "
-    "block on rank 0, from the call to the end of `wait`.",
+    + "; the groups take turns, block by block. A sample is the median (or the mean, or "
+    "the 90th percentile) of a block on rank 0, from the call to the end of `wait`.",
     "Managed: with a real Manager (one replica group per rank) and the package's own lighthouse; a block is "
     "a step. In shared memory: the tensor's storage was moved there before (`share_memory_`); else it is "
     "an ordinary tensor, which a Baby group has to copy.",
