@@ -28,7 +28,6 @@ import ctypes
 import enum
 import os
 import socket
-import stat
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
@@ -94,6 +93,16 @@ def disown(address: Address) -> None:
         del _addresses[next(iter(_addresses))]
 
 
+def open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
+    """Yield the descriptors of this process and what they refer to; none where the system does not tell."""
+    for name in os.listdir(_DESCRIPTORS) if os.path.exists(_DESCRIPTORS) else ():
+        try:
+            status = os.fstat(int(name))
+        except OSError:
+            continue  # it was closed since, as the one by which the folder was read
+        yield int(name), status
+
+
 def replace_sockets(descriptors: Iterable[int]) -> None:
     """Make these descriptors of this process refer to a socket whose peer is gone."""
     dead, other = socket.socketpair()
@@ -124,8 +133,8 @@ def _leave_sockets() -> None:
 
 
 def _disowned() -> Iterator[int]:
-    for descriptor in _open_sockets():
-        with contextlib.suppress(OSError):  # a socket without an address, or without a peer, deceives no peer
+    for descriptor, _ in open_descriptors():
+        with contextlib.suppress(OSError):  # no socket, or one without an address or a peer deceives nobody
             own = socket.socket(fileno=descriptor)
             try:
                 names = (
@@ -147,13 +156,6 @@ def _is_disowned(name_of_end: Callable[[], tuple[str, int]]) -> bool:
 def _literal(host: str) -> str:
     """Return the address in its canonical spelling; empty for a name."""
     return str(ip_of(host.partition("%")[0]) or "")
-
-
-def _open_sockets() -> Iterator[int]:
-    for name in os.listdir(_DESCRIPTORS) if os.path.exists(_DESCRIPTORS) else ():
-        with contextlib.suppress(OSError):  # the descriptor by which the folder was read is closed by now
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                yield int(name)
 
 
 in_each_fork(Turn.SOCKETS, _leave_sockets)

@@ -17,7 +17,10 @@ because of three rules.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+STEPS_KEPT_MAX = 8
 
 
 class Version(NamedTuple):
@@ -57,3 +60,27 @@ class CatchUp:
         """The version to which the fetched state and the kept steps lead."""
         quorum_id = self.kept[-1].quorum_id if self.kept else self.start.commit_quorum_id
         return Version(self.start.step + len(self.kept), quorum_id)
+
+
+class Replay(Protocol):
+    """How a script's committed steps are taken again, on the training thread; `GradientReplay` is one.
+
+    What `take` does to the state is all that a committed step does to it, given what `keep` returned in that
+    step.
+
+    One that has `changed_by_steps`, too, which lists tensors of the state that nothing but such a step
+    changes, lets a source copy them while the script computes (`checkpointing/copy_ahead.py`): on another
+    thread, which also calls it.
+    """
+
+    def keep(self) -> object:
+        """Return a copy of what the step would be taken with, not None; called instead of the step."""
+        ...
+
+    def take(self, steps: Sequence[object]) -> None:
+        """Take steps again, in this order, with what `keep` returned in each.
+
+        The present step, which follows, is then taken by the script itself: its gradients are left as they
+        are.
+        """
+        ...

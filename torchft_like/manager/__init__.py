@@ -4,8 +4,8 @@
 to the lighthouse, only the line from a rank to its server (`manager_server.rank_link`).
 """
 
+from torchft_like.core.catch_up import Replay
 from torchft_like.core.step import WorldSizeMode
-from torchft_like.manager.catching_up import Replay
 from torchft_like.manager.config import (
     CONNECT_TIMEOUT_SEC_ENV,
     MANAGER_PORT_ENV,
@@ -14,8 +14,7 @@ from torchft_like.manager.config import (
     TIMEOUT_SEC_ENV,
     get_timeout,
 )
-from torchft_like.manager.failure import ExceptionWithTraceback
-from torchft_like.manager.manager import Manager
+from torchft_like.manager.manager import ExceptionWithTraceback, Manager
 from torchft_like.process_group.nccl import TORCH_FR_DUMP_TEMP_FILE_ENV
 
 __all__ = [

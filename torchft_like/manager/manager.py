@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import traceback
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -31,6 +32,7 @@ from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.collectives import ErrorFeedback, check_quantizable
 from torchft_like.core.assignment import QuorumResult
+from torchft_like.core.catch_up import STEPS_KEPT_MAX, Replay
 from torchft_like.core.replica_group import RankJoin, Verdict
 from torchft_like.core.step import Share, StepProtocol, WorldSizeMode
 from torchft_like.divergence import StateFingerprint
@@ -44,9 +46,7 @@ from torchft_like.errors import (
 )
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.catching_up import STEPS_KEPT_MAX, Replay
 from torchft_like.manager.config import ManagerArguments, resolve, step_rules
-from torchft_like.manager.failure import ExceptionWithTraceback
 from torchft_like.manager.group_store import connect, start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import GroupReduction, Reduction, options_for
@@ -65,6 +65,34 @@ T = TypeVar("T")
 logger = logging.getLogger("torchft_like")
 
 WORKER_STOP_S = 5.0
+
+
+class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
+    """The error that spoilt a step, and where it was raised. Raised itself, it shows that error as its cause.
+
+    Two instances with the same error are equal, because `errored` makes one at every call.
+
+    Attributes:
+        original_exception: the error.
+        stack_trace: its traceback as text.
+    """
+
+    def __init__(self, e: Exception) -> None:
+        super().__init__(e)
+        self.original_exception: Exception = e
+        self.stack_trace: str = "".join(traceback.format_exception(e))
+        self.__cause__ = e
+
+    def __str__(self) -> str:
+        return f"{type(self.original_exception).__name__}: {self.original_exception}"
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ExceptionWithTraceback) and other.original_exception is self.original_exception
+        )
+
+    def __hash__(self) -> int:
+        return hash(self.original_exception)
 
 
 class Manager:

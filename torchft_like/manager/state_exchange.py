@@ -36,7 +36,7 @@ import torch
 from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.catch_up import Version
+from torchft_like.core.catch_up import Replay, Version
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import (
     CheckpointError,
@@ -48,7 +48,6 @@ from torchft_like.errors import (
 from torchft_like.futures import aside
 from torchft_like.manager import kept_state
 from torchft_like.manager.attempt import Attempt
-from torchft_like.manager.catching_up import Replay
 from torchft_like.manager.client import ManagerClient
 from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.managed_group import Emit, ManagedGroup

@@ -49,7 +49,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from lighthouse.address import LOOPBACK
-from lighthouse.forks import Turn, in_each_fork, lock_of_each_process, replace_sockets
+from lighthouse.forks import Turn, in_each_fork, lock_of_each_process, open_descriptors, replace_sockets
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ConfigError, ProcessGroupError
 from torchft_like.futures import context_timeout
@@ -475,7 +475,6 @@ class _Registered(NamedTuple):
         return not self.events & (select.EPOLLIN | select.EPOLLOUT)
 
 
-_descriptors = "/proc/self/fd"
 _descriptor_info = "/proc/self/fdinfo"
 _creation = lock_of_each_process()  # keeps the devices of this package from being mistaken for each other
 _devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
@@ -581,7 +580,7 @@ class GlooDevice:
     def _create(self, host: str) -> object:
         with _creation:
             for _ in range(ATTEMPTS_MAX):
-                before = {entry.st_ino for _, entry in _open_descriptors() if stat.S_ISSOCK(entry.st_mode)}
+                before = {entry.st_ino for _, entry in open_descriptors() if stat.S_ISSOCK(entry.st_mode)}
                 device = _make_device(host)
                 found = list(_epolls_that_listen_since(before))
                 if len(found) == 1:
@@ -691,23 +690,14 @@ def _make_device(host: str) -> object:
 
 def _epolls_that_listen_since(before: Collection[int]) -> Iterator[tuple[int, int, tuple[object, ...]]]:
     """Yield each epoll descriptor that watches a listening socket not in `before`, its family and address."""
-    for fd, status in _open_descriptors():
+    for fd, status in open_descriptors():
         with contextlib.suppress(OSError):
-            if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"{_descriptors}/{fd}"):
+            if stat.S_IFMT(status.st_mode) or "eventpoll" not in os.readlink(f"/proc/self/fd/{fd}"):
                 continue
             with contextlib.closing(_Epoll(fd)) as epoll:
                 for _, own in epoll.sockets(besides=before):
                     if own is not None and _listens(own):
                         yield fd, own.family, own.getsockname()
-
-
-def _open_descriptors() -> Iterator[tuple[int, os.stat_result]]:
-    for name in os.listdir(_descriptors) if os.path.exists(_descriptors) else ():
-        try:
-            status = os.fstat(int(name))
-        except OSError:
-            continue  # it was closed since
-        yield int(name), status
 
 
 def _entries(info: TextIO) -> list[_Registered]:
