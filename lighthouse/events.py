@@ -27,32 +27,6 @@ _logger = logging.getLogger(__name__)
 
 Field = str | int | float | bool | None | list[str]
 
-LEVELS: Mapping[str, int] = {
-    "settings": logging.INFO,  # a Manager starts: settings, each with its value and where it came from
-    "quorum": logging.INFO,  # a quorum with a new id: members, joined, left, healing, participants
-    "stands": logging.INFO,  # its members go on in the quorum without asking for another one
-    "hold": logging.INFO,  # they were asked to hold, for a replica that wants a quorum or has left: member
-    "register": logging.INFO,  # a replica group opened its session: member
-    "spare": logging.INFO,  # a spare rank waits for a place: member, host
-    "replaced": logging.WARNING,  # a spare has taken the place of a rank: member, group, rank
-    "kill": logging.WARNING,  # an operator had a replica group killed: member, by
-    "leave": logging.INFO,  # a replica group left in good order: member, reason
-    "loss": logging.WARNING,  # a member died or fell silent: member, reason
-    "left_out": logging.WARNING,  # a quorum left replicas out, for links or reasons: members, links, reasons
-    "unproven": logging.WARNING,  # members of a quorum claim a state that nothing shows, and heal: members
-    "refused": logging.ERROR,  # a replica group that is foreign to the job: member, reason
-    "divergence": logging.ERROR,  # states differ: members, ranks, kept, tied, comparable, heals
-    "abort": logging.WARNING,  # the process group was aborted: reason
-    "error": logging.WARNING,  # the step will not be committed: reason
-    "heal": logging.INFO,  # state was fetched: source, bytes, seconds, gb_per_s, kept, addresses, refused
-    "heal_sent": logging.INFO,  # state is offered to healing members: members
-    "kept": logging.INFO,  # a step passed while a state is on its way, to be taken again: steps, so far
-    "commit": logging.DEBUG,  # the vote on a step: committed, participants
-    "disconnected": logging.WARNING,  # the lighthouse cannot be reached: address, reason
-    "connected": logging.INFO,  # the lighthouse is back: address
-    "shutdown": logging.INFO,  # a Manager or a lighthouse ends: reason
-}
-
 
 @dataclass(frozen=True)
 class Event:
@@ -84,7 +58,7 @@ class Event:
 
     def sentence(self) -> str:
         """Return what happened, as one printable line; who it happened to is not always in it."""
-        return printable(_SENTENCES[self.kind](self.fields))
+        return printable(KINDS[self.kind][1](self.fields))
 
 
 def short_name(replica_id: str) -> str:
@@ -103,14 +77,22 @@ def printable(text: str) -> str:
 Fields = Mapping[str, Field]
 
 
+def _list(value: Field) -> list[str]:
+    return value if isinstance(value, list) else []
+
+
+def _who(fields: Fields, key: str = "member") -> str:
+    return short_name(str(fields[key]))
+
+
 def _names(value: Field) -> str:
-    names = value if isinstance(value, list) else []
+    names = _list(value)
     more = f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
     return " ".join(map(short_name, names[:NAMES_MAX])) + more or "nobody"
 
 
-def _each(addresses: Field, before: str = " from ") -> str:
-    return f"{before}{', '.join(addresses)}" if isinstance(addresses, list) and addresses else ""
+def _each(before: str, addresses: Field) -> str:
+    return f"{before} {', '.join(_list(addresses))}" if addresses else ""
 
 
 def _quorum_sentence(fields: Fields) -> str:
@@ -126,9 +108,7 @@ def _quorum_sentence(fields: Fields) -> str:
 
 def _left_out_sentence(fields: Fields) -> str:
     """Describe why; each link that does not work is two names with " - " between them."""
-    links = fields["links"] if isinstance(fields["links"], list) else []
-    reasons = fields.get("reasons")
-    why = list(reasons) if isinstance(reasons, list) else []
+    links, why = _list(fields["links"]), [*_list(fields.get("reasons"))]
     if links:
         named = ", ".join(" - ".join(map(short_name, link.split(" - "))) for link in links)
         why.append(f"links that do not work: {named}")
@@ -140,46 +120,53 @@ def _divergence_sentence(fields: Fields) -> str:
     sides = f"{_names(fields['members'])} from {_names(fields['kept'])}"
     if not fields["comparable"]:
         return f"states cannot be compared, other tensors or slices are watched: {sides}"
-    ranks = fields["ranks"]
-    where = f" in rank {' '.join(ranks)}" if isinstance(ranks, list) else ""
+    where = f" in rank {' '.join(_list(fields['ranks']))}" if fields["ranks"] is not None else ""
     outcome = "the first take over the others' state" if fields["heals"] else "nothing is done about it"
     doubt = ", though as many are against it" if fields["tied"] and fields["heals"] else ""
     return f"states differ: {sides}{where}; {outcome}{doubt}"
 
 
-_SENTENCES: Mapping[str, Callable[[Fields], str]] = {
-    "settings": lambda f: f"settings: {', '.join(f['settings'] if isinstance(f['settings'], list) else [])}",
-    "quorum": _quorum_sentence,
-    "stands": lambda _: "the quorum stands: its members ask for no other until something happens",
-    "hold": lambda f: f"the quorum stands no more, because of {short_name(str(f['member']))}",
-    "register": lambda f: f"{short_name(str(f['member']))} registered",
-    "spare": lambda f: f"spare rank {short_name(str(f['member']))} of {f['host']} waits for a place",
-    "replaced": lambda f: (
-        f"{short_name(str(f['member']))} has taken the place of rank {f['rank']} of {f['group']}"
+def _heal_sentence(fields: Fields) -> str:
+    how = f"{fields['bytes']} B in {fields['seconds']:.3f} s, {fields['gb_per_s']:.2f} GB/s"
+    kept = f", {fields['kept']} B had been kept" if fields["kept"] else ""
+    where = f"{_each(' from', fields['addresses'])}{kept}{_each('; not from', fields['refused'])}"
+    return f"healed from {_who(fields, 'source')}: {how}{where}"
+
+
+_INFO, _WARN, _ERROR = logging.INFO, logging.WARNING, logging.ERROR
+
+# Each kind, with the level of its lines of text, and its sentence, which names its fields.
+KINDS: Mapping[str, tuple[int, Callable[[Fields], str]]] = {
+    # A Manager starts; each setting has its value, and where that came from.
+    "settings": (_INFO, lambda f: f"settings: {', '.join(_list(f['settings']))}"),
+    "quorum": (_INFO, _quorum_sentence),  # one with a new id
+    "stands": (_INFO, lambda _: "the quorum stands: its members ask for no other until something happens"),
+    "hold": (_INFO, lambda f: f"the quorum stands no more, because of {_who(f)}"),
+    "register": (_INFO, lambda f: f"{_who(f)} registered"),
+    "spare": (_INFO, lambda f: f"spare rank {_who(f)} of {f['host']} waits for a place"),
+    "replaced": (_WARN, lambda f: f"{_who(f)} has taken the place of rank {f['rank']} of {f['group']}"),
+    "kill": (_WARN, lambda f: f"{_who(f)} is killed, which {f['by']} asked for"),
+    "leave": (_INFO, lambda f: f"{_who(f)} left: {f['reason']}"),  # in good order
+    "loss": (_WARN, lambda f: f"lost {_who(f)}: {f['reason']}"),  # it died or fell silent
+    "left_out": (_WARN, _left_out_sentence),
+    "unproven": (_WARN, lambda f: f"not believed how far it is, as nothing shows it: {_names(f['members'])}"),
+    "refused": (_ERROR, lambda f: f"refused {_who(f)}, which is foreign to the job: {f['reason']}"),
+    "divergence": (_ERROR, _divergence_sentence),
+    "abort": (_WARN, lambda f: f"aborted the process group: {f['reason']}"),
+    "error": (_WARN, lambda f: f"error: {f['reason']}"),  # the step will not be committed
+    "heal": (_INFO, _heal_sentence),
+    "heal_sent": (_INFO, lambda f: f"offers its state to {_names(f['members'])}"),
+    "kept": (
+        _INFO,
+        lambda f: f"kept the averages of step after step, {f['steps']} so far, to take them again",
     ),
-    "kill": lambda f: f"{short_name(str(f['member']))} is killed, which {f['by']} asked for",
-    "leave": lambda f: f"{short_name(str(f['member']))} left: {f['reason']}",
-    "loss": lambda f: f"lost {short_name(str(f['member']))}: {f['reason']}",
-    "refused": lambda f: (
-        f"refused {short_name(str(f['member']))}, which is foreign to the job: {f['reason']}"
+    "commit": (
+        logging.DEBUG,
+        lambda f: f"{'' if f['committed'] else 'NOT '}committed with {f['participants']} participants",
     ),
-    "unproven": lambda f: f"not believed how far it is, as nothing shows it: {_names(f['members'])}",
-    "abort": lambda f: f"aborted the process group: {f['reason']}",
-    "error": lambda f: f"error: {f['reason']}",
-    "left_out": _left_out_sentence,
-    "divergence": _divergence_sentence,
-    "heal": lambda f: (
-        f"healed from {short_name(str(f['source']))}: {f['bytes']} B in {f['seconds']:.3f} s, "
-        f"{f['gb_per_s']:.2f} GB/s{_each(f['addresses'])}"
-        f"{', ' + str(f['kept']) + ' B had been kept' if f['kept'] else ''}"
-        f"{_each(f['refused'], '; not from ')}"
-    ),
-    "heal_sent": lambda f: f"offers its state to {_names(f['members'])}",
-    "kept": lambda f: f"kept the averages of step after step, {f['steps']} so far, to take them again",
-    "commit": lambda f: f"{'' if f['committed'] else 'NOT '}committed with {f['participants']} participants",
-    "disconnected": lambda f: f"lighthouse {f['address']} is away: {f['reason']}",
-    "connected": lambda f: f"lighthouse {f['address']} is back",
-    "shutdown": lambda f: f"shut down: {f['reason']}",
+    "disconnected": (_WARN, lambda f: f"lighthouse {f['address']} is away: {f['reason']}"),
+    "connected": (_INFO, lambda f: f"lighthouse {f['address']} is back"),
+    "shutdown": (_INFO, lambda f: f"shut down: {f['reason']}"),
 }
 
 
@@ -228,8 +215,8 @@ class EventLog:
         quorum_id: int = -1,
         **fields: Field,
     ) -> None:
-        """Write one record; `kind` is a key of `LEVELS`."""
-        level = LEVELS[kind]
+        """Write one record; `kind` is a key of `KINDS`."""
+        level, _ = KINDS[kind]
         is_logged = self._logger.isEnabledFor(level)
         subscribers = [subscriber for subscriber, wants in self._subscribers if wants(kind)]
         if not subscribers and not is_logged:

@@ -13,7 +13,7 @@ import torch
 from tests.equality import same
 from tests.gpu.device import busy
 from tests.gpu.group_job import Here, job
-from tests.unit.checkpointing.states import load_state
+from tests.unit.checkpointing.states import load_state, stream_of
 from torchft_like.checkpointing import HTTPTransport, PGTransport
 from torchft_like.checkpointing.state_stream import IncomingState, Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
@@ -47,7 +47,7 @@ def test_a_snapshot_comes_after_what_the_stream_has_to_do() -> None:
     state = state_of(1.0, megabytes=100)
     busy()
     state["large"].fill_(7.0)
-    received = load_state(b"".join(Snapshot(state).fill().stream()))
+    received = load_state(stream_of(Snapshot(state).fill()))
     assert same(received, on_host(state))
 
 

@@ -13,7 +13,7 @@ import pytest
 from lighthouse.errors import ConfigError
 from lighthouse.events import (
     EVENT_FILE_ENV,
-    LEVELS,
+    KINDS,
     Event,
     EventLog,
     Field,
@@ -82,7 +82,7 @@ def logger() -> logging.Logger:
 
 
 def test_every_kind_is_one_line_of_text_and_of_json() -> None:
-    assert EXAMPLES.keys() == LEVELS.keys()
+    assert EXAMPLES.keys() == KINDS.keys()
     for kind, fields in EXAMPLES.items():
         event = Event(kind, "manager", 1.5, "a:1234567", 0, 3, 9, fields)
         text = event.to_text()

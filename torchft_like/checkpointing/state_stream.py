@@ -364,12 +364,6 @@ class Snapshot(Copying, _OutgoingState):
                 some.clear()
         yield bytes(some)
 
-    def stream(self) -> Iterator[Buffer]:
-        """Yield header, payload and sums."""
-        yield self.header
-        yield from self.pieces(0, self.nbytes)
-        yield from self.sums()
-
 
 def _copy_on_host(leaf: Leaf, place: memoryview) -> None:
     if isinstance(leaf, torch.Tensor):

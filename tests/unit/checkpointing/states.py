@@ -12,7 +12,13 @@ from torchft_like.errors import CheckpointFormatError
 
 
 def dump_state(state: object) -> bytes:
-    return b"".join(Snapshot(state).fill().stream())
+    return stream_of(Snapshot(state).fill())
+
+
+def stream_of(snapshot: Snapshot) -> bytes:
+    """Header, payload and sums, as a receiver gets them."""
+    pieces = snapshot.pieces(0, snapshot.nbytes)
+    return b"".join([snapshot.header, *map(bytes, pieces), *map(bytes, snapshot.sums())])
 
 
 def load_state(data: bytes) -> object:

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.fake_world import fake_mesh
-from tests.unit.checkpointing.states import dump_state
+from tests.unit.checkpointing.states import dump_state, stream_of
 from tests.waiting import wait_for
 from torchft_like.checkpointing import copy_ahead
 from torchft_like.checkpointing.copy_ahead import CopyAhead
@@ -73,7 +73,7 @@ def begin(replay: GradientReplay) -> CopyAhead:
 
 
 def of(state: object, ahead: CopyAhead | None = None) -> bytes:
-    return b"".join(Snapshot(state, None, ahead).fill().stream())
+    return stream_of(Snapshot(state, None, ahead).fill())
 
 
 def overwrite(trained: Trained) -> None:
@@ -146,7 +146,7 @@ def test_a_snapshot_keeps_no_memory_of_which_it_has_no_part() -> None:
         if thread.name == "torchft-copy-ahead":
             thread.join(LIMIT_S)
     assert memory() is None
-    assert b"".join(snapshot.fill().stream()) == dump_state({"other": torch.ones(3)})
+    assert stream_of(snapshot.fill()) == dump_state({"other": torch.ones(3)})
 
 
 @pytest.mark.heal_is_clean
@@ -172,7 +172,7 @@ def test_a_snapshot_is_complete_before_the_optimizer_may_step(monkeypatch: pytes
         go_on.set()
         filling.result(LIMIT_S)
     trained.step()
-    assert b"".join(snapshot.stream()) == expected
+    assert stream_of(snapshot) == expected
 
 
 def test_what_was_copied_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +182,7 @@ def test_what_was_copied_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPat
     snapshot = Snapshot(trained.state(), None, ahead)
     left = sum(len(piece.place) for piece, _ in snapshot._left)
     assert left < 1000 < snapshot.nbytes, "buffers, and what no optimizer has"
-    assert b"".join(snapshot.fill().stream()) == expected
+    assert stream_of(snapshot.fill()) == expected
 
 
 @pytest.mark.parametrize("why", ["stopped", "no memory"])

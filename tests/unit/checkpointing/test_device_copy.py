@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tests.equality import same
 from tests.unit.checkpointing.devices import PACES, PlayedDevice, played
-from tests.unit.checkpointing.states import load_state
+from tests.unit.checkpointing.states import load_state, stream_of
 from torchft_like.checkpointing.copy_ahead import Piece
 from torchft_like.checkpointing.device_copy import _Staging
 from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
@@ -68,7 +68,7 @@ def is_copied(shapes: Any, nbytes: int, device: PlayedDevice) -> bool:
     assert device.is_idle
     assert device.buffers <= 2
     plain = [one.resolve_conj() if isinstance(one, Tensor) else one for one in state]
-    return same(load_state(b"".join(snapshot.stream())), plain)
+    return same(load_state(stream_of(snapshot)), plain)
 
 
 @given(
@@ -94,7 +94,7 @@ def landed(size: int, piece: int, pace: str, seed: int) -> bool:
     own = {"w": device.put(torch.zeros(size, dtype=torch.int32)), "b": torch.zeros(3)}
     own["n"] = device.put(torch.zeros(size, dtype=torch.int64))
     with played(device, PIECE_BYTES=piece, CHUNK_BYTES=1024):
-        stream = io.BytesIO(b"".join(Snapshot(state).fill().stream()))
+        stream = io.BytesIO(stream_of(Snapshot(state).fill()))
         incoming = IncomingState(read_header(stream))
         assert incoming.land_in(own)
         received = incoming.read_all(stream)
@@ -148,7 +148,7 @@ class Broken(io.BytesIO):
 def test_after_a_transfer_that_has_failed_nothing_writes_to_a_tensor(pace: str) -> None:
     device = PlayedDevice(pace)
     own = {"w": device.put(torch.zeros(5000))}
-    data = b"".join(Snapshot({"w": torch.ones(5000)}).fill().stream())
+    data = stream_of(Snapshot({"w": torch.ones(5000)}).fill())
     with played(device, PIECE_BYTES=1000):
         incoming = IncomingState(read_header(stream := io.BytesIO(data[:-9000])))
         incoming.land_in(own)

@@ -15,7 +15,7 @@ from lighthouse.tls import TLS_ENV
 from tests.certificates import certify
 from tests.unit.checkpointing.clients import asking
 from tests.unit.checkpointing.conftest import LIMIT, Make
-from tests.unit.checkpointing.states import load_state
+from tests.unit.checkpointing.states import load_state, stream_of
 from tests.waiting import wait_for
 from torchft_like.checkpointing import copy_ahead, http_transport, state_stream
 from torchft_like.checkpointing.copy_ahead import Piece
@@ -159,7 +159,7 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
     monkeypatch.setattr(http_transport, "wait_s", lambda *_: 0.0 if has_stopped.is_set() else 0.01)
     monkeypatch.setattr(http_transport, "PROGRESS_S", LIMIT_S)
     source, state = transports(), make_state(20_000_000)
-    expected = b"".join(Snapshot(state).fill().stream())
+    expected = stream_of(Snapshot(state).fill())
     sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)
     got = bytearray()
     with connect(parse_address(source.metadata()), LIMIT_S) as client, client.makefile("rb") as answers:
@@ -218,11 +218,11 @@ class TestSnapshot:
         }
         snapshot = Snapshot(state)
         snapshot.copy_first()
-        before = b"".join(bytes(piece) for piece in snapshot.stream())
+        before = stream_of(snapshot)
         assert snapshot.copy_next()
-        assert b"".join(bytes(piece) for piece in snapshot.stream()) == before
+        assert stream_of(snapshot) == before
         snapshot.fill()
-        assert b"".join(snapshot.stream()) == before
+        assert stream_of(snapshot) == before
         assert 0 < snapshot.live_nbytes < snapshot.nbytes
         loaded: Any = load_state(before)
         assert torch.equal(loaded["odd"][0], state["odd"][0])  # type: ignore[index]

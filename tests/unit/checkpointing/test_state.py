@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from tests.equality import same
-from tests.unit.checkpointing.states import dump_state, load_state, round_trip
+from tests.unit.checkpointing.states import dump_state, load_state, round_trip, stream_of
 from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.checkpointing.state_stream import (
@@ -236,7 +236,7 @@ class TestLanding:
 
     def land(self, state: object, own: object) -> Any:
         snapshot = Snapshot(state).fill()
-        source = io.BytesIO(b"".join(snapshot.stream()))
+        source = io.BytesIO(stream_of(snapshot))
         incoming = IncomingState(read_header(source))
         incoming.land_in(own)
         return incoming.read_all(source)
