@@ -29,6 +29,7 @@ import enum
 import os
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar, overload
 
@@ -36,6 +37,7 @@ from lighthouse.address import Address
 from lighthouse.core.hosts import ip_of
 
 L = TypeVar("L")
+T = TypeVar("T")
 ADDRESSES_MAX = 10_000  # of more, the ones disowned first are forgotten
 _DESCRIPTORS = "/proc/self/fd"
 
@@ -60,6 +62,21 @@ def in_each_fork(turn: Turn, action: Callable[[], object]) -> None:
     action, and Python reports it on standard error.
     """
     _actions[turn].append(action)
+
+
+def left_to_parent(turn: Turn, leave: Callable[[T], object]) -> weakref.WeakSet[T]:
+    """Return a set that keeps nothing alive; in each fork `leave` is called with all that is in it, and it is
+    empty then.
+    """
+    objects: weakref.WeakSet[T] = weakref.WeakSet()
+
+    def leave_all() -> None:
+        for each in list(objects):
+            leave(each)
+        objects.clear()
+
+    in_each_fork(turn, leave_all)
+    return objects
 
 
 @overload

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch.distributed import Work
 
-from lighthouse.forks import Turn, in_each_fork
+from lighthouse.forks import Turn, left_to_parent
 from torchft_like import devices
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.replica_group import (
@@ -59,7 +59,6 @@ from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 from torchft_like.runtime.asides import awaited_at_exit
 
 logger = logging.getLogger(__name__)
-_drivers: weakref.WeakSet[QuorumDriver] = weakref.WeakSet()
 
 
 class QuorumDriver:
@@ -439,16 +438,15 @@ def end_all(error: FaultToleranceError) -> None:
             driver.end(error, str(error))
 
 
-def _leave_to_the_parent() -> None:
+def _end_in_fork(driver: QuorumDriver) -> None:
     """End the Manager in a fork, which has none of its threads, so that its shutdown at exit does nothing."""
-    for driver in list(_drivers):
-        driver.fatal = ShutdownError(
-            f"this Manager is that of process {os.getppid()}, which has forked this one: make one in the "
-            "process that uses it"
-        )
+    driver.fatal = ShutdownError(
+        f"this Manager is that of process {os.getppid()}, which has forked this one: make one in the "
+        "process that uses it"
+    )
 
 
-in_each_fork(Turn.OBJECTS, _leave_to_the_parent)
+_drivers = left_to_parent(Turn.OBJECTS, _end_in_fork)
 
 
 Job = Callable[[], None]

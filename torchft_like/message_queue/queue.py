@@ -38,7 +38,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from lighthouse.forks import Turn, in_each_fork
+from lighthouse.forks import Turn, left_to_parent
 from torchft_like.errors import (
     NotSupportedError,
     PlainDataError,
@@ -586,18 +586,12 @@ def _limit(timeout: timedelta | float | None) -> Limit:
     return time.monotonic() + timeout_s, timeout_s
 
 
-_ends: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+def _forget(end: Endpoint) -> None:
+    with contextlib.suppress(OSError):  # even if one fails, the others are forgotten
+        end.forget()
 
 
-def _forget_all() -> None:
-    """Release, in a fork, what was inherited: a copy of a connection would hide the parent's death."""
-    for end in list(_ends):
-        with contextlib.suppress(OSError):  # even if one fails, the others are forgotten
-            end.forget()
-    _ends.clear()
-
-
-in_each_fork(Turn.OBJECTS, _forget_all)
+_ends = left_to_parent(Turn.OBJECTS, _forget)  # a copy of a connection would hide the parent's death
 
 
 # -- local readers, as the writer sees them, and how they get in

@@ -36,7 +36,7 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
-from lighthouse.forks import Turn, in_each_fork, keep_for_ever
+from lighthouse.forks import Turn, keep_for_ever, left_to_parent
 from torchft_like.devices import after
 from torchft_like.errors import (
     CollectiveMismatchError,
@@ -528,18 +528,9 @@ class Generation:
         return ProcessGroupAbortedError(f"{self.members} was aborted: {self.configuration.reason}")
 
 
-_living: weakref.WeakSet[Generation] = weakref.WeakSet()
+# The destructors of backends, sockets included, would wait for the parent's threads.
+_living: weakref.WeakSet[Generation] = left_to_parent(Turn.LOCKS, keep_for_ever)
 _ASIDE = "torchft-process-group"
-
-
-def _leave_to_the_parent() -> None:
-    """Leave the backends to the parent, sockets included; runs in a fork, such as a data-loader worker."""
-    for generation in _living:
-        keep_for_ever(generation)  # the destructors of backends would wait for their threads
-    _living.clear()
-
-
-in_each_fork(Turn.LOCKS, _leave_to_the_parent)
 
 
 @atexit.register

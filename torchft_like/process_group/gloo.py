@@ -49,7 +49,7 @@ from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
 from lighthouse.address import LOOPBACK
-from lighthouse.forks import Turn, in_each_fork, lock_of_each_process, open_descriptors, replace_sockets
+from lighthouse.forks import Turn, left_to_parent, lock_of_each_process, open_descriptors, replace_sockets
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ConfigError, ProcessGroupError
 from torchft_like.futures import context_timeout
@@ -477,7 +477,7 @@ class _Registered(NamedTuple):
 
 _descriptor_info = "/proc/self/fdinfo"
 _creation = lock_of_each_process()  # keeps the devices of this package from being mistaken for each other
-_devices: weakref.WeakSet[GlooDevice] = weakref.WeakSet()
+_devices: weakref.WeakSet[GlooDevice] = left_to_parent(Turn.SOCKETS, lambda one: one.leave_to_parent())
 _transport: list[str] = []  # for which the environment asked at the first device
 
 
@@ -722,14 +722,6 @@ def _is_socket(fd: int, inode: int) -> bool:
     except OSError:
         return False
     return status.st_ino == inode and stat.S_ISSOCK(status.st_mode)
-
-
-def _leave_devices_to_parent() -> None:
-    for device in list(_devices):
-        device.leave_to_parent()
-
-
-in_each_fork(Turn.SOCKETS, _leave_devices_to_parent)
 
 
 # -- what Gloo lacks or gets wrong

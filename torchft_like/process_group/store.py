@@ -24,7 +24,6 @@ import struct
 import threading
 import time
 import uuid
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,7 +33,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistStoreError
 
 from lighthouse.address import Address, parse_address
-from lighthouse.forks import Turn, disown, in_each_fork, replace_sockets
+from lighthouse.forks import Turn, disown, left_to_parent, replace_sockets
 from lighthouse.listening import listen_tcp
 from torchft_like.core.quorum_secret import shared_key
 from torchft_like.core.store import READY, VALIDATION_MAGIC, Query
@@ -218,18 +217,13 @@ def _in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, 
     return ask
 
 
-_clients: weakref.WeakSet[AbortableStore] = weakref.WeakSet()
+def _leave_connection(client: AbortableStore) -> None:
+    """Keep no connection to a store in a fork; others to its server may be a script's own, and stay there."""
+    if (own := client._socket) is not None and own.fileno() >= 0:
+        replace_sockets([own.fileno()])
 
 
-def _descriptors_of_clients() -> list[int]:
-    """Return those of connections to stores, which no fork keeps. Others to the same server may be a script's
-    own, which a fork does keep.
-    """
-    sockets = [client._socket for client in list(_clients)]
-    return [one.fileno() for one in sockets if one is not None and one.fileno() >= 0]
-
-
-in_each_fork(Turn.SOCKETS, lambda: replace_sockets(_descriptors_of_clients()))
+_clients = left_to_parent(Turn.SOCKETS, _leave_connection)
 
 
 class AbortableStore(Store):
