@@ -343,7 +343,7 @@ class ProcessGroupGang(GroupGang):
 
         Raises:
             ValueError: the device is neither cpu nor cuda, or the timeout is no positive duration.
-            NotSupportedError: this torch has no torch.distributed, or no such device.
+            NotSupportedError: there is no such device.
             InvalidOperationError: there is a default process group already.
             GangError: the members did not meet.
         """
@@ -353,8 +353,6 @@ class ProcessGroupGang(GroupGang):
         if device.type == "cuda" and not torch.cuda.is_available():
             raise NotSupportedError("there is no CUDA device here, or this torch was built without CUDA")
         timeout = _TIMEOUT if timeout is None else as_timedelta(timeout)
-        if not dist.is_available():
-            raise NotSupportedError("this torch was built without torch.distributed")
         if dist.is_initialized():
             raise InvalidOperationError(
                 "there is a default group already: wrap it, ProcessGroupGang(dist.group.WORLD, device)"
@@ -369,10 +367,7 @@ class ProcessGroupGang(GroupGang):
             dist.init_process_group(name, timeout=timeout, **options)
         except Exception as error:
             raise GangError(f"the default process group could not be started over {name}: {error}") from error
-        world = dist.group.WORLD
-        if world is None:
-            raise GangError("torch has no default process group after init_process_group")
-        gang = cls(world, device)
+        gang = cls(dist.distributed_c10d._get_default_group(), device)
         gang._owns_default_group = True
         return gang
 
