@@ -20,7 +20,6 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Protocol, Self
 
 import torch
@@ -69,9 +68,7 @@ class _InnerSteps(ABC):
         self._hooks.append(self._local_optimizer.register_step_post_hook(self._on_step))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

@@ -17,7 +17,6 @@ import threading
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import torch
@@ -99,9 +98,7 @@ class Gangs:
         _push(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         _pop(self)
 
 

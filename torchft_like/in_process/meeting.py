@@ -23,7 +23,6 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
-from types import TracebackType
 from typing import Self, TypeVar
 
 from lighthouse.address import Address, is_loopback, parse_address
@@ -202,9 +201,7 @@ class RestartGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._until_closed.close()
 
 

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -665,9 +664,7 @@ class Manager:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:

@@ -35,7 +35,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from lighthouse.forks import Turn, left_to_parent
@@ -542,9 +541,7 @@ class MessageQueue:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.shutdown()
 
     def __repr__(self) -> str:
