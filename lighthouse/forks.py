@@ -154,10 +154,8 @@ def _disowned() -> Iterator[int]:
         with contextlib.suppress(OSError):  # no socket, or one without an address or a peer deceives nobody
             own = socket.socket(fileno=descriptor)
             try:
-                names = (
-                    own.getsockname,
-                    own.getpeername,
-                )  # a listening socket, whose own name counts, has no peer
+                # A listening socket, whose own name counts, has no peer.
+                names = (own.getsockname, own.getpeername)
                 if own.family in (socket.AF_INET, socket.AF_INET6) and any(map(_is_disowned, names)):
                     yield descriptor
             finally:

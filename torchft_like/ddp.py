@@ -149,9 +149,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._reducers_group.n_parameters = len(parameters)
         limits = [int(cap_mb * MB) for cap_mb in self._caps_mb]
         buckets, _ = _compute_bucket_assignment_by_size(parameters, limits, are_sparse)
-        with self._reducers_group.dictating(
-            buckets[::-1]
-        ):  # as torch has them: the last one is reduced first
+        # As torch has them: the last one is reduced first.
+        with self._reducers_group.dictating(buckets[::-1]):
             self.reducer._push_all_rebuilt_params()
             self.reducer._rebuild_buckets()
 

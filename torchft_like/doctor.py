@@ -128,9 +128,8 @@ def about_interfaces(environ: Mapping[str, str], known: set[str]) -> Finding:
     given = {name: environ[name] for name in _INTERFACES if environ.get(name)}
     for variable, text in given.items():
         is_there = known.issuperset(text.split(","))
-        if variable.startswith(
-            "NCCL"
-        ):  # it takes beginnings of names, or after "=" names, or after "^" others
+        # It takes beginnings of names, or after "=" names, or after "^" others.
+        if variable.startswith("NCCL"):
             is_whole, names = text.startswith("="), text.lstrip("=").split(",")
             is_there = text.startswith("^") or any(
                 one == name if is_whole else one.startswith(name) for one in known for name in names

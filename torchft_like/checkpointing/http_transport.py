@@ -578,9 +578,8 @@ class CheckpointServer:
             try:
                 peer, _ = self._listener.accept()
             except OSError as error:
-                if (
-                    not self.closing.is_set()
-                ):  # most likely out of file descriptors, of which some may be closed
+                # Most likely out of file descriptors, of which some may be closed.
+                if not self.closing.is_set():
                     logger.warning("the checkpoint server cannot accept a connection: %s", error)
                     self.closing.wait(_ACCEPT_RETRY_S)
                 continue

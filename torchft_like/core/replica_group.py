@@ -282,9 +282,8 @@ class ReplicaGroup:
     _links: PeerLinks = field(init=False)
     _votes: dict[int, Verdict] = field(default_factory=dict)
     _metadata: dict[int, str] = field(default_factory=dict)
-    _processes: dict[int, bytes] = field(
-        default_factory=dict
-    )  # by rank: the one that speaks for it in sessions
+    # By rank: the one that speaks for it in sessions.
+    _processes: dict[int, bytes] = field(default_factory=dict)
     _suspects: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:

@@ -43,9 +43,8 @@ AGENT_STORE_ENV = "TORCHELASTIC_USE_AGENT_STORE"
 OF_TORCHRUN = "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"  # which tell a start of a group from others
 QUORUM_RETRIES_ENV = "TORCHFT_QUORUM_RETRIES"
 PORT_MAX = 65535
-FREE_FILES_MIN = (
-    64  # a Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing
-)
+# A Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing.
+FREE_FILES_MIN = 64
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 CONTINUE, WAIT = "continue", "wait"
 

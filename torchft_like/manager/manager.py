@@ -509,9 +509,8 @@ class Manager:
         with self._group.lock:
             votes = {"committed": protocol.vote(), "passed": protocol.passes, "has_fetched": has_fetched}
             verdict = Verdict(protocol.step, **votes)
-            if (
-                is_alone and verdict.committed
-            ):  # in one piece: the server may give the quorum up at any other time
+            # In one piece: the server may give the quorum up at any other time.
+            if is_alone and verdict.committed:
                 protocol.decide(verdict.committed)
         if not is_alone:
             verdict = self._verdict_of_all(attempt, verdict, votes_s)

@@ -350,9 +350,8 @@ class Generation:
     configuration: Configuration = field(default_factory=Configuration)
     operations: Operations = field(default_factory=Operations)
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _resting: threading.Lock = field(
-        default_factory=threading.Lock
-    )  # one thread waits for the backend's rest
+    # One thread waits for the backend's rest.
+    _resting: threading.Lock = field(default_factory=threading.Lock)
     _settled: threading.Event = field(default_factory=threading.Event)
     _gone: threading.Event = field(default_factory=threading.Event)
     _backend: Backend | None = None

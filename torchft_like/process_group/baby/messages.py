@@ -412,9 +412,8 @@ def decode(value: Plain, tensor: DecodeTensor) -> Any:
 def _encode_options(index: int, fields: tuple[Any, ...]) -> bytes:
     key = (index, *[_stand_in(field) for field in fields])
     if (known := _encoded_options.get(key)) is None:
-        plain = b"".join(
-            [encode(field, _no_tensor) for field in fields]
-        )  # one piece of bytes, which is the key of the cache on the other side
+        # One piece of bytes, which is the key of the cache on the other side.
+        plain = b"".join([encode(field, _no_tensor) for field in fields])
         known = encode_plain([(_OPTIONS_KIND, index, plain)])
         if len(_encoded_options) >= OPTIONS_KEPT_MAX:
             _encoded_options.clear()

@@ -100,9 +100,8 @@ class Requests:
         self._turn = threading.Condition(self._lock)
         self._open: dict[int, Request] = {}
         self._heard = 0.0
-        self._quiet_since = (
-            0.0  # when an answer came, or the subprocess was looked at, or a request was the first
-        )
+        # When an answer came, or the subprocess was looked at, or a request was the first.
+        self._quiet_since = 0.0
         self._numbers = itertools.count(UNASKED + 1)
         self._is_being_read = False
         self._waiters = 0
