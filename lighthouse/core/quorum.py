@@ -48,7 +48,7 @@ not of one job, the rules hold for those of the chosen one, once that has `min_r
 What a replica says of its state is believed where what this lighthouse remembers shows it (`claims.py`). One
 that is not believed is a member as one without a state is: it is the newest nowhere, and heals.
 
-A spare (`spares.py`) is none of those that the rules speak of. When the others have all but formed a quorum,
+A spare (`Spares`) is none of those that the rules speak of. When the others have all but formed a quorum,
 and fewer than `replicas` of them are healthy, spares take the free places in it, also where there are fewer
 than `min_replicas` without them. Before the first quorum, where others may be about to come, a spare waits
 for `join_timeout`.
