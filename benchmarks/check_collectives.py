@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore, _ProcessGroupWrapper
 
+from benchmarks.group_store import serve_store
 from benchmarks.report import Result
 from torchft_like.process_group import ProcessGroupGloo as ReconfigurableGloo
 from torchft_like.process_group.checking import Check
@@ -82,7 +83,7 @@ def configuration_times(ranks: int, plan: Plan = QUICK) -> Samples:
 
 def _asked(ranks: int, act: Callable[..., Samples], *details: object) -> Samples:
     """Return what rank 0 of `ranks` processes has measured."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     with running(ranks, REPLY_SECONDS_MAX) as members:
         samples: Samples = members.ask(act, store.port, ranks, *details)[0]
         return samples

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import torch
-from torch._C._distributed_c10d import TCPStore
 
+from benchmarks.group_store import serve_store
 from benchmarks.report import Bar, Result
 from torchft_like.group_coordinator import GroupCoordinator
 from torchft_like.process_group import ProcessGroupGloo
@@ -80,7 +80,7 @@ def _judge(result: Result) -> None:
 
 def _times(ranks: int, plan: Plan) -> dict[str, dict[str, list[float]]]:
     """Return the milliseconds of each system in each case, a sample for each round."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     with running(ranks, REPLY_SECONDS_MAX) as members:
         samples: dict[str, dict[str, list[float]]] = members.ask(_measure, store.port, ranks, plan)[0]
         return samples

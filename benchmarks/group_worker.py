@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import AllreduceOptions, PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
 from benchmarks.commands import serve
+from benchmarks.group_store import serve_store
 
 LIMIT = timedelta(seconds=60)
 WORLD_SIZE = 2
@@ -187,7 +188,7 @@ class Managed:
         package = importlib.import_module(options.package)
         groups = importlib.import_module(f"{options.package}.process_group")
         # Its own: in one store two replica groups would overwrite each other's address of the ManagerServer.
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = serve_store()
         self._manager = package.Manager(
             pg=groups.ProcessGroupGloo(timeout=LIMIT),
             load_state_dict=lambda state: None,

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._C._distributed_c10d import TCPStore
 
 from benchmarks.commands import serve
+from benchmarks.group_store import serve_store
 
 LAYERS, BATCH_ROWS = 8, 32
 
@@ -78,7 +78,7 @@ def manager_of(args: argparse.Namespace, load: Any, save: Any) -> Any:
     package = importlib.import_module(args.package)
     groups = importlib.import_module(f"{args.package}.process_group")
     limit = timedelta(seconds=60)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     manager = package.Manager(
         pg=groups.ProcessGroupGloo(timeout=limit),
         load_state_dict=load,

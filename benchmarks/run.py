@@ -35,7 +35,7 @@ from benchmarks import (
     step_time,
     tables,
 )
-from benchmarks.report import RESULTS, Result, load
+from benchmarks.report import MAPPED_LOOPBACK, RESULTS, Result, hosts_name_loopback, load
 from benchmarks.systems import PEERS
 from tools.environments import UnavailableError
 
@@ -82,6 +82,11 @@ def main() -> int:
 
 def measure(names: list[str], quick: bool) -> int:
     """Some benchmarks, then the plots and tables of all that is saved; the exit status."""
+    if names and not hosts_name_loopback():
+        told = (
+            "torch's TCPStore asks a name server about %s: /etc/hosts does not name it (benchmarks/README.md)"
+        )
+        print(told % MAPPED_LOOPBACK, file=sys.stderr)
     failed = _measure_all(names, quick) if names else []
     for name in saved_results():
         plots.plot(load(name))

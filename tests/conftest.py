@@ -23,6 +23,9 @@ ROOT = Path(__file__).parents[1]
 WAIT_LIMIT_S = 60.0
 CHECK_ENV = "TORCHFT_CHECK_COLLECTIVES"
 os.environ.setdefault(CHECK_ENV, "1")
+# torch's TCPStore, client and server, asks the name server about each connection (`::ffff:127.0.0.1` is in no
+# list of hosts). The C library waits 5 s for an answer that is lost, and then asks again.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 hypothesis.settings.register_profile("no deadline", deadline=None)  # Time is measured in benchmarks.
 hypothesis.settings.load_profile("no deadline")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # A shell makes its background jobs ignore SIGINT.

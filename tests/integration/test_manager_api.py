@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import ReduceOp, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -23,6 +23,7 @@ from tests.conftest import ROOT
 from tests.fake_world import fake_world
 from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
 from tests.pages import blocks
+from tests.stores import serve_store
 from torchft_like import (
     ConfigError,
     DistributedDataParallel,
@@ -332,7 +333,7 @@ def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: Li
 def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: LighthouseServer) -> None:
     """Each spoils the step for the other rank of its group, which would wait in `configure` for a peer."""
     spoilers = {("a", 0), ("b", 1)}
-    stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in "ab"}
+    stores = {name: serve_store() for name in "ab"}
 
     def train(name: str, rank: int) -> list[bool]:
         model, port = nn.Linear(4, 4), stores[name].port
@@ -358,7 +359,7 @@ def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: Li
 def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:
     """The other rank, which has nothing to wait for, waits for a vote that comes after the timeout."""
     lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     managers: dict[int, Manager] = {}
 
     def has_voted() -> bool:

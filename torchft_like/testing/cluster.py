@@ -19,12 +19,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from torchft_like.process_group.store import serve_store
 from torchft_like.testing.invariants import Commit, History, Process, progress, violations
 from torchft_like.testing.journal import JOURNAL_ENV, JournalReader, Record
 from torchft_like.testing.log import Log, commit_of
@@ -323,7 +325,7 @@ class Cluster:
         """Serve the store of a replica group of several ranks, as torchrun's agent does; return it, and the
         variables that lead to it.
         """
-        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        store, _ = serve_store(LOOPBACK, timedelta(seconds=LIMIT_S))
         return store, {
             "MASTER_ADDR": LOOPBACK,
             "MASTER_PORT": str(store.port),

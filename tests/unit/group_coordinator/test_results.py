@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from torch.distributed import distributed_c10d as c10d
 from torch.futures import Future
 
+from tests.stores import serve_store
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
 from tests.waiting import wait_for
@@ -241,7 +242,7 @@ def test_a_rank_that_refuses_has_come() -> None:
 
 
 def test_a_store_that_is_gone_is_an_error() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     client = TCPStore("127.0.0.1", store.port, is_master=False, wait_for_workers=False)
     del store
     with pytest.raises(GroupCoordinatorError, match="the default group's store failed"):
