@@ -13,6 +13,8 @@ import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +37,7 @@ from torchft_like.testing.processes import Processes, RunningProcess
 SOON = timedelta(milliseconds=10)
 LATE = timedelta(seconds=60)
 LIMIT_S = 30.0
+OF_A_TEST: Any = SimpleNamespace(endings=())  # what a call is over
 
 
 def wait_for(event: threading.Event) -> None:
@@ -234,21 +237,21 @@ def test_nothing_is_said_of_a_wait_that_may_be_long(caplog: pytest.LogCaptureFix
 def test_a_call_is_told_of_until_it_has_returned(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    calls: dict[object, tuple[float, str, object]] = {}
+    calls: dict[object, tuple[float, str, long_waits.Group]] = {}
     monkeypatch.setattr(long_waits, "calls", calls)
     watch = long_waits._Watch()
     with caplog.at_level(logging.INFO):
-        calls["old"], calls["new"] = (0.0, "recv", "group a"), (float("inf"), "send", "group a")
+        calls["old"], calls["new"] = (0.0, "recv", OF_A_TEST), (float("inf"), "send", OF_A_TEST)
         watch._look()
         del calls["old"]
         watch._look()
-    assert [text.partition(": ")[2] for text in caplog.messages] == ["recv over group a"]
+    assert [text.partition(": ")[2] for text in caplog.messages] == [f"recv over {OF_A_TEST}"]
     assert set(watch._waits) == {"new"}
 
 
 def test_a_fork_has_none_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_waits._watch, "_has_begun", True)
-    long_waits.calls["a test's"] = 0.0, "recv", "a group"
+    long_waits.calls["a test's"] = 0.0, "recv", OF_A_TEST
     try:
         if (child := os.fork()) == 0:
             os._exit(bool(long_waits.calls) or long_waits._watch._has_begun)

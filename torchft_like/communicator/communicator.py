@@ -219,7 +219,8 @@ class Communicator:
     Attributes:
         asks_first_rank: whether records are gathered on rank 0 and broadcast, which is faster than an
           all-gather.
-        endings: the groups' configurations, which are set once a group is aborted or has other members.
+        endings: the groups' configurations, which are set once a group is aborted or has other members, and
+          those with which these end.
         is_watched: whether more than `endings` has to be checked before a call.
     """
 

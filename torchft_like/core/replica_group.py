@@ -163,6 +163,7 @@ class LossNotice(NamedTuple):
     Attributes:
         unknown: fields of the lighthouse's message that this version does not know.
         must_fail: whether the step is not to be committed, even if all of its collectives have succeeded.
+        unreachable: the members that this group cannot reach, where it gives the quorum up for that.
     """
 
     quorum_id: int
@@ -171,6 +172,7 @@ class LossNotice(NamedTuple):
     is_alive: bool = False
     unknown: bytes = b""
     must_fail: bool = False
+    unreachable: tuple[str, ...] = ()
 
 
 class LeftOutNotice(NamedTuple):
@@ -596,7 +598,8 @@ class ReplicaGroup:
     def _give_up(self, out_of_reach: Sequence[str]) -> LossNotice:
         """Give the quorum up; the join that follows tells the other replica groups."""
         names = ", ".join(out_of_reach)
-        return self._give_up_for(f"it waits, and cannot reach {names}; check the network between them")
+        notice = self._give_up_for(f"it waits, and cannot reach {names}; check the network between them")
+        return notice._replace(unreachable=tuple(out_of_reach))
 
     def _give_up_for(self, reason: str) -> LossNotice:
         return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -75,6 +76,7 @@ from torchft_like.process_group.store import DEFAULT_TIMEOUT, server_of
 from torchft_like.process_group.store_server import serving_store
 from torchft_like.runtime.durations import as_timedelta
 from torchft_like.runtime.hosts import own_host
+from torchft_like.runtime.long_waits import calls
 
 # Constants, because an enum looks its members up in Python.
 _SUM, _MEAN = ReduceOperation.SUM, ReduceOperation.MEAN
@@ -264,15 +266,22 @@ class GroupGang(Gang):
 
     @contextlib.contextmanager
     def _communicating(self, what: str) -> Iterator[Communicator]:
-        """Yield the members, which may communicate in the block; put every error into a gang's words."""
+        """Yield the members, which may communicate in the block; put every error into a gang's words.
+
+        A call that takes minutes says so in the log.
+        """
+        call = object()
         try:
             members = self._present()
+            calls[call] = time.monotonic(), what, members
             yield members
             if (error := members.control.hidden_error()) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
             told = self._told(what, error)
             raise told  # noqa: B904 - it has its cause
+        finally:
+            calls.pop(call, None)
 
     def _told(self, what: str, error: Exception) -> Exception:
         """Return the error to raise for an error of the group."""
@@ -412,6 +421,8 @@ class ProcessGroupGang(GroupGang):
         members = self._members
         if members is None or not members.control.is_lasting:
             self._members = members = self._over(self._pg)
+            if self._part is not None:
+                members.endings.append(self._part.ending)
             is_quick = self._check_parts is None and members.control.is_lasting
             self._quick = members if is_quick else None
         return members

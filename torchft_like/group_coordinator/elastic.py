@@ -59,6 +59,7 @@ from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.swallowing import GroupManager
 from torchft_like.runtime.asides import run_aside
 from torchft_like.runtime.durations import as_timedelta, seconds_of
+from torchft_like.runtime.long_waits import oldest_call
 
 GRACE_S = 5.0
 _VARIABLES = ("TORCHFT_LIGHTHOUSE", CONNECT_TIMEOUT_SEC_ENV)
@@ -150,6 +151,7 @@ class Change:
         self._prepared = threading.Event()
         self._decided = threading.Event()
         self._answer: Answer | None = None
+        self._is_gathering = False  # the members that have met come to `complete`
         self._has_voted = False
         if groups is None:
             self._prepared.set()
@@ -176,6 +178,13 @@ class Change:
         if self._reason is not None:
             return self._reason
         return None if self.groups is None else self.groups.reason
+
+    @property
+    def awaits(self) -> Wait | None:
+        """What the change waits for from its new members, if it does."""
+        if self.membership is None or (self.is_ready and not self._is_gathering):
+            return None
+        return Wait("votes" if self.is_ready else "meeting", self.membership.epoch)
 
     def wait_ready(self, timeout: timedelta | float | None = None) -> bool:
         """Wait until `is_ready`, for the timeout (seconds or timedelta) at the most; return whether it is."""
@@ -232,11 +241,14 @@ class Change:
             return "has waited for the others in vain"
         if self.is_over or self.failure is not None:
             return self.failure
+        self._is_gathering = True
         try:
             groups.barrier(_left(deadline))
         except Exception as error:  # noqa: BLE001 - whatever it is, this member does not vote
             self._failure = error
             return self.failure or f"has waited for the others in vain: {error}"
+        finally:
+            self._is_gathering = False
         self._has_voted = self._member.vote(self)
         return None if self._has_voted else self.failure or "it was rolled back"
 
@@ -337,6 +349,7 @@ class Member:
         self._link: RankLink | None = None
         self._stores: list[GroupStore] = []  # in which the present members may have met
         self._trouble: str | None = None
+        self._left_out: str | None = None  # why the others go on without this member
 
     def begin(self, timeout: timedelta, *, shrink_only: bool = False) -> Change:
         """Ask for a quorum; return the change, or the one that is under way."""
@@ -424,6 +437,8 @@ class Member:
         """The reason for which there is no quorum, for messages."""
         if self._trouble is not None:
             return f"the lighthouse cannot be reached ({self._trouble})"
+        if self._left_out is not None:
+            return self._left_out
         return "not enough members have asked for one; the lighthouse's log says who is awaited"
 
     def _say(self, request: RankJoin | None) -> None:
@@ -454,7 +469,7 @@ class Member:
 
     def quorum(self, result: QuorumResult) -> None:
         with self._lock:
-            change = self._change
+            change, self._left_out = self._change, None
             is_unanimous = result.max_world_size == result.replica_world_size
             answer = self._candidate.answered(result.quorum_id, is_unanimous=is_unanimous)
             if change is None or answer is Answer.UNASKED:
@@ -492,30 +507,35 @@ class Member:
             is_of_epoch = notice.quorum_id == self._candidate.epoch
             # One that was late, and is told so, is still among the present members.
             is_broken = is_of_epoch and (not is_own or self._candidate.was_away)
-            if is_broken or (not notice.is_alive and who in membership.members):
+            is_cut_off = not {*membership.members}.isdisjoint(notice.unreachable)
+            if is_broken or is_cut_off or (not notice.is_alive and who in membership.members):
                 groups.set(reason)
 
     def lighthouse_disconnected(self, reason: str) -> None:
         with self._lock:
-            self._trouble = reason
+            self._trouble, self._left_out = reason, None  # the lighthouse tells it again if it is still so
             self._say(self._candidate.disconnected())
 
     def lighthouse_connected(self) -> None:
         self._trouble = None
 
     def left_out(self, notice: LeftOutNotice) -> None:
-        _logger.warning(
-            "%s is left out, as it and %s do not reach each other; check the network between them",
-            self.name,
-            ", ".join(notice.unreachable_replica_ids),
+        names = ", ".join(notice.unreachable_replica_ids)
+        self._left_out = (
+            f"the others go on without it, as it and {names} do not reach each other; check the network "
+            "between them"
         )
+        _logger.warning("%s: %s", self.name, self._left_out)
 
     def waits_for(self) -> Wait | None:
-        """Return the meeting that is under way: if it takes long, a link may be broken."""
-        change = self._change
-        if change is None or change.membership is None or change.is_ready:
-            return None
-        return Wait("meeting", change.membership.epoch)
+        """Return what is awaited from other members, of a change or in a call: if it takes long, a link may
+        be broken.
+        """
+        change, groups = self._change, self.coordinator._groups
+        if change is not None and (wait := change.awaits) is not None:
+            return wait
+        call = None if groups is None else oldest_call(groups.cpu.configuration)
+        return None if call is None else Wait("call", call)
 
     def step_and_source(self) -> tuple[int, str]:
         """Return that it has no steps and takes over no state."""

@@ -23,6 +23,7 @@ from torchft_like.errors import MemberLostError, describe_own_error, is_own_erro
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.gloo import adopted
+from torchft_like.runtime.long_waits import oldest_call
 
 Emit = Callable[..., None]
 
@@ -161,6 +162,12 @@ class ManagedGroup:
             if is_news:
                 self._abort(quorum_id, reason)
         return is_news
+
+    def call_under_way(self) -> object | None:
+        """Return the oldest call of a gang or a coordinator over the group as it is configured now, by a key;
+        None if there is none.
+        """
+        return oldest_call(self.pg.configuration) if isinstance(self.pg, ProcessGroup) else None
 
     def refuse(self) -> bool:
         """Return whether a collective must not be issued now; the step has then failed."""

@@ -346,22 +346,25 @@ class QuorumDriver:
     def waits_for(self) -> Wait | None:
         """Return what the training thread waits for in its step.
 
-        That is its preparation, the device, a state, other ranks' votes, or the oldest allreduce that is not
-        followed up yet.
+        That is its preparation, the device, a state, other ranks' votes, the oldest allreduce that is not
+        followed up yet, or the oldest call of a gang or a coordinator over the process group.
         """
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None or attempt.is_standing:
             return None
-        if not attempt.is_configured:
-            return Wait("preparation", attempt.began)
-        if attempt.is_exchanging:
-            return Wait("state", attempt.began)
-        if attempt.is_synchronizing:
-            return Wait("device", attempt.began)
-        if attempt.is_deciding:
-            return Wait("votes", attempt.began)
-        issued = list(attempt.pending_collectives.values())
-        return Wait("allreduce", issued[0], attempt.is_unasked) if issued else None
+        whole = {
+            "preparation": not attempt.is_configured,
+            "state": attempt.is_exchanging,
+            "device": attempt.is_synchronizing,
+            "votes": attempt.is_deciding,
+        }
+        for kind, is_awaited in whole.items():
+            if is_awaited:
+                return Wait(kind, attempt.began)
+        if issued := list(attempt.pending_collectives.values()):
+            return Wait("allreduce", issued[0], attempt.is_unasked)
+        call = self._group.call_under_way()
+        return None if call is None else Wait("call", call)
 
     def step_and_source(self) -> tuple[int, str]:
         """Return how many steps are committed, and the replica whose state is being taken over."""

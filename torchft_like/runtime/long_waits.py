@@ -10,16 +10,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from operator import itemgetter
+from typing import Protocol
 
 from lighthouse.forks import Turn, in_each_fork
 
 LONG_WAIT_S = 60.0
 _LOOKS = 4  # looks of the thread in that time
 
+
+class Group(Protocol):
+    """What a call is over; its text is for the log."""
+
+    @property
+    def endings(self) -> Sequence[object]:
+        """What ends it: the configurations of its process groups, and what these end with."""
+
+
 # The calls that are under way, each with the monotonic time of its beginning, its name, and the group it is
 # over. A call enters and deletes its entry itself, without a function: most calls take microseconds.
-calls: dict[object, tuple[float, str, object]] = {}
+calls: dict[object, tuple[float, str, Group]] = {}
+
+
+def oldest_call(configuration: object) -> object | None:
+    """Return the key of the oldest call under way in a configuration of a process group; None if there is
+    none.
+    """
+    own = [(began, call) for call, (began, _, over) in calls.copy().items() if configuration in over.endings]
+    return min(own, key=itemgetter(0))[1] if own else None
+
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import socket
 import sys
 import termios
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,14 +41,29 @@ class Rank:
     Args:
         make: called in the process; returns the first argument of every function.
         limit_s: the limit of an answer, in seconds.
+        variables, namespace: as in RunningProcess.
     """
 
-    def __init__(self, make: Callable[[], object] = SimpleNamespace, *, limit_s: float = LIMIT_S) -> None:
+    def __init__(
+        self,
+        make: Callable[[], object] = SimpleNamespace,
+        *,
+        limit_s: float = LIMIT_S,
+        variables: Mapping[str, str] | None = None,
+        namespace: str = "",
+    ) -> None:
         self._limit_s = limit_s
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         with theirs:
-            self.process = RunningProcess([__name__], is_fork=True, descriptors=[theirs.fileno()])
+            self.process = RunningProcess(
+                [__name__],
+                None,
+                variables,
+                is_fork=True,
+                namespace=namespace,
+                descriptors=[theirs.fileno()],
+            )
         self._connection.send(make)
 
     @property

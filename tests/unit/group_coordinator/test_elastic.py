@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
 
+from tests.managers import error_of
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, PAUSE_S, Crew
 from tests.waiting import wait_for
+from torchft_like.core.peer_links import Probe
 from torchft_like.errors import (
     ChangeInDoubtError,
     ChangeRolledBackError,
@@ -23,6 +27,7 @@ from torchft_like.errors import (
 )
 from torchft_like.group_coordinator import Change, ElasticCoordinator, Membership
 from torchft_like.group_coordinator.elastic import EpochGroups, Member
+from torchft_like.manager_server import server
 
 # ---------------------------------------------------------------------------- it comes about
 
@@ -300,6 +305,34 @@ def test_who_is_destroyed_is_not_waited_for(crew: Crew) -> None:
             each.result(LIMIT_S)
     assert {m.members for m in crew.together("ab", lambda c: c.follow())} == {("a", "b")}
     assert crew.sums("ab") == [2, 2]
+
+
+def c_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let c give no answer to the other members' probes."""
+
+    async def probe(asked: Probe, _: object) -> frozenset[str]:
+        return frozenset("c") & {name for name, _ in asked.peers}
+
+    monkeypatch.setattr(server, "silent_peers", probe)
+
+
+def test_a_call_that_waits_for_a_member_out_of_reach_names_it(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    crew.hire("abc", 3600)
+    crew.change("abc")
+    with monkeypatch.context() as cut:
+        c_is_silent(cut)
+        calls = [crew.aside(error_of, partial(crew[name].all_reduce, torch.ones(1))) for name in "ab"]
+        errors = [call.result(LIMIT_S) for call in calls]
+        assert {type(error) for error in errors} == {GroupCoordinatorError}
+        assert any("cannot reach c; check the network" in str(error) for error in errors)
+        following = crew.aside(crew["c"].follow, 3600)
+        assert {m.members for m in crew.together("ab", lambda c: c.follow())} == {("a", "b")}
+        why = r"the others go on without it, as it and (a|b|a, b) do not reach each other"
+        wait_for(lambda: re.search(why, crew["c"]._session.why_no_quorum))
+    crew.switch("ab")
+    assert following.result(LIMIT_S).members == ("a", "b", "c")
 
 
 def test_who_leaves_stays_if_the_change_is_rolled_back(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:

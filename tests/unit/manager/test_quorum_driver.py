@@ -18,6 +18,8 @@ from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import GroupLostNotice, StepLostNotice, Verdict
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
+from torchft_like.gang import ProcessGroupGang
+from torchft_like.gang.group_gang import Part
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.managed_group import ManagedGroup
@@ -25,6 +27,7 @@ from torchft_like.manager.managed_work import Reduction
 from torchft_like.manager.quorum_driver import QuorumDriver, QuorumWorker
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
+from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.stand_ins import ProcessGroupDummy
 
 LIMIT_S = 30.0
@@ -157,6 +160,24 @@ def test_a_rank_waits_for_others_in_an_allreduce_until_it_was_followed_up(driver
     assert None not in waits
     assert waits[0] != waits[1]
     assert driver.waits_for() is None
+
+
+def test_a_rank_waits_for_others_in_a_call_of_a_gang_over_its_group(driver: QuorumDriver) -> None:
+    attempt, group = begun(driver), driver._group.pg
+    attempt.agree(quorum(5, a=3, b=3))
+    attempt.open_configured()
+    assert isinstance(group, ProcessGroup)
+    of_part, of_others = ProcessGroupDummy(0, 1), ProcessGroupDummy(0, 1)
+    whole, part, other = (ProcessGroupGang(pg, torch.device("cpu")) for pg in (group, of_part, of_others))
+    part._part = Part(of_part, group, group.configuration)
+    waits = []
+    for gang in (whole, part, other):
+        with gang._communicating("barrier"):
+            waits.append(driver.waits_for())
+        assert driver.waits_for() is None
+    assert waits[2] is None, "no other replica group has to do with it"
+    assert None not in waits[:2]
+    assert waits[0] != waits[1]
 
 
 def test_a_rank_waits_in_what_its_device_does(driver: QuorumDriver, monkeypatch: pytest.MonkeyPatch) -> None:

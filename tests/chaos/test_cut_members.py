@@ -1,0 +1,96 @@
+"""One of three hosts hears nothing from another one, and all reach the lighthouse: the call of a coordinator
+or a gang that waits for that link ends long before its timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.chaos import cut_members
+from tests.managers import PATIENCE_MS
+from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
+from torchft_like.testing.cluster import LIGHTHOUSE, LighthouseProcess
+from torchft_like.testing.ranks import Rank, Ranks, end_all
+
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.skipif(bool(why_unavailable()), reason=str(why_unavailable())),
+]
+NAMES = "abc"
+FROM_A_TO_C = Rules(cut=frozenset({("a", "c")}))
+
+
+@pytest.fixture
+def network(tmp_path: Path) -> Iterator[Network]:
+    with Network((LIGHTHOUSE, *NAMES), tmp_path, seed=1) as network:
+        yield network
+
+
+@pytest.fixture
+def lighthouse(network: Network) -> Iterator[str]:
+    patience = "--min_replicas=1", f"--keepalive_timeout_ms={PATIENCE_MS}"
+    bind, variables = f"{network.address(LIGHTHOUSE)}:29510", {"TORCHFT_INSECURE": "1"}
+    namespace = network.namespace(LIGHTHOUSE)
+    with LighthouseProcess(*patience, bind=bind, variables=variables, namespace=namespace) as process:
+        yield process.url
+
+
+@pytest.fixture
+def ranks(network: Network) -> Iterator[Ranks]:
+    """A rank on each host. Nobody is lost for a late answer of a busy machine: the link alone decides."""
+    own = {name: {"TORCHFT_HOSTNAME": network.address(name), "OMP_NUM_THREADS": "1"} for name in NAMES}
+    patient = {"TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENCE_MS)}
+    ranks = Ranks(Rank(variables=own[name] | patient, namespace=network.namespace(name)) for name in NAMES)
+    try:
+        yield ranks
+    finally:
+        end_all(ranks)
+
+
+def each(ranks: Ranks) -> Iterator[tuple[str, Rank]]:
+    return zip(NAMES, ranks, strict=False)
+
+
+def test_members_of_an_elastic_coordinator(network: Network, lighthouse: str, ranks: Ranks) -> None:
+    a, b, c = ranks
+    for name, rank in each(ranks):
+        rank.ask(cut_members.make_member, name, lighthouse)
+        rank.tell(cut_members.follow, NAMES)
+    ranks.answers()
+    for rank in ranks:
+        rank.tell(cut_members.serve)
+    network.apply(FROM_A_TO_C)
+    errors = ranks.answers()
+    assert any("cannot reach a;" in error or "cannot reach c;" in error for error in errors), errors
+
+    for rank in (a, b):
+        rank.tell(cut_members.follow, "ab")
+    c.tell(cut_members.follow, NAMES)
+    Ranks([a, b]).answers()
+    assert not c.has_answer()
+    network.apply(Rules())
+    for rank in (a, b):
+        rank.tell(cut_members.serve_until, NAMES)
+    ranks.answers()
+
+
+@pytest.mark.parametrize("face", ["gang", "coordinator"])
+def test_replicas_with_a_managed_one(face: str, network: Network, lighthouse: str, ranks: Ranks) -> None:
+    a, b, c = ranks
+    for name, rank in each(ranks):
+        rank.ask(cut_members.make_replica, name, lighthouse)
+        rank.tell(cut_members.train, face, len(NAMES))
+    ranks.answers()
+    network.apply(FROM_A_TO_C)
+    for rank, size in ((a, 2), (b, 2), (c, 3)):
+        rank.tell(cut_members.train, face, size)
+    errors = [*a.answer(), *b.answer()]
+    assert not c.has_answer()
+    network.apply(Rules())
+    for rank in (a, b):
+        rank.tell(cut_members.train, face, len(NAMES))
+    ranks.answers()
+    assert errors
