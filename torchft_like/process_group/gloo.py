@@ -741,6 +741,21 @@ COPIED_LATER = frozenset(
 )
 _SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the operations
 
+# The dtypes that Gloo has code for; of complex numbers it reduces and broadcasts the two parts.
+MOVABLE = REDUCIBLE | {torch.bool}
+_FLOATS = frozenset(dtype for dtype in MOVABLE if dtype.is_floating_point)
+REDUCING = frozenset(
+    {
+        "allreduce",
+        "allreduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_tensor_coalesced",
+    }
+)
+TAKING_COMPLEX = REDUCING | {"broadcast"}
+
 
 class GlooGaps:
     """Collectives that torch's Gloo implements only in part, built on those that it, or torch's shell, has.
@@ -752,6 +767,8 @@ class GlooGaps:
     * For a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
       overwrites what lies between the elements, without an error. Such a tensor is copied here.
     * In an average of several tensors it divides only the first, and it takes no average of sparse tensors.
+    * It has begun when it finds that it has no code for a dtype, or no average of integers, and then the
+      group is of no use. Such a call is refused here.
     * For a view that negates, it moves the values before negation, and it refuses a view that conjugates only
       after its peers have begun. Such a view is copied, too.
     """
@@ -787,8 +804,7 @@ class GlooGaps:
         is_one = len(call.outputs) == 1 and call.outputs[0].layout is torch.strided
         if is_one or call.reduce_op != ReduceOp(ReduceOp.AVG):
             return _run_contiguous(row, reduce, *args, **kwargs)
-        for tensor in call.outputs:
-            torch.empty(0, dtype=tensor.dtype).div_(self._world_size)  # raises an error for integers
+        _refuse_dtypes(row, call.outputs, _AVERAGE)
         options = AllreduceOptions()
         options.timeout = call.timeout or options.timeout
 
@@ -886,8 +902,8 @@ class GlooGaps:
         if source.dtype != output.dtype:
             raise ProcessGroupError(f"the input is {source.dtype}, the output {output.dtype}")
         number, ranks = hash(op), self._world_size
-        # Operations that Gloo cannot reduce are passed to it nevertheless, so that it raises its own error.
-        is_sum = number == _SUM or (number == _AVERAGE and output.is_floating_point())
+        _refuse_dtypes(BY_NAME["reduce_scatter"], [output], number)
+        is_sum = number in (_SUM, _AVERAGE)
         total = source.numel()
         is_even = bool(total) and max(sizes) * ranks <= 2 * total
         is_on_cpu = output.is_cpu and source.is_cpu
@@ -947,6 +963,9 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
                         f"Gloo sends and receives the memory of a CPU, and the tensor is on {tensor.device}: "
                         f"move it to the CPU, or {row.name} it over NCCL"
                     )
+        else:
+            number = hash(call.reduce_op) if row.name in REDUCING else _SUM
+            _refuse_dtypes(row, tensors_of((call.outputs, call.inputs)), number)
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
@@ -986,6 +1005,7 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
     if len(args) < len(row.tensor_places):
         return False  # an argument is missing, which `bind` reports best
     is_copied = row.name in COPIED_LATER
+    dtypes = _FLOATS if row.name in REDUCING else MOVABLE  # of integers the operation counts, too
     for place in row.tensor_places:
         nested = args[place]
         if type(nested) is list and len(nested) > 1 and row.name in JOINING:
@@ -993,27 +1013,41 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
         for items in nested if type(nested) is list else (nested,):
             for item in items if type(items) is list else (items,):
                 is_plain = (
-                    type(item) is Tensor and item.is_cpu and item.is_contiguous() and not item.requires_grad
+                    type(item) is Tensor
+                    and item.dtype in dtypes
+                    and item.is_cpu
+                    and item.is_contiguous()
+                    and not item.requires_grad
                 )
                 if not (is_plain and not item.is_neg() and not item.is_conj()):
-                    if is_copied or not _is_simple(item):
+                    if is_copied or not _is_simple(item, dtypes):
                         return False
                 elif is_copied and item.is_inference():
                     return False  # `_run_contiguous` sets the mode for such tensors
     return True
 
 
-def _is_simple(nested: Any) -> bool:
-    """Return whether the tensors are plain memory, and autograd has nothing to record."""
+def _is_simple(nested: Any, dtypes: Collection[torch.dtype]) -> bool:
+    """Return whether the tensors are plain memory of such dtypes, and autograd has nothing to record."""
     if isinstance(nested, Tensor):
-        is_own = nested.is_cpu and nested.layout is torch.strided
+        is_own = nested.is_cpu and nested.layout is torch.strided and nested.dtype in dtypes
         return is_own and _is_plain(nested) and not nested.requires_grad and not is_made_of_others(nested)
-    return all(map(_is_simple, nested))
+    return all(_is_simple(item, dtypes) for item in nested)
 
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether the tensor's elements lie in memory as they are, in contiguous order."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+
+
+def _refuse_dtypes(row: Collective, tensors: Iterable[Tensor], operation: int) -> None:
+    """Refuse a dtype that Gloo has no code for, and an average of integers. `operation` is an op's hash."""
+    for dtype in {tensor.dtype for tensor in tensors}:
+        if dtype not in MOVABLE and not (dtype.is_complex and row.name in TAKING_COMPLEX):
+            cure = "another dtype" if row.name in REDUCING else "its bytes, `.view(torch.uint8)`"
+            raise ProcessGroupError(f"Gloo has no {row.name} of {dtype}: pass {cure}")
+        if operation == _AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+            raise ProcessGroupError(f"{row.name}: Gloo has no average of {dtype}: sum, or pass floats")
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

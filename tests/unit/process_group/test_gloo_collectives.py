@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import ReduceScatterOptions
+from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ReduceOp
 
+from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
 from .conftest import Party
@@ -75,6 +76,53 @@ def party_of_one() -> ProcessGroup:
     group = ProcessGroupGloo(30)
     group.configure("127.0.0.1:1/nobody-listens-there", 0, 1)
     return group
+
+
+@pytest.mark.parametrize("check", ["new", False])
+@pytest.mark.parametrize(
+    ("dtype", "call"),
+    [
+        (torch.int64, lambda group, x: group.allreduce(x, ReduceOp.AVG)),
+        (torch.int32, lambda group, x: group.allreduce([x, x.clone()], average())),
+        (torch.int16, lambda group, x: group.allreduce([x])),
+        (torch.uint16, lambda group, x: group.reduce([x])),
+        (torch.int64, lambda group, x: group._reduce_scatter_base(x[:1], x, average(ReduceScatterOptions()))),
+        (torch.float8_e4m3fn, lambda group, x: group.broadcast([x])),
+        (torch.int16, lambda group, x: group.allgather([[x.clone(), x.clone()]], [x])),
+        (torch.complex64, lambda group, x: group.alltoall_base(x.clone(), x, [], [])),
+    ],
+)
+def test_a_dtype_that_gloo_does_not_take_is_refused_and_the_group_goes_on(
+    party: Party, check: Any, dtype: torch.dtype, call: Any
+) -> None:
+    def act(rank: int, group: Any) -> list[float]:
+        with pytest.raises(ProcessGroupError, match=str(dtype)):
+            call(group, torch.ones(2).to(dtype)).wait()
+        assert group.errored() is None
+        tensor = own(rank)
+        group.allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    members = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
+    assert party.together(members, act) == [[3.0, 3.0]] * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64])
+def test_a_dtype_whose_parts_gloo_takes_is_reduced_and_broadcast(party: Party, dtype: torch.dtype) -> None:
+    def act(rank: int, group: Any) -> list[Any]:
+        tensor = own(rank).to(dtype)
+        group.allreduce([tensor]).wait()
+        group.broadcast([tensor]).wait()
+        return tensor.tolist()
+
+    wanted = [True] * 2 if dtype is torch.bool else [3] * 2
+    assert party.together(party.meet(2), act) == [wanted] * 2
+
+
+def average(options: Any = None) -> Any:
+    options = AllreduceOptions() if options is None else options
+    options.reduceOp = ReduceOp(ReduceOp.AVG)
+    return options
 
 
 @pytest.mark.agreement
