@@ -10,7 +10,8 @@ what they look up in the library they find in the fork's own.
 INVARIANT: in a fork, nothing of the parent's library is called, for it could wait for a thread that is not
 there, or find that one has waited. The parent's channels, calls and servers are refused, and never destroyed,
 even if a script deletes them. Its credentials, which are words only, are written again. A fork that does not
-speak gRPC pays for a few assignments.
+speak gRPC pays for a few assignments. Where the parent has one thread only, none is missed, and the library
+is used as it is: gRPC that was imported and not used, as in a server of forks, costs its forks nothing.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ _log = logging.getLogger(__name__)
 _lock = lock_of_each_process(threading.RLock)
 _inherited: list[ModuleType] = []  # the last one is the parent's, the others are its ancestors'
 _own: ModuleType | None = None  # the copy that this process, a fork, has loaded
+_leaves_threads = True  # whether this process, at its last fork, had other threads than the one that forked
 
 
 class _ParentsObjectError(ForkError, AttributeError):
@@ -166,7 +168,7 @@ def _destructors(library: ModuleType) -> list[ctypes.c_void_p]:
 
 def _leave_library_to_parent() -> None:
     global _own  # noqa: PLW0603 - one per process
-    if (library := sys.modules.get(_LIBRARY)) is None:
+    if (library := sys.modules.get(_LIBRARY)) is None or not _leaves_threads:
         return
     _own = None
     for destructor in _destructors(library):
@@ -249,9 +251,20 @@ def _hand_out(library: ModuleType, inherited: ModuleType) -> None:
 
 
 def _names_of_threads() -> Iterator[str]:
-    for thread in os.listdir("/proc/self/task") if os.path.exists("/proc/self/task") else ():
+    for thread in _threads():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{thread}/comm") as name:  # it ended
             yield name.read().strip()
 
 
+def _threads() -> list[str]:
+    """Return the threads of this process; none where the system does not tell."""
+    return os.listdir("/proc/self/task") if os.path.exists("/proc/self/task") else []
+
+
+def _look_for_threads() -> None:
+    global _leaves_threads  # noqa: PLW0603 - one per process
+    _leaves_threads = len(_threads()) != 1
+
+
 in_each_fork(Turn.OBJECTS, _leave_library_to_parent)
+os.register_at_fork(before=_look_for_threads)

@@ -176,6 +176,46 @@ def test_what_the_parent_made_is_refused_in_a_fork_which_loads_no_grpc(processes
     assert "Exception ignored" not in parent.output
 
 
+UNUSED = """
+import os, sys
+from concurrent import futures
+import torchft_like, lighthouse.net
+import grpc
+
+def serve():
+    server = grpc.server(futures.ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        try:
+            channel.unary_unary("/nobody/serves", None, None)(b"", timeout=60)
+        except grpc.RpcError as error:
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    return server
+
+def speak_in_a_fork():
+    if (forked := os.fork()) == 0:
+        server = serve()
+        print("a copy of its own:", "memfd:cygrpc" in open("/proc/self/maps").read(), flush=True)
+        server.stop(None).wait()
+        sys.exit(0)
+    assert os.waitpid(forked, 0)[1] == 0
+
+speak_in_a_fork()
+server = serve()
+speak_in_a_fork()
+server.stop(None).wait()
+"""
+
+
+def test_a_fork_of_a_process_without_other_threads_uses_the_library_that_is_there(
+    processes: Processes,
+) -> None:
+    parent = processes.start(sys.executable, "-c", UNUSED)
+    assert parent.wait() == 0, parent.output
+    assert parent.output == "a copy of its own: False\na copy of its own: True\n"
+
+
 IMPORTED_FIRST = """
 import os, sys
 for name in "GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY":

@@ -12,9 +12,16 @@ import pytest
 from tests.integration.cluster import CHECKED, Cluster
 from tests.integration.options import WorkerOptions
 from torchft_like.testing.cluster import Group
+from torchft_like.testing.forks import WHOLE_END_ENV
 from torchft_like.testing.processes import RunningProcess
 
 pytestmark = [pytest.mark.integration, *CHECKED]
+
+
+@pytest.fixture(autouse=True)
+def _ends_wholly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the replicas take their interpreters apart."""
+    monkeypatch.setenv(WHOLE_END_ENV, "1")
 
 
 LEAVES_MAX = 6  # of which one has to be in time, on a machine however busy

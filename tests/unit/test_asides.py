@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from torchft_like.testing.forks import WHOLE_END_ENV
 from torchft_like.testing.processes import Processes, RunningProcess
 
 MULTIPLIES = """
@@ -38,7 +39,7 @@ def run(processes: Processes, tmp_path: Path) -> Callable[[str, str], RunningPro
     def run(begin: str, then: str) -> RunningProcess:
         script = tmp_path / "program.py"
         script.write_text(MULTIPLIES.format(begin=begin, then=then))
-        done = processes.fork(str(script))
+        done = processes.fork(str(script), env={WHOLE_END_ENV: "1"})
         done.wait()
         return done
 

@@ -62,6 +62,30 @@ def test_a_fork_has_forks_of_the_same_server_which_end_with_it(tmp_path: Path) -
     inner.wait(WAIT_LIMIT_S)
 
 
+OF_AN_END = """
+import atexit, os, sys, threading
+
+class Kept:
+    def __del__(self, write=os.write):
+        write(1, b"taken apart\\n")
+
+threading.kept = Kept()
+atexit.register(print, "handler", flush=True)
+threading.Thread(target=print, args=["thread"]).start()
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("whole", "last"), [("", ""), ("1", "taken apart\n")])
+def test_one_ends_as_a_process_does_and_takes_its_interpreter_apart_if_it_is_told_to(
+    tmp_path: Path, whole: str, last: str
+) -> None:
+    (script := tmp_path / "script.py").write_text(OF_AN_END)
+    ended = RunningProcess([str(script)], variables={forks.WHOLE_END_ENV: whole}, is_fork=True)
+    assert ended.wait(WAIT_LIMIT_S) == 3, ended.output
+    assert ended.output == f"thread\nhandler\n{last}"
+
+
 # The fixture: nothing that a test started outlives it.
 
 

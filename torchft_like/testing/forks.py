@@ -7,6 +7,10 @@ all forks share what was loaded before. What a fork starts in this way comes fro
 with it.
 
 Forks are for the processes of a job. A test of starting, importing or memory starts its processes cold.
+
+A fork ends as a process does, with its threads and exit handlers, but leaves its interpreter as it is: to
+take that apart is to copy all that the forks share, for up to half a second of a processor. A test of what
+becomes of an interpreter sets WHOLE_END_ENV to 1.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from typing import Any
 MESSAGE_BYTES_MAX = 200_000
 DESCRIPTORS_MAX = 8
 ANSWER_S_MAX = 600.0  # the first answer waits until everything is loaded, on a machine that may be busy
+WHOLE_END_ENV = "TORCHFT_TESTING_WHOLE_END"
 _PR_SET_PDEATHSIG = 1
 _CLONE_NEWNET = 0x40000000
 _modules = [
@@ -157,6 +162,7 @@ class _Server:
 
 
 _servers: list[_Server] = []
+_exit_codes: list[int] = []  # of this process, a fork, once its program is over
 
 
 def _server() -> _Server:
@@ -172,6 +178,7 @@ def main(control: socket.socket, modules: Sequence[str]) -> None:
     """Load everything, then fork on demand. This returns in a fork, which then runs its order, and at the
     end.
     """
+    atexit.register(_end_at_once)  # the first that is registered is the last that runs
     # Where there is a GPU a fork loads everything itself: it could not use what this process has asked.
     for module in () if any(Path("/dev").glob("nvidia*")) else modules:
         with contextlib.suppress(ImportError):  # the fork that needs the module raises the error
@@ -245,7 +252,22 @@ def _carry_out(order: dict[str, Any], descriptors: list[int], server: int, contr
     from torchft_like.testing import forks  # noqa: PLC0415, PLW0406 - this module is the main one here
 
     forks._servers[:] = [forks._Server(control)]  # this fork has forks of the same server
-    _run(*order["argv"], *map(str, descriptors[1:]))
+    try:
+        _run(*order["argv"], *map(str, descriptors[1:]))
+        _exit_codes.append(0)
+    except SystemExit as error:
+        _exit_codes.append(error.code if isinstance(error.code, int) else int(error.code is not None))
+        raise
+    except Exception:
+        _exit_codes.append(1)
+        raise
+
+
+def _end_at_once() -> None:
+    if _exit_codes and os.environ.get(WHOLE_END_ENV) != "1":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_exit_codes[0] & 0xFF)
 
 
 def _pair() -> tuple[socket.socket, socket.socket]:
