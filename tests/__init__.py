@@ -2,4 +2,7 @@
 
 from torchft_like.testing import forks
 
-forks.preload("tests.integration.worker", "tests.integration.torch_job", "tests.conformance.member")
+forks.preload(
+    *(f"tests.integration.{job}" for job in ("worker", "torch_job", "elastic_job", "restart_job")),
+    "tests.conformance.member",
+)
