@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -164,6 +165,18 @@ def name_of(path: Path) -> str:
 @functools.cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _trees() -> Iterator[None]:
+    """Parse all files while the collector stands still: it would look at each node again and again."""
+    gc.disable()
+    for path in FILES:
+        parse(path)
+    gc.freeze()
+    gc.enable()
+    yield
+    parse.cache_clear()
 
 
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
