@@ -40,6 +40,7 @@ class Parser:
         parse: a function that reads one, or the file of this name in a folder, if there is a `file`.
         refusals: the errors with which it may refuse one; without any it takes everything.
         found: inputs with which it once did something else.
+        cost: how many other parsers read one in the time that it takes; it is given so much fewer of them.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Parser:
     refusals: tuple[type[Exception], ...] = ()
     found: Sequence[bytes] = ()
     file: str = ""
+    cost: int = 1
 
 
 @dataclass
@@ -64,13 +66,14 @@ class Tally:
 
 
 def assert_all_are_taken_or_refused(parser: Parser, count: int, folder: Path) -> Tally:
-    """Give a parser its samples, all that was found once, and `count` changed samples.
+    """Give a parser its samples, all that was found once, and `count` changed samples, or fewer if they cost
+    more.
 
     Raises:
         AssertionError: it refuses a sample, or raises what it must not, or an input takes too much; the text
           has the input's number.
     """
-    tally = Tally()
+    tally, count = Tally(), count // parser.cost
     read = _reader(parser, folder)
     samples = parser.samples() if callable(parser.samples) else parser.samples
     for sample in samples:

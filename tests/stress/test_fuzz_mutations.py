@@ -1154,6 +1154,7 @@ PARSERS = [
             read_certificates,
             (ConfigError,),
             file=name,
+            cost=8,  # OpenSSL reads it
         )
         for name in FILES
     ),
