@@ -33,6 +33,7 @@ from torchft_like.communicator.communicator import CoordinatorOptions, Group, ch
 from torchft_like.core.agreement.statements import Statement, decode, encode_briefly
 from torchft_like.errors import CollectiveTimeoutError, GroupCoordinatorError
 from torchft_like.process_group.checking import check_wanted
+from torchft_like.process_group.store import ask_within
 from torchft_like.runtime.durations import as_timedelta
 
 CPU_BACKEND = "torchft-gloo"
@@ -80,8 +81,8 @@ def make_groups(
     with _asking():
         # A rank's n-th agreement is with the n-th of the others. The store counts them, not the process:
         # coordinators that only some ranks have made do not count, nor those of another job.
-        number = store.add(f"coordinator/made/{rank}", 1)
-    store = PrefixStore(f"coordinator/{number}", store)
+        number = ask_within(timeout, store, lambda: store.add(f"coordinator/made/{rank}", 1))
+    place = PrefixStore(f"coordinator/{number}", store)
     backend = OURS.get(str(backend).lower(), str(backend).lower())
     try:
         name = unique_name(group_name)
@@ -98,9 +99,9 @@ def make_groups(
         }
         terms = tuple((argument, str(value)) for argument, value in told.items())
     except (ValueError, TypeError) as error:
-        agree(store, rank, world_size, timeout, Statement("GroupCoordinator").refused(error))
+        agree(place, rank, world_size, timeout, Statement("GroupCoordinator").refused(error))
         raise
-    agree(store, rank, world_size, timeout, Statement("GroupCoordinator", terms=terms))
+    agree(place, rank, world_size, timeout, Statement("GroupCoordinator", terms=terms))
     with contextlib.ExitStack() as undo:
         try:
             cpu_group = _made(groups, CPU_BACKEND, timeout, f"{name}/cpu")
@@ -181,19 +182,25 @@ def agree(store: Store, rank: int, world_size: int, timeout: timedelta, statemen
     A rank that refuses says so, and waits for nobody.
     """
     keys = [str(rank) for rank in range(world_size)]
-    with _asking():
+
+    def ask() -> tuple[list[int], list[bytes]]:
         store.set(str(rank), encode_briefly(statement).decode())
         if store.check(keys):
             store.compare_set(_MISSING, "", "[]")
         if statement.refusal is not None:
-            return
+            return [], []
         try:
             store.wait([_MISSING], timeout)
         except RuntimeError:
             absent = [rank for rank, key in enumerate(keys) if not store.check([key])]
             store.compare_set(_MISSING, "", json.dumps(absent))  # unless it is decided already
         missing = _ranks_in(store.get(_MISSING))
-        said = [] if missing else store.multi_get(keys)
+        return missing, [] if missing else store.multi_get(keys)
+
+    with _asking():
+        missing, said = ask_within(timeout, store, ask)
+    if statement.refusal is not None:
+        return
     if missing:
         came = {*range(world_size)} - {*missing}
         waiting = dict.fromkeys(came, (f"{statement.operation}()",))

@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import Store
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
-from torchft_like.process_group.store import StoreAddress, parse_store_address, server_of
+from torchft_like.process_group.store import StoreAddress, ask_within, parse_store_address, server_of
 from torchft_like.process_group.store_server import serving_store
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.hosts import own_host
@@ -76,17 +76,27 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
     """
     rank, world_size = seat
     server = server_of(store)
-    key = f"torchft/meeting/{store.add(f'torchft/round/{rank}', 1)}"
+    failed = f"configuring rank {rank} of {world_size} failed"
+    try:
+        number = ask_within(timeout, store, lambda: store.add(f"torchft/round/{rank}", 1))
+    except RuntimeError as error:
+        raise ProcessGroupNotConfiguredError(f"{failed}: {error}") from error
+    key = f"torchft/meeting/{number}"
+
+    def told() -> bytes:
+        store.wait([key], timeout)
+        return store.get(key)
+
     with contextlib.ExitStack() as until_met:
         if rank == 0:
             published = server or until_met.enter_context(serving_store(own_host()))
             store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         try:
-            store.wait([key], timeout)
+            said = ask_within(timeout, store, told)
         except RuntimeError as error:  # raised by torch's store
             raise ProcessGroupNotConfiguredError(
-                f"configuring rank {rank} of {world_size} failed: rank 0 did not say where to meet: {error}"
+                f"{failed}: rank 0 did not say where to meet: {error}"
             ) from error
-        place = parse_store_address(store.get(key).decode(errors="backslashreplace"))
+        place = parse_store_address(said.decode(errors="backslashreplace"))
         # Each member uses torch's store by a name that is valid on its host.
         yield replace(place, server=server or place.server)

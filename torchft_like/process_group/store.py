@@ -25,6 +25,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import wait as wait_for_futures
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Concatenate, ParamSpec, TypeVar, cast
@@ -38,6 +39,7 @@ from lighthouse.listening import listen_tcp
 from torchft_like.core.quorum_secret import shared_key
 from torchft_like.core.store import READY, VALIDATION_MAGIC, Query
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
+from torchft_like.futures import aside
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.runtime.connecting import RECONNECT_S, REFUSED, connect_tcp, shut
@@ -48,6 +50,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound="AbortableStore")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
+ANSWER_S = 5.0  # for the answer of a store's host beyond the limit of a wait
 WHO_IS_MISSING = timedelta(seconds=1)  # the limit of this question, after a wait in vain
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECEIVE_BYTES = 64 * 1024
@@ -182,6 +185,22 @@ def server_of(store: Store) -> Address | None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return Address(store.host, store.port) if isinstance(store, TCPStore) else None
+
+
+def ask_within(limit: timedelta, store: Store, question: Callable[[], T]) -> T:
+    """Return the answer to a question to a user's store, within the limit of its waits and ANSWER_S.
+
+    Another thread asks: torch's client waits for a silent host until the kernel gives the connection up,
+    which takes a quarter of an hour.
+
+    Raises:
+        ProcessGroupError: the store does not answer.
+    """
+    asked = aside("torchft-store", question)
+    limit_s = limit.total_seconds() + ANSWER_S
+    if not wait_for_futures([asked], limit_s).done:
+        raise ProcessGroupError(f"the store at {server_of(store)} did not answer within {limit_s:g} s")
+    return asked.result()
 
 
 async def answers(server: Address, within_s: float) -> bool:

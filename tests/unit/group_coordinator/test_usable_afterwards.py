@@ -10,18 +10,24 @@ import pytest
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from lighthouse.address import Address
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
 from tests.waiting import wait_for
+from torchft_like.core.agreement.statements import Statement
 from torchft_like.errors import (
     CollectiveMismatchError,
     CollectiveTimeoutError,
     GroupCoordinatorError,
     PlainDataError,
+    ProcessGroupNotConfiguredError,
 )
 from torchft_like.group_coordinator import GroupCoordinator, Handle, coordinator
+from torchft_like.group_coordinator.creation import agree
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
-from torchft_like.process_group.store import SharedStore
+from torchft_like.process_group import store as process_group_store
+from torchft_like.process_group.registration import _meeting_place
+from torchft_like.process_group.store import SharedStore, store_client
 from torchft_like.testing.relay import Relay
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -39,18 +45,43 @@ def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytes
     early.barrier()
 
 
-def test_a_barrier_does_not_wait_for_a_store_whose_host_is_silent(
-    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(coordinator, "ANSWER", timedelta(seconds=1))
-    flows = threading.Event()
-    flows.set()
+def relay_to(store: TCPStore, flows: threading.Event) -> Relay:
+    """Return a relay that is silent while the event is clear."""
 
     def carry(data: bytes) -> bytes:
         flows.wait()
         return data
 
-    relay = Relay(("127.0.0.1", store.port), lambda: carry)
+    flows.set()
+    return Relay(("127.0.0.1", store.port), lambda: carry)
+
+
+def test_nobody_waits_for_a_silent_host_of_the_default_groups_store(
+    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group_store, "ANSWER_S", 1.0)
+    flows, limit, statement = threading.Event(), timedelta(seconds=0.1), Statement("GroupCoordinator")
+    relay = relay_to(store, flows)
+    client = store_client(Address("127.0.0.1", relay.port), timedelta(seconds=LIMIT_S))
+    client.set("a key", "of a client that is connected")
+    flows.clear()
+    try:
+        making = party.aside(agree, client, 0, 2, limit, statement)
+        with pytest.raises(GroupCoordinatorError, match=rf"{relay.port} did not answer within"):
+            making.result(LIMIT_S)
+        meeting = party.aside(_meeting_place(client, (1, 2), limit).__enter__)
+        with pytest.raises(ProcessGroupNotConfiguredError, match=rf"{relay.port} did not answer within"):
+            meeting.result(LIMIT_S)
+    finally:
+        flows.set()
+
+
+def test_a_barrier_does_not_wait_for_a_store_whose_host_is_silent(
+    party: Party, store: TCPStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(coordinator, "ANSWER", timedelta(seconds=1))
+    flows = threading.Event()
+    relay = relay_to(store, flows)
     groups = [party.own(ProcessGroupGloo(LIMIT_S)) for _ in range(2)]
     prefix = party.prefix().partition("/")[2]
     party.together(groups, lambda rank, g: g.configure(f"127.0.0.1:{relay.port}/{prefix}", rank, 2))
