@@ -252,6 +252,8 @@ def _configure(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, int(SILENCE_S * 1000 / 4))
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(SILENCE_S * 1000))
     socket.setsockopt(zmq.HANDSHAKE_IVL, int(SILENCE_S * 1000))
+    # ZeroMQ asks a peer only between two messages: not while a long one does not get on.
+    socket.setsockopt(zmq.TCP_MAXRT, int(SILENCE_S * 1000))
 
 
 def _events(monitor: zmq.Socket[bytes]) -> int:

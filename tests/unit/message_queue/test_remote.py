@@ -115,7 +115,10 @@ def test_a_reader_that_has_read_what_was_never_written_is_evicted(queues: Queues
     assert reader.dequeue(LIMIT_S) == "on"
 
 
-def test_a_silent_connection_is_over_for_both(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("last", [b"into the silence", bytes(2**26)], ids=["short", "longer than buffers"])
+def test_a_silent_connection_is_over_for_both(
+    queues: Queues, monkeypatch: pytest.MonkeyPatch, last: bytes
+) -> None:
     """Nobody hangs up: from one moment on nothing that either says arrives."""
     monkeypatch.setattr("torchft_like.message_queue.remote.SILENCE_S", 2.0)
     flows = threading.Event()
@@ -139,12 +142,12 @@ def test_a_silent_connection_is_over_for_both(queues: Queues, monkeypatch: pytes
     assert [near.dequeue(LIMIT_S), far.dequeue(LIMIT_S)] == ["before"] * 2
     flows.clear()
     try:
-        writer.enqueue("into the silence", LIMIT_S)
+        writer.enqueue(last, LIMIT_S)
         with pytest.raises(QueueWriterLostError):
             far.dequeue(LIMIT_S)
         wait_for(lambda: writer.lost_readers == [1])
         writer.enqueue("after", LIMIT_S)
-        assert [near.dequeue(LIMIT_S) for _ in range(2)] == ["into the silence", "after"]
+        assert [near.dequeue(LIMIT_S) for _ in range(2)] == [last, "after"]
     finally:
         flows.set()
 
