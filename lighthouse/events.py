@@ -12,6 +12,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -242,6 +243,7 @@ class JsonLinesFile:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        weakref.finalize(self, os.close, self._descriptor).atexit = False  # a process may make many Managers
         self._lock = threading.Lock()
         self._lost = 0
         self._ends_in_a_line = False  # a part of a record that did not fit

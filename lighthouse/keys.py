@@ -64,7 +64,8 @@ def _make(options: argparse.Namespace) -> int:
                 _write(folder / path, text, undo)
             undo.pop_all()
     except OSError as error:
-        sys.stderr.write(f"torchft-like: {error.filename}: {error.strerror}; nothing was overwritten\n")
+        where = error.filename or folder  # a disk that is full has no name
+        sys.stderr.write(f"torchft-like: {where}: {error.strerror}; nothing was overwritten\n")
         return 2
     for role, whose in _WHOSE.items():
         path = folder / role.name.lower()

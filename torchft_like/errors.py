@@ -320,6 +320,13 @@ def is_own_error(error: BaseException) -> bool:
     return True
 
 
+def lost_by(error: BaseException, what: str) -> Exception:
+    """Return the error with which a step is lost whose part `what` ended with this one. KeyboardInterrupt and
+    SystemExit are for the script, and not for the threads that wait for the step.
+    """
+    return error if isinstance(error, Exception) else StepLostError(f"{what} was interrupted: {error!r}")
+
+
 def describe_own_error(error: BaseException) -> str:
     """Return an error in words, as it goes to the lighthouse."""
     return f"{type(error).__name__}: {error}"[:OWN_FAILURE_MAX]

@@ -30,6 +30,7 @@ import torch
 from torch.futures import Future
 from torch.utils._pytree import tree_leaves
 
+from lighthouse.forks import Turn, in_each_fork
 from torchft_like import devices
 from torchft_like.errors import ConfigError
 from torchft_like.runtime.asides import run_aside
@@ -252,11 +253,14 @@ class TimerThread:
         heapq.heapify(self._heap)
         self._swept_size = max(_SWEEP_SIZE_MIN, 2 * len(self._heap))
 
+    def forget(self) -> None:
+        """Forget the timers and the thread, which are the parent's; runs in a fork."""
+        self.__init__()  # type: ignore[misc] # the lock, too: the thread may have held it
+
     def _start(self) -> None:
         if self._thread is not None and self._thread.is_alive():
             return
         limit_s = watchdog_s()
-        self._heap.clear()  # in a forked child these are the parent's timers
         self._thread = threading.Thread(target=self._run, name="torchft-timer", daemon=True)
         self._thread.start()
         if limit_s is not None:
@@ -316,6 +320,7 @@ def watchdog_s(environ: Mapping[str, str] = os.environ) -> float | None:
 _SWEEP_SIZE_MIN = 64
 _LOOKS = 10
 _TIMERS = TimerThread()
+in_each_fork(Turn.LOCKS, _TIMERS.forget)
 
 
 def copy_outcome(source: Future[T], target: Future[T]) -> None:

@@ -22,6 +22,7 @@ import gzip
 import hashlib
 import itertools
 import json
+import logging
 import re
 import socket
 import statistics
@@ -68,9 +69,13 @@ if TYPE_CHECKING:
 # has for it before it closes one.
 CONNECTIONS_MAX = DESCRIPTORS_KEPT * 3 // 8
 HANDSHAKES_MAX = BACKLOG = DESCRIPTORS_KEPT // 4
+WARNED_MAX = 100  # hosts
 SILENT_S = 10.0  # seconds in which a connection has to bring a whole request, again and again
 _KEEP_ALIVE_S = 10
 _STOP_GRACE_S = 1
+_HTTP_2 = b"PRI * HTTP/2"  # the beginning of what a client of gRPC says first
+
+_log = logging.getLogger("lighthouse")
 
 
 class PageServer:
@@ -94,7 +99,7 @@ class PageServer:
         """
         if everybody_operates and process_trust() is not None:
             raise ConfigError("--page_operators=everybody and a token (TORCHFT_TOKEN_FILE): leave one out")
-        listener = _Listener(listen_guarded(bind))
+        listener = _Listener(listen_guarded(bind), lighthouse.address.url)
         config = uvicorn.Config(
             Page(lighthouse, everybody_operates=everybody_operates),
             http=functools.partial(_BoundedProtocol, listener),  # type: ignore[arg-type]
@@ -136,8 +141,10 @@ class _Listener(socket.socket):
     a minute.
     """
 
-    def __init__(self, listener: socket.socket) -> None:
+    def __init__(self, listener: socket.socket, lighthouse: str) -> None:
         super().__init__(fileno=listener.detach())
+        self._own = lighthouse
+        self._warned: set[str] = set()
         self._new: dict[int, socket.socket] = {}  # by descriptor, the oldest first
 
     def accept(self) -> tuple[socket.socket, Any]:
@@ -149,6 +156,19 @@ class _Listener(socket.socket):
             self._end_if_new(next(iter(self._new.values())))
         asyncio.get_running_loop().call_later(SILENT_S, self._end_if_new, peer)
         return peer, address
+
+    def warn_of_trainer(self, client: tuple[str, int] | None) -> None:
+        """Warn, once for each host, of a client that speaks gRPC here; trainers try again all the time."""
+        host = client[0] if client else "a client"
+        if host not in self._warned and len(self._warned) < WARNED_MAX:
+            self._warned.add(host)
+            _log.warning(
+                "%s speaks gRPC to the page, at port %d: trainers need the lighthouse's own address, %s "
+                "(TORCHFT_LIGHTHOUSE)",
+                host,
+                self.getsockname()[1],
+                self._own,
+            )
 
     def is_made(self, descriptor: int) -> None:
         """Note that the protocol has a connection, and limits it from now on."""
@@ -185,7 +205,11 @@ class _BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
-        super().data_received(data)
+        if data.startswith(_HTTP_2):
+            self._listener.warn_of_trainer(self.client)
+            self.transport.abort()
+        else:
+            super().data_received(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch.cancel()

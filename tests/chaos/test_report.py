@@ -439,12 +439,13 @@ def test_faults_come_in_their_own_intervals() -> None:
         (["kill"], math.nan, 1, 2),
         (["kill"], 60, math.nan, 2),
         (["kill"], 3, 10, 2),
+        (["kill"], 3600, 1e-9, 2),
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(
     kinds: list[str], length_s: float, interval_s: float, replicas: int
 ) -> None:
-    with pytest.raises(ValueError, match=r"unknown kinds|must be above 0|no fault fits"):
+    with pytest.raises(ValueError, match=r"unknown kinds|must be above 0|no fault fits|more than"):
         draw(1, kinds, length_s, interval_s, replicas)
 
 

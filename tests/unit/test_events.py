@@ -21,6 +21,7 @@ from lighthouse.events import (
     read_events,
     short_name,
 )
+from tests.descriptors import left_open_since, open_descriptors
 
 EXAMPLES: dict[str, dict[str, Field]] = {
     "settings": {"settings": ["timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)"]},
@@ -174,6 +175,16 @@ def test_a_failing_subscriber_is_logged(logger: logging.Logger, caplog: pytest.L
     log.emit("abort", reason="x")
     assert len(seen) == 1
     assert "an event subscriber failed on abort" in caplog.text
+
+
+@pytest.mark.no_leak
+def test_a_log_that_is_gone_keeps_no_file_open(
+    logger: logging.Logger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(EVENT_FILE_ENV, str(tmp_path / "events"))
+    before = open_descriptors()
+    EventLog("manager", logger)  # each Manager of a process has one
+    assert left_open_since(before) == set()
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -260,6 +260,24 @@ def test_a_fork_has_none_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -
         del long_waits.calls["a test's"]
 
 
+def test_a_fork_may_limit_a_wait_whatever_its_parents_timers_did() -> None:
+    is_held, is_over = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with futures._TIMERS._changed:  # as the thread that waits for the next timer does for moments
+            is_held.set()
+            is_over.wait(LIMIT_S)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(LIMIT_S)
+    if (child := os.fork()) == 0:
+        os._exit(not futures._TIMERS._changed.acquire(blocking=False))
+    is_over.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 # When it is worth while to watch for what is awaited.
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 
@@ -47,9 +47,9 @@ def disk(path: str | os.PathLike[str], bytes_min: int) -> HealthCheck:
     """Return a check that the file system of `path` can be written to, and has so many bytes left."""
 
     def free_bytes() -> int:
-        probe = Path(path) / f".torchft-health-{os.getpid()}"
-        probe.write_bytes(b"1")
-        probe.unlink()
+        with tempfile.NamedTemporaryFile(prefix=".torchft-health-", dir=path) as probe:
+            probe.write(b"1")
+            probe.flush()
         return shutil.disk_usage(path).free
 
     return _at_least(bytes_min, free_bytes, f"bytes are free at {os.fspath(path)}")

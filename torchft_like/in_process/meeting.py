@@ -361,7 +361,7 @@ class Meeting:
     def _ask(self, step: Ask) -> None:
         def note(asked: Future[str]) -> None:
             if not asked.cancelled():
-                reason = str(asked.exception() or "") or asked.result()
+                reason = repr(error) if (error := asked.exception()) is not None else asked.result()
                 with self._lock:
                     self.protocol.answered(step, reason)
                     self._wait_longer()

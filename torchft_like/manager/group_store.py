@@ -27,7 +27,7 @@ from lighthouse.address import Address, parse_address
 from lighthouse.net import why_unreachable
 from torchft_like.errors import ConnectError, ProcessGroupError
 from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
-from torchft_like.manager_server.rank_link import LocalListener, RankLink, SessionLink
+from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store, store_client
 from torchft_like.process_group.store_server import StoreServer
@@ -62,9 +62,7 @@ def connect(
     """
     store = open_group_store(config)
     if (place := store.meeting_place) is None:  # another rank has it, which is rank 0
-        address, key = find_manager(config)
-        limits = config.connect_timeout_s, config.host, config.dead_after_s
-        return SessionLink(address, config.group_rank, listener, *limits, key), store
+        return connect_rank(config, listener), store
     server = ManagerServer(
         replica_id=config.replica_id,
         lighthouse_addr=str(config.lighthouse),
@@ -87,6 +85,28 @@ def connect(
     except BaseException:
         server.close()  # the lighthouse knows the server already, and would wait for it
         raise
+
+
+def connect_rank(config: ManagerConfig, listener: LocalListener) -> RankLink:
+    """Return the session of a rank other than 0; where its rank 0 has ended, look for that of a later start.
+
+    Raises:
+        ConnectError: there is none within `connect_timeout`.
+    """
+    deadline = time.monotonic() + config.connect_timeout_s
+    left_s = config.connect_timeout_s
+    while True:
+        address, key = find_manager(config, left_s)
+        left_s = max(deadline - time.monotonic(), START_S)
+        try:
+            return SessionLink(
+                address, config.group_rank, listener, left_s, config.host, config.dead_after_s, key
+            )
+        except ServerGoneError:
+            time.sleep(START_S)
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise
 
 
 def open_group_store(config: ManagerConfig) -> GroupStore:
@@ -117,15 +137,15 @@ def publish_manager(store: Store, config: ManagerConfig, place: str) -> None:
     store.set(f"{PLACES}/{config.run}", place)
 
 
-def find_manager(config: ManagerConfig) -> tuple[Address, str]:
-    """Wait for what rank 0 publishes of the ManagerServer, and return it: its address, and its key.
+def find_manager(config: ManagerConfig, limit_s: float) -> tuple[Address, str]:
+    """Wait so many seconds for what rank 0 publishes of the ManagerServer; return its address, and its key.
 
     Raises:
-        ConnectError: rank 0 did not publish it within `connect_timeout`.
+        ConnectError: rank 0 did not publish it in time.
     """
     shared = StoreAddress(cast("Address", config.store), PLACES)  # a group of several ranks has one
     # torch's client, after a wait in vain, waits on for a host that is silent.
-    store = AbortableStore(shared, timedelta(seconds=config.connect_timeout_s))
+    store = AbortableStore(shared, timedelta(seconds=limit_s))
     try:
         with contextlib.closing(store):
             store.connect()

@@ -42,7 +42,7 @@ class ManagedGroup:
         if timeout_s is not None:
             self.pg.set_timeout(timedelta(seconds=timeout_s))
         self.lock = threading.RLock()
-        self._told = threading.Condition(self.lock)  # whoever holds may have to look again
+        self._told = threading.Condition(self.lock)  # is notified when a rank that holds may enter
         self._protocol = protocol
         self._emit = emit
         self._ending = AbortSignal()  # the signal of the last configuration

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import Work
 from torch.distributed import AllreduceOptions, ReduceOp
 from torch.futures import Future
 
-from torchft_like.errors import ProcessGroupError
+from torchft_like.errors import ProcessGroupError, lost_by
 from torchft_like.futures import future_wait
 from torchft_like.process_group.work import FOREVER, Operation
 from torchft_like.writing import divide
@@ -138,8 +138,10 @@ class Reduction(Operation):
                 if self._inner is not None and self._divide_by is not None:
                     divide(self._tensors, self._divide_by)
                 self._end()
-        except Exception as error:  # noqa: BLE001 - a tensor may not be writable
-            self._fail(error)
+        except BaseException as error:  # it cannot be written to; or Ctrl-C, and it may be divided by now
+            self._fail(lost_by(error, "an allreduce"))
+            if not isinstance(error, Exception):
+                raise
 
     def _fail(self, error: Exception) -> None:
         self._report(error)

@@ -42,6 +42,7 @@ from torchft_like.errors import (
     MaxRetriesError,
     ProcessGroupAbortedError,
     ShutdownError,
+    lost_by,
 )
 from torchft_like.futures import future_timeout
 from torchft_like.manager.attempt import Attempt
@@ -108,11 +109,12 @@ class Manager:
             contributes zeros to its first step. Otherwise `start_quorum` waits and heals, as
             it must where gradients are divided by a number of the state before the vote.
         timeout, quorum_timeout, connect_timeout: timedelta or seconds, 60, 180 and 60 s (TORCHFT_TIMEOUT_SEC,
-            TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). `timeout` bounds collectives, votes
-            and state transfers.
+            TORCHFT_QUORUM_TIMEOUT_SEC, TORCHFT_CONNECT_TIMEOUT_SEC). The first bounds collectives, votes and
+            state transfers, the second a wait for a quorum, the third the first contact with the lighthouse,
+            the store and rank 0.
         rank, world_size: the rank in the replica group, and its size (RANK, WORLD_SIZE; 0 of 1 when unset).
-        world_size_mode: how many members take part where there are more than `min_replica_size`: all, or so
-            many, and the others add zeros.
+        world_size_mode: how many members take part where there are more than `min_replica_size`: all of them
+            (DYNAMIC), or exactly that many, and the others add zeros (FIXED_WITH_SPARES).
         store_addr, store_port: the group's TCPStore (MASTER_ADDR, MASTER_PORT); a group of one rank
             makes its own when none is given.
         lighthouse_addr: `http://host:port` (TORCHFT_LIGHTHOUSE); read on rank 0.
@@ -129,13 +131,13 @@ class Manager:
             "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
         job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse lets nobody of another job join. Without
             it, the job is told by its first quorum, which the Manager's `state_dict` has.
-        dead_after: how long a rank of this replica group may be silent, 30 s (TORCHFT_DEAD_AFTER_SEC).
-            Without it the group does no step; afterwards its ranks raise GroupLostError. A process that has
-            ended is dead at once.
-        spare: whether this replica group takes part in no step before a place is free (TORCHFT_SPARE, 1 or
-            0): it waits, ready, in its first step while as many others are there as the lighthouse's
-            `--replicas` says. It heals in the step in which it takes the place: one that has the state
-            before is a member, with `WorldSizeMode.FIXED_WITH_SPARES`. The same on all ranks; read on rank 0.
+        dead_after: how long a rank of this replica group may be silent, timedelta or seconds, 30 s
+            (TORCHFT_DEAD_AFTER_SEC). Until it answers again the group does no step. After that time the other
+            ranks raise GroupLostError; where its process has ended, at once.
+        spare: True for a replica group that waits, ready, in its first step, until fewer other groups are
+            there than the lighthouse's `--replicas` (TORCHFT_SPARE, 1 or 0). It then takes the free place,
+            and heals in that step; for spares that have the state before, use
+            `WorldSizeMode.FIXED_WITH_SPARES`. The same on all ranks; read on rank 0.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -327,11 +329,15 @@ class Manager:
         self._state.look(self._transport.check_state)
         limit_s = min(limit_s * (1 + self._config.quorum_retries), SECONDS_MAX)
         attempt = Attempt(allow_heal, limit_s)
-        own = self._driver.begin(attempt)
-        attempt.fingerprint = self._driver.divergence.take(own.step)
-        attempt.ask = partial(self._ask, attempt, own, shrink_only)
-        if not attempt.is_standing:
-            attempt.ask()
+        try:
+            own = self._driver.begin(attempt)
+            attempt.fingerprint = self._driver.divergence.take(own.step)
+            attempt.ask = partial(self._ask, attempt, own, shrink_only)
+            if not attempt.is_standing:
+                attempt.ask()
+        except BaseException as error:  # the next step would wait for a quorum that nobody has asked for
+            attempt.fail(lost_by(error, "start_quorum"))
+            raise
         if last is not None:
             self._exchange.give_up(last)
         if not self._rules.use_async_quorum:
@@ -409,15 +415,22 @@ class Manager:
         self._driver.wait_for_turn()
 
     def report_error(self, e: Exception) -> None:
-        """Declare the current step spoilt: it will not be committed, and peers are released."""
-        self._group.fail_current(e)
+        """Declare the current step spoilt: it will not be committed, and peers are released.
+
+        Raises:
+            ConfigError: `e` is no error.
+        """
+        self._group.fail_current(_error_given(e, "report_error"))
 
     def interrupt(self, e: Exception) -> None:
         """End whatever the training thread waits for in this step; called from another thread.
 
         Its collectives end, and `should_commit` raises `e`.
+
+        Raises:
+            ConfigError: `e` is no error.
         """
-        self._group.fail_current(e)
+        self._group.fail_current(_error_given(e, "interrupt"))
         attempt = self._driver.attempt
         if attempt is not None:
             attempt.fail(e)
@@ -726,3 +739,9 @@ class Manager:
             step=self._protocol.step,
             **fields,
         )
+
+
+def _error_given(e: Exception, method: str) -> Exception:
+    if not isinstance(e, Exception):
+        raise ConfigError(f"{method} takes the error that has spoilt the step, not {e!r:.100}")
+    return e

@@ -38,7 +38,7 @@ from torchft_like.core.replica_group import (
     Verdict,
 )
 from torchft_like.core.stall_watch import Wait
-from torchft_like.core.step import StepProtocol
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
     FaultToleranceError,
@@ -47,6 +47,7 @@ from torchft_like.errors import (
     QuorumTimeoutError,
     ShutdownError,
     StepLostError,
+    lost_by,
 )
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerConfig
@@ -275,6 +276,13 @@ class QuorumDriver:
                 return  # an answer to a join that was given up
             plan = self._group.agree(result, attempt.allow_heal)
             attempt.agree(result, plan)
+        try:
+            self._prepare_for(attempt, result, plan)
+        except Exception as error:  # of a user's transport or group; the training thread would wait for ever
+            attempt.fail(error)
+            raise
+
+    def _prepare_for(self, attempt: Attempt, result: QuorumResult, plan: Plan) -> None:
         if (error := self.divergence.quorum(result, attempt.allow_heal)) is not None:
             attempt.fail(error)
             return
@@ -402,9 +410,9 @@ class QuorumDriver:
     def _prepare(self, attempt: Attempt, result: QuorumResult) -> None:
         try:
             self._configure(attempt, result)
-        except Exception as error:
+        except BaseException as error:  # also if a user's process group calls sys.exit
             logger.exception("preparing quorum %d failed", result.quorum_id)
-            self._group.fail(result.quorum_id, error)
+            self._group.fail(result.quorum_id, lost_by(error, "the configuration of the group"))
         finally:
             attempt.open_configured()
 
@@ -485,8 +493,8 @@ class QuorumWorker:
             try:
                 with awaited_at_exit(), devices.beside_captures(self.device):
                     job()
-            # It may be an error of a user's transport, and later jobs have to run nevertheless.
-            except Exception as error:
+            # It may be of a user's transport, even a SystemExit, and later jobs have to run nevertheless.
+            except BaseException as error:
                 logger.exception("a job of the quorum worker failed")
-                on_error(error)
+                on_error(lost_by(error, "a job of the quorum worker"))
             del entry, job, on_error  # these hold attempts, and attempts hold tensors

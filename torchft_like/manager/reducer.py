@@ -17,7 +17,7 @@ from torchft_like.checkpointing.shards import is_dtensor, local_part
 from torchft_like.collectives import ErrorFeedback, reduce_quantized, stream_beside
 from torchft_like.core.step import StepProtocol
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
-from torchft_like.errors import DivergenceError, FaultToleranceError
+from torchft_like.errors import ConfigError, DivergenceError, FaultToleranceError, lost_by
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
@@ -68,16 +68,12 @@ class Reducer:
             error_feedback: what quantizing has left of these tensors in earlier steps that were committed.
 
         Raises:
-            ValueError: an average of a tensor that is neither floating point nor complex.
+            ValueError: an average of a tensor that is neither floating point nor complex; what is no tensor.
         """
         tensors = [tensor if type(tensor) is torch.Tensor else _memory_of(tensor) for tensor in tensors]
         averages = options is AVERAGE or is_average(options.reduceOp)
         if averages:
-            for tensor in tensors:
-                if not (tensor.is_floating_point() or tensor.is_complex()):
-                    raise ValueError(
-                        f"an average needs floating point tensors, not {tensor.dtype}; use ReduceOp.SUM"
-                    )
+            _check_divisible(tensors)
         protocol, group, driver = self._protocol, self._group, self._driver
         if (attempt := driver.attempt) is None or driver.fatal is not None:
             attempt = driver.current()
@@ -110,9 +106,11 @@ class Reducer:
             reduction.follow(work)
             if is_first and attempt.fingerprint is not None:
                 self._begin_to_compare(attempt, attempt.fingerprint, report, tensors[0].device)
-        except Exception as error:  # noqa: BLE001 - a backend or `fill_` may raise anything: only the step is lost
+        except BaseException as error:  # a backend or `fill_` may raise anything: only the step is lost
             attempt.pending_collectives.pop(reduction, None)
-            report(error)
+            report(lost_by(error, "an allreduce"))
+            if not isinstance(error, Exception):
+                raise
         return reduction
 
     def _quantize(
@@ -158,6 +156,9 @@ class Reducer:
         except FaultToleranceError as error:
             attempt.fail(error)
             return False
+        except BaseException as error:  # Ctrl-C, after which a script may vote nevertheless
+            self._group.fail_current(lost_by(error, "an allreduce"))
+            raise
         # While a state is read or loaded the other replicas take no part: the sum is this replica's own
         # tensor.
         return not attempt.is_exchanging and not self._group.refuse()
@@ -177,7 +178,15 @@ def _divides_alike(participants: int, attempt: Attempt, tensors: Sequence[torch.
 _WIDE = frozenset({torch.float32, torch.float64, torch.complex64, torch.complex128})
 
 
+def _check_divisible(tensors: Sequence[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            raise ValueError(f"an average needs floating point tensors, not {tensor.dtype}; use ReduceOp.SUM")
+
+
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"an allreduce takes a torch.Tensor, not {tensor!r:.100}")
     return local_part(tensor) if is_dtensor(tensor) else tensor
 
 

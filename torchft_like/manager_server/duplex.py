@@ -16,6 +16,8 @@ from lighthouse.codec import reader
 from lighthouse.net import credentials, make_aio_channel
 from torchft_like.errors import ConnectError
 
+CONNECTION_REFUSED = "connection refused"  # in what gRPC says of an attempt to connect where nobody listens
+
 Request = TypeVar("Request")
 Response = TypeVar("Response")
 

@@ -23,7 +23,7 @@ from lighthouse import wire
 from lighthouse.address import Address
 from lighthouse.net import DISTRUST, default_keepalive, make_aio_channel, unary
 from lighthouse.wire import torchft_pb2 as pb
-from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
+from torchft_like.manager_server.duplex import CONNECTION_REFUSED, DuplexCall, MalformedMessageError
 
 RECONNECT_MIN_S = 0.02
 RECONNECT_MAX_S = 0.25
@@ -31,7 +31,6 @@ LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the lighthouse takes 
 REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 LEASE_MIN_S = 0.001
-_REFUSED = "connection refused"  # in what gRPC says of a connection attempt for which nobody listens
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +140,7 @@ class LighthouseLink:
             self.last_error = reason
             if self._end_session(reason):
                 backoff = RECONNECT_MIN_S
-            elif _REFUSED in reason.lower():  # while no lighthouse listens there, none forms a quorum
+            elif CONNECTION_REFUSED in reason.lower():  # while none listens there, none forms a quorum
                 self._renew_lease(self._lease_s)
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))  # noqa: S311 - jitter
             backoff = min(2 * backoff, RECONNECT_MAX_S)

@@ -44,7 +44,7 @@ from torchft_like.core.replica_group import (
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError, TrustError
-from torchft_like.manager_server.duplex import DuplexCall, MalformedMessageError
+from torchft_like.manager_server.duplex import CONNECTION_REFUSED, DuplexCall, MalformedMessageError
 from torchft_like.manager_server.suspicion import DEAD_S, until_dead
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
@@ -56,6 +56,10 @@ LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the 
 RankCall = DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
 
 logger = logging.getLogger(__name__)
+
+
+class ServerGoneError(ConnectError):
+    """No process listens where a rank is to find its ManagerServer, which has ended."""
 
 
 class RankListener(Protocol):
@@ -111,7 +115,9 @@ class SessionLink:
         key: that of the replica group, as `ManagerServer.rank_key` is; "" for none.
 
     Raises:
+        ServerGoneError: no process listens at the address.
         ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
+        ConfigError: a setting of this process is wrong.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class SessionLink:
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
         self._is_suspect = False
         self._is_distrusted = False  # from the start; later, tokens may be about to be replaced
+        self._failure: Exception | None = None  # of the first session, which another one would have, too
         try:
             self._loop.run(self._start(connect_timeout_s), cancels=True)
         except BaseException:
@@ -182,7 +189,7 @@ class SessionLink:
         call.send(request)
 
     async def _start(self, connect_timeout_s: float) -> None:
-        """Open the first session, again and again until it is accepted: the server may still be starting."""
+        """Open the first session, again and again until it is accepted, or no server listens any more."""
         self._task = asyncio.create_task(self._keep_open())
         registered = asyncio.ensure_future(self._registered.wait())
         try:
@@ -195,6 +202,8 @@ class SessionLink:
                 await self._end(0.0)
         if self._registered.is_set():
             return
+        if self._failure is not None:
+            raise self._failure
         if self._is_distrusted:
             raise TrustError(f"the ManagerServer at {self._address} refuses this rank: {self._last_error}")
         raise ConnectError(
@@ -216,9 +225,15 @@ class SessionLink:
                         return
                     if self._registered.is_set() and error.code() in REFUSALS:
                         self._lose(self._last_error)
+                    if not self._registered.is_set() and CONNECTION_REFUSED in self._last_error.lower():
+                        self._failure = ServerGoneError(f"no ManagerServer listens at {self._address}")
+                        return
                 except MalformedMessageError as error:
                     self._last_error = str(error)
                 except Exception as error:  # of the listener, perhaps of a user's process group
+                    if not self._registered.is_set():
+                        self._failure = error
+                        return
                     logger.exception("what the ManagerServer said could not be dealt with; hanging up")
                     self._lose(f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})")
                 if self._closing:

@@ -17,6 +17,7 @@ import secrets
 import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, Self, TypeVar
 
 import grpc
@@ -144,6 +145,10 @@ class ManagerServer:
     ) -> None:
         if not isinstance(replica_id, str) or not replica_id:
             raise ConfigError(f"replica_id is {replica_id!r:.100}: it must be a text with characters in it")
+        if not isinstance(spare, bool):
+            raise ConfigError(f"spare is {spare!r:.100}: it must be True or False")
+        if store_addr != "":
+            parse_address(str(store_addr).removeprefix("tls://").rstrip("/"), "store_addr")
         world_size = whole_number(world_size, "world_size", 1)
         self.replica_id, self._is_spare = replica_id, spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
@@ -364,28 +369,33 @@ class ManagerServer:
     # ------------------------------------------------------------------- effects
 
     def _perform(self, effects: Iterable[Effect]) -> None:
-        for effect in effects:
-            match effect:
-                case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks() | GroupAway():
-                    self._tell_lighthouse(effect)
-                case Probe():
-                    self._run(self._probe(effect))
-                case RankQuorum() | RankVerdict():
-                    self._tell((effect.group_rank,), effect)
-                case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
-                    self._tell(effect.group_ranks, effect)
-                case LossNotice() | LeftOutNotice() | SuspectNotice():
-                    self._tell(list(self._ranks), effect)
-                case GroupLostNotice():
-                    asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
-                    self._tell(list(self._ranks), effect)
+        """Carry out all effects. An error of the rank in this process keeps none of them from the others."""
+        _do_all(partial(self._carry_out, effect) for effect in effects)
 
-    def _tell(self, group_ranks: Iterable[int], message: ToRank) -> None:
-        for group_rank in group_ranks:
-            if (rank := self._ranks.get(group_rank)) is None:
-                logger.debug("rank %d is not there for %s", group_rank, message)
-            elif (step := rank.hear(message)) is not None and isinstance(message, HoldRanks):
-                self.rank_holds(group_rank, message.quorum_id, step)
+    def _carry_out(self, effect: Effect) -> None:
+        match effect:
+            case GroupJoin() | GroupIdentity() | GroupHolds() | BrokenLinks() | GroupAway():
+                self._tell_lighthouse(effect)
+            case Probe():
+                self._run(self._probe(effect))
+            case RankQuorum() | RankVerdict():
+                self._tell(effect.group_rank, effect)
+            case StepLostNotice() | HoldRanks() | ReleaseRanks() | GroupLeftNotice():
+                self._tell_all(effect.group_ranks, effect)
+            case LossNotice() | LeftOutNotice() | SuspectNotice():
+                self._tell_all(list(self._ranks), effect)
+            case GroupLostNotice():
+                asyncio.ensure_future(self._link.close())  # noqa: RUF006 - it ends with the link
+                self._tell_all(list(self._ranks), effect)
+
+    def _tell_all(self, group_ranks: Iterable[int], message: ToRank) -> None:
+        _do_all(partial(self._tell, group_rank, message) for group_rank in group_ranks)
+
+    def _tell(self, group_rank: int, message: ToRank) -> None:
+        if (rank := self._ranks.get(group_rank)) is None:
+            logger.debug("rank %d is not there for %s", group_rank, message)
+        elif (step := rank.hear(message)) is not None and isinstance(message, HoldRanks):
+            self.rank_holds(group_rank, message.quorum_id, step)
 
     def _tell_lighthouse(
         self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | GroupAway
@@ -514,6 +524,18 @@ class ManagerServer:
                 while any(rank != LOCAL_RANK for rank in self._ranks):
                     self._rank_gone.clear()
                     await self._rank_gone.wait()
+
+
+def _do_all(acts: Iterable[Callable[[], None]]) -> None:
+    """Do each of these, whatever another one raises; raise the first error after that."""
+    failures: list[Exception] = []
+    for act in acts:
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - of a user's process group, perhaps
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 # -- the gRPC interface

@@ -9,7 +9,6 @@ store. So `reconfigure` is another form of `configure`, and a class does the sam
 from __future__ import annotations
 
 import json
-import threading
 import uuid
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch._C._distributed_c10d import ErrorType, Store, Work
 
 from lighthouse.address import Address
 from lighthouse.core.json_text import read_json
+from lighthouse.forks import lock_of_each_process
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.store import DEFAULT_TIMEOUT, SharedStore, parse_store_address
 from torchft_like.process_group.store_server import StoreServer
@@ -30,7 +30,7 @@ from torchft_like.runtime.hosts import own_host
 
 UUID_BITS = 63
 
-_serving = threading.Lock()  # two threads that ask for a handle get the same one
+_serving = lock_of_each_process()  # two threads that ask for a handle get the same one
 
 
 @dataclass

@@ -31,7 +31,7 @@ from datetime import timedelta
 from typing import Concatenate, ParamSpec, TypeVar, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.forks import Turn, disown, left_to_parent, replace_sockets
@@ -151,9 +151,16 @@ def create_store_client(store_addr: str, timeout: timedelta | float = DEFAULT_TI
 def store_client(server: Address, timeout: timedelta) -> TCPStore:
     """Make torch's client of a TCPStore, or of a store of ours without TLS.
 
+    torch's hears no Ctrl-C while it connects, and waits for ever for a silent server: so ours asks first.
+
     Raises:
         torch.distributed.DistNetworkError: no store answers there within `timeout`.
     """
+    try:
+        with contextlib.closing(AbortableStore(StoreAddress(server), timeout)) as store:
+            store.connect()
+    except (ProcessGroupError, TimeoutError) as error:
+        raise DistNetworkError(str(error)) from error
     disown(server)
     return TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=timeout)
 

@@ -28,6 +28,7 @@ from torch.futures import Future
 
 from torchft_like.errors import (
     CollectiveRefusedError,
+    ConfigError,
     FaultToleranceError,
     GroupLostError,
     ProcessGroupError,
@@ -317,9 +318,14 @@ class ManagedProcessGroup(SwallowingGroup):
 
     Args:
         manager: the Manager of this rank.
+
+    Raises:
+        ConfigError: it is none.
     """
 
     def __init__(self, manager: GroupManager) -> None:
+        if not hasattr(manager, "process_group"):
+            raise ConfigError(f"a managed process group takes the Manager of this rank, not {manager!r:.100}")
         super().__init__(pg=manager.process_group)
         self._manager = manager
 

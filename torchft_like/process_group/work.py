@@ -26,6 +26,7 @@ from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
 from torchft_like.devices import after, beside_captures
+from torchft_like.errors import ProcessGroupError
 from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
 from torchft_like.runtime.asides import run_aside
@@ -294,6 +295,10 @@ class ExplainedOperation(Operation):
     explain: Explain = staticmethod(lambda _: None)
 
 
+def _refuse_to_finish() -> list[Any]:
+    raise ProcessGroupError("the wait that completed the result was interrupted: the tensors are undefined")
+
+
 class JointOperation(Operation):
     """Several works as one, which is over when all of them are, and fails when one of them does.
 
@@ -364,7 +369,13 @@ class JointOperation(Operation):
     def _finish(self) -> list[Any]:
         with self._finishing:
             if self._finished is None:
-                self._finished = self._make_result()
+                try:
+                    self._finished = self._make_result()
+                except Exception:
+                    raise
+                except BaseException:  # Ctrl-C: a sum may be divided by now
+                    self._make_result = _refuse_to_finish
+                    raise
             return self._finished
 
     def _finish_after(self, done: Future[Any]) -> list[Any]:

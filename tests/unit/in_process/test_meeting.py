@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import socket
 import threading
 import time
@@ -346,6 +347,14 @@ def test_a_disk_has_to_take_a_file_and_to_have_room(tmp_path: Path) -> None:
         health.disk(tmp_path, MORE_THAN_THERE_IS)()
     with pytest.raises(FileNotFoundError):
         health.disk(tmp_path / "missing", 1)()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            health.disk(tmp_path, 1)()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_lighthouse_has_to_take_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -202,6 +202,20 @@ def test_keys_makes_a_file_for_each_role_that_only_its_owner_reads(
             assert parse_trust(other.read_text(), name).role_of(shown).name.lower() == name
 
 
+def test_keys_on_a_full_disk_says_where_and_leaves_nothing(tmp_path: Path) -> None:
+    script = (
+        "import resource, sys; from torchft_like.cli import main; "
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)); sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", script, "keys", str(tmp_path / "tokens"), "--tokens-only"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        2,
+        f"torchft-like: {tmp_path / 'tokens'}: File too large; nothing was overwritten\n",
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_keys_needs_openssl_for_a_certificate_only(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

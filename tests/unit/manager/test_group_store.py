@@ -8,16 +8,21 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
 from lighthouse.address import Address, parse_address
 from tests.conftest import WAIT_LIMIT_S
+from tests.managers import lighthouse_here
 from tests.ports import free_ports
 from tests.stores import serve_store
+from torchft_like.coordination import ManagerServer
+from torchft_like.errors import ConnectError
+from torchft_like.manager import group_store
 from torchft_like.manager.config import GroupPlace, ManagerArguments, resolve
-from torchft_like.manager.group_store import find_start, open_group_store
+from torchft_like.manager.group_store import PLACES, connect_rank, find_start, open_group_store
 from torchft_like.process_group.store import AbortableStore, StoreAddress
 
 RANK_1 = GroupPlace(1, 2, None, store_is_agents=True, run="job", start="0")
@@ -119,3 +124,44 @@ def test_a_rank_that_was_started_again_does_not_join_those_who_lost_its_predeces
     find_start(store, "start", RANK_1)
     said = f"{servers[1]} new"
     assert found_later(store, replace(RANK_1, start="1"), said) == said
+
+
+@pytest.mark.progress
+def test_what_is_no_store_and_says_nothing_is_an_error_in_time() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        given = ManagerArguments(rank=1, world_size=2, connect_timeout=0.5)
+        config = resolve(given, environment(silent.getsockname()[1], is_agents=True))
+        with pytest.raises(ConnectError, match="no TCPStore answered at"):
+            open_group_store(config)
+
+
+@pytest.mark.progress
+def test_a_rank_whose_rank_0_ends_as_it_comes_meets_the_one_of_the_next_start() -> None:
+    served = serve_store()
+    given = ManagerArguments(rank=1, world_size=2, connect_timeout=WAIT_LIMIT_S)
+    config = resolve(given, environment(served.port, is_agents=True))
+    address = StoreAddress(Address("127.0.0.1", served.port), PLACES)
+    with lighthouse_here() as lighthouse, closing(AbortableStore(address, timedelta(WAIT_LIMIT_S))) as store:
+        store.connect()
+        place = lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 2
+        earlier, later = ManagerServer("earlier", *place), ManagerServer("later", *place)
+        with closing(later), pytest.MonkeyPatch.context() as patch:
+
+            def found(*args: Any) -> tuple[Address, str]:
+                found_at = find_start(*args)
+                earlier.close()
+                store.set(config.run, f"{later.address()} ")
+                return found_at
+
+            store.set(config.run, f"{earlier.address()} ")
+            patch.setattr(group_store, "find_start", found)
+            link = connect_rank(config, Deaf())
+        assert link.replica_id == "later"
+        link.close()
+
+
+class Deaf:
+    """A rank that heeds nothing that it is told."""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda *_: None

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     QuorumTimeoutError,
     ShutdownError,
+    StepLostError,
 )
-from torchft_like.manager import ExceptionWithTraceback
+from torchft_like.manager import ExceptionWithTraceback, managed_work
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
@@ -49,6 +50,7 @@ from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupWrapper
 from torchft_like.process_group.collectives import ALLREDUCE, BY_NAME, Collective
 from torchft_like.process_group.work import FinishedOperation
+from torchft_like.writing import divide
 
 LIMIT_S = 30.0
 ASK = [Reduction.wait, Reduction.is_completed, Reduction.get_future]
@@ -263,6 +265,25 @@ class TestReduction:
             assert ["single memory location" in str(error) for error in errors] == [True]
             assert pending == {}
 
+    @pytest.mark.agreement
+    def test_an_average_that_ctrl_c_leaves_divided_loses_the_step_and_is_not_divided_again(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(tensors: Sequence[torch.Tensor], divisor: int) -> None:
+            divide(tensors, divisor)
+            raise KeyboardInterrupt
+
+        tensor, work, errors = sixes(), FutureWork(), list[Exception]()
+        result = following(Reduction, work, tensor, 3, errors.append)
+        work.future.set_result([tensor])
+        with monkeypatch.context() as patch:
+            patch.setattr(managed_work, "divide", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                result.wait()
+        assert result.wait()
+        assert tensor.tolist() == [2.0, 2.0]
+        assert [type(error) for error in errors] == [StepLostError]
+
     @pytest.mark.no_zombie
     @pytest.mark.parametrize("ask", [Reduction.wait, Reduction.get_future])
     @pytest.mark.parametrize("is_inference", [False, True])
@@ -351,6 +372,26 @@ class TestReducer:
         assert rank.reducer.start([torch.ones(1).expand(2)], options_for(ReduceOp.AVG), Reduction).wait()
         assert not rank.protocol.vote()
         assert rank.attempt.pending_collectives == {}
+
+    @pytest.mark.agreement
+    @pytest.mark.parametrize("is_configured", [True, False])
+    def test_an_allreduce_that_ctrl_c_keeps_from_the_group_loses_the_step(self, is_configured: bool) -> None:
+        def interrupt(*_: object) -> Any:
+            raise KeyboardInterrupt
+
+        rank = Rank(ProcessGroupDummy(0, 1), StepRules(1))
+        rank.group.pg.allreduce = interrupt  # type: ignore[method-assign,assignment]
+        rank.wait_configured = interrupt  # type: ignore[method-assign,assignment]
+        rank.attempt.is_configured = is_configured
+        with pytest.raises(KeyboardInterrupt):
+            rank.reducer.start([torch.ones(2)], AVERAGE, Reduction)
+        assert isinstance(rank.protocol.failure, StepLostError)
+        assert rank.attempt.pending_collectives == {}
+
+    def test_what_is_no_tensor_is_refused(self) -> None:
+        rank = Rank(ProcessGroupDummy(0, 1), StepRules(1))
+        with pytest.raises(ConfigError, match=r"a torch\.Tensor, not 'x'"):
+            rank.reducer.start(["x"], AVERAGE, Reduction)  # type: ignore[list-item]
 
     @pytest.mark.no_zombie
     def test_a_group_that_forgets_to_return_its_work_loses_the_step(self) -> None:

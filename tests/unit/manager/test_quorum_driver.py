@@ -103,16 +103,17 @@ def test_another_ranks_no_spoils_the_step_in_its_quorum(driver: QuorumDriver, pr
     assert not protocol.can_communicate
 
 
-def test_a_job_that_fails_is_told_and_the_next_one_runs() -> None:
+@pytest.mark.parametrize("error", [RuntimeError("cannot prepare"), SystemExit("cannot prepare")])
+def test_a_job_that_fails_is_told_and_the_next_one_runs(error: BaseException) -> None:
     worker, attempt, next_one = QuorumWorker(), Attempt(True, LIMIT_S), Attempt(True, LIMIT_S)
 
     def fail() -> None:
-        raise RuntimeError("cannot prepare")
+        raise error
 
     worker.submit(fail, attempt.fail)
     worker.submit(lambda: next_one.agree(quorum(5, a=3)))
     worker.submit(next_one.open_configured)
-    with pytest.raises(RuntimeError, match="cannot prepare"):
+    with pytest.raises((RuntimeError, StepLostError), match="cannot prepare"):
         attempt.wait_configured(str)
     next_one.wait_configured(str)
     worker.stop(LIMIT_S)

@@ -19,11 +19,13 @@ from lighthouse.address import Address, parse_address
 from lighthouse.net import until_refused
 from lighthouse.session import RefusedError
 from lighthouse.wire import torchft_pb2 as pb
+from tests.ports import free_ports
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
     GroupLeftNotice,
     GroupLostNotice,
+    LossNotice,
     RankJoin,
     RankVerdict,
     StepLostNotice,
@@ -31,11 +33,11 @@ from torchft_like.core.replica_group import (
     ToRank,
     Verdict,
 )
-from torchft_like.errors import ConnectError, CoordinationError
+from torchft_like.errors import ConfigError, ConnectError, CoordinationError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.lighthouse_link import LighthouseLink
-from torchft_like.manager_server.rank_link import RankCall, SessionLink
+from torchft_like.manager_server.rank_link import RankCall, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -67,6 +69,8 @@ class Ear:
                 self.told.put(("verdict", verdict))
             case SuspectNotice():
                 self.told.put(("suspected", tuple(message)))
+            case LossNotice():
+                self.told.put(("lost", message.replica_id))
             case GroupLeftNotice() | GroupLostNotice():
                 self.told.put(("group_lost", message.reason))
 
@@ -123,6 +127,7 @@ def test_a_start_that_ctrl_c_interrupts_leaves_no_session(
         (0, "", "replica_id"),
         (0, 7, "replica_id"),
         (2, "", "hostname"),
+        (4, "nowhere", "store_addr"),
         (5, -1, "world_size"),
         (5, "2", "world_size"),
     ],
@@ -135,6 +140,12 @@ def test_a_wrong_value_is_named_and_not_taken_for_a_lighthouse_that_is_silent(
     given[place] = value
     with pytest.raises(CoordinationError, match=f"{name} (is )?{value!r}"):
         ManagerServer(*given)
+
+
+def test_a_spare_is_one_or_not(lighthouse: LighthouseServer) -> None:
+    given = "g", lighthouse.address(), "127.0.0.1", "127.0.0.1:0", "127.0.0.1:1", 1
+    with pytest.raises(ConfigError, match="spare is 'yes'"):
+        ManagerServer(*given, spare="yes")  # type: ignore[arg-type]
 
 
 class DeafContext:
@@ -191,6 +202,39 @@ class FailingEar(Ear):
         if isinstance(message, StepLostNotice):
             raise RuntimeError(f"cannot abort quorum {message.quorum_id}")
         super().hear(message)
+
+
+class AilingEar(Ear):
+    """Fails at any news, as a user's process group may when it is aborted."""
+
+    def hear(self, message: ToRank) -> None:
+        raise RuntimeError(f"cannot abort: {message}")
+
+
+@pytest.mark.progress
+def test_an_error_of_the_rank_beside_the_server_keeps_no_news_from_the_others(server: ManagerServer) -> None:
+    ear = Ear()
+    server.attach_local_rank(0, AilingEar())
+    link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
+
+    async def lose() -> None:
+        server.hear(pb.SessionResponse(member_lost=pb.MemberLost(replica_id="b", reason="it died")))
+
+    with pytest.raises(RuntimeError, match="cannot abort"):
+        coordination_loop().run(lose())
+    assert ear.heard("lost") == "b"
+    link.close()
+
+
+def test_a_rank_that_finds_no_server_says_so_at_once_and_one_with_a_wrong_setting_names_it(
+    server: ManagerServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports()
+    with pytest.raises(ServerGoneError, match=f"no ManagerServer listens at 127.0.0.1:{port}"):
+        SessionLink(Address("127.0.0.1", port), 1, Ear(), 86400.0)
+    monkeypatch.setenv("TORCHFT_KEEPALIVE_TIME_MS", "soon")
+    with pytest.raises(ConfigError, match="TORCHFT_KEEPALIVE_TIME_MS is 'soon'"):
+        SessionLink(parse_address(server.address()), 1, Ear(), 86400.0)
 
 
 @pytest.mark.progress

@@ -15,7 +15,7 @@ from torch.distributed import Work
 
 from lighthouse.address import Address
 from tests.waiting import wait_for
-from torchft_like.errors import ProcessGroupAbortedError
+from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.manager import managed_work
 from torchft_like.process_group import ErrorSwallowingProcessGroupWrapper, ProcessGroupDummy
 from torchft_like.process_group import generation as generation_module
@@ -24,7 +24,7 @@ from torchft_like.process_group.generation import ISSUED_MIN, Generation, GroupO
 from torchft_like.process_group.gloo import ThreadWatch
 from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
-from torchft_like.process_group.work import DeferredOperation, Explain, FinishedOperation
+from torchft_like.process_group.work import DeferredOperation, Explain, FinishedOperation, JointOperation
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -291,3 +291,20 @@ def test_a_callback_that_waits_does_not_hold_up_the_thread_that_begins_operation
     first.follow(FinishedOperation([]))
     second.follow(FinishedOperation([]))
     assert reached.wait() is True
+
+
+@pytest.mark.agreement
+def test_a_result_that_ctrl_c_leaves_half_done_is_not_completed_again() -> None:
+    """A sum might be divided twice."""
+    begun = list[str]()
+
+    def finish() -> list[torch.Tensor]:
+        begun.append("divides")
+        raise KeyboardInterrupt
+
+    operation = JointOperation([FinishedOperation([])], finish, waits=True)
+    with pytest.raises(KeyboardInterrupt):
+        operation.wait()
+    with pytest.raises(ProcessGroupError, match="interrupted"):
+        operation.wait()
+    assert begun == ["divides"]

@@ -49,6 +49,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
 
+from lighthouse.forks import lock_of_each_process
 from torchft_like.devices import beside_captures, keeping
 from torchft_like.errors import NotSupportedError, ProcessGroupError
 from torchft_like.futures import fail
@@ -236,7 +237,7 @@ class Arena(Blocks):
             _with_late_blocks.discard(self)
 
 
-_settling = threading.Lock()
+_settling = lock_of_each_process()
 _with_late_blocks: set[Arena] = set()
 _lost: list[Arena] = []
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 JITTER = 0.2
+FAULTS_MAX = 100_000
 
 
 @dataclass(frozen=True)
@@ -100,8 +101,8 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
         replicas: the number of replica groups.
 
     Raises:
-        ValueError: a kind is unknown, or there is none; a time is not positive, or no fault fits into them;
-            there is no replica group.
+        ValueError: a kind is unknown, or there is none; a time is not positive, or no fault fits into them,
+            or more than FAULTS_MAX do; there is no replica group.
     """
     unknown = sorted(set(kinds) - set(KINDS))
     if unknown or not kinds:
@@ -109,6 +110,11 @@ def draw(seed: int, kinds: Sequence[str], length_s: float, interval_s: float, re
     if not (0 < length_s < math.inf and 0 < interval_s < math.inf and replicas >= 1):
         raise ValueError(
             f"length {length_s} s, interval {interval_s} s and {replicas} replicas must be above 0 and finite"
+        )
+    if length_s > interval_s * FAULTS_MAX:
+        raise ValueError(
+            f"a fault every {interval_s:g} s for {length_s:g} s would be more than {FAULTS_MAX}: make the "
+            "run shorter (--length), or the interval longer (--interval)"
         )
     chance = random.Random(seed)  # noqa: S311 - for faults, not for secrets
     hand: list[str] = []
