@@ -263,6 +263,31 @@ def test_a_replica_that_gives_a_step_up_joins_again_when_the_first_join_was_answ
     assert at_joins[:2] == [False, True]
 
 
+@pytest.mark.progress
+def test_nobody_waits_for_a_replica_that_leaves_while_a_request_that_it_gave_up_is_answered(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a QuorumTimeoutError just before the answer: it has asked twice, and both are answered."""
+    a, b = (
+        make_manager(lighthouse, name, nn.Linear(1, 1), min_replica_size=1, init_sync=False) for name in "ab"
+    )
+    ask, requests = a._link.join, list[RankJoin]()
+    monkeypatch.setattr(a._link, "join", requests.append)
+    for manager in (a, b):
+        manager.start_quorum()
+    ask(requests[0])
+    b.wait_quorum()
+    b.report_error(RuntimeError("of b alone, so that the next quorum has another id"))
+    assert [manager.should_commit() for manager in (a, b)] == [True, False]
+    b.start_quorum()
+    ask(requests[0])
+    assert holds_within(LIMIT_S, lambda: b._driver.attempt is not None and b._driver.attempt.is_agreed)
+    a.shutdown()
+    is_told = holds_within(LIMIT_S, lambda: b._driver.attempt is not None and b._driver.attempt.is_configured)
+    b.shutdown()
+    assert is_told, "it waits for its timeout, which is longer"
+
+
 def test_a_replica_that_lets_nobody_in_goes_on_in_a_quorum_that_stands(lighthouse: LighthouseServer) -> None:
     """It would have to ask at a step that the other one may have begun."""
 

@@ -189,7 +189,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "hears that", session.replica.replica_id, "cannot reach", *unreachable)
         self._apply(self._core.report_links(session.number, unreachable, self._now))
 
-    def hear_leave(self, session: Session, step: int) -> None:
+    def hear_leave(self, session: Session, step: int, quorum_id: int) -> None:
         """Handle a replica group's goodbye."""
         if session.lost_up or not session.server_open:
             return
@@ -197,7 +197,7 @@ class SimLighthouse(Process):
         world.tell("lighthouse", "hears the leave of", session.replica.replica_id)
         if self._core.replica_of(session.number) is not None:
             world.checker.disconnected(session.replica.replica_id)
-        self._apply(self._core.leave(session.number, self._now, step))
+        self._apply(self._core.leave(session.number, self._now, step, quorum_id))
         self._end(session)
 
     def line_ended(self, session: Session) -> None:

@@ -445,7 +445,7 @@ class Rank(Process):
         if not protocol.leaves_in_order:
             self.die("left after a step that was not committed")
             return
-        replica.say(self.number, replica.leave, self.number, protocol.step)
+        replica.say(self.number, replica.leave, self.number, protocol.step, protocol.quorum_id)
         if self.number > 0:
             replica.world.after(replica.world.scenario.compute_s * 5, self, self.die, "left")
 

@@ -248,12 +248,12 @@ class Replica:
         if self.ranks[0].phase == VERDICT:
             self.stalled(0, quorum_id, for_long)
 
-    def leave(self, number: int, step: int) -> None:
+    def leave(self, number: int, step: int, quorum_id: int) -> None:
         """Let a rank leave in good order; the server leaves when its own rank does."""
         self.perform(self.core.rank_left(number, "shutdown"))
         world = self.world
         if self.session is not None and self._connected:
-            world.send_up(self.session, world.lighthouse.hear_leave, self.session, step)
+            world.send_up(self.session, world.lighthouse.hear_leave, self.session, step, quorum_id)
         self._leaving = True
         if number == 0:
             world.after(world.scenario.compute_s * 20, self.server, self.die, "left")

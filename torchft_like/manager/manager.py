@@ -656,7 +656,7 @@ class Manager:
         self._emit("shutdown", reason="between steps" if between_steps else "in the middle of a step")
         if between_steps:
             self._exchange.linger()
-            self._link.leave("shutdown", self._protocol.step)
+            self._link.leave("shutdown", self._protocol.step, self._protocol.quorum_id)
         else:
             self._link.close()
         self._driver.stop(ShutdownError("the Manager was shut down"), WORKER_STOP_S if wait else None)

@@ -163,7 +163,11 @@ class _Story:
         arguments: dict[str, tuple[object, ...]] = {
             "join": (number, self._member(replica_id)),
             "lost": (number, "gone"),
-            "leave": (number, chance.randint(0, 3)),
+            "leave": (
+                number,
+                chance.randint(0, 3),
+                chance.choice((0, self._quorum, self._quorum, self._quorum - 1)),
+            ),
             "give_up": (number, QuorumNumber(self._quorum, self._round)),
             "hold": (number, QuorumNumber(self._quorum, self._round), chance.randint(0, 3)),
             "identify": (number, self._identity()),

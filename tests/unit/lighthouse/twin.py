@@ -161,7 +161,7 @@ class Twin:
             self.learn(last, frozenset(ids), now, out, stands)
         if last != self.last[0]:
             self.depart(replica_id, "came back without the quorum", out)
-        elif self.standing and self.standing.held_for and replica_id not in self.standing.ends:
+        elif self.standing and self.standing.held_for:
             if self.standing.ask_at is None:
                 self.standing.holds.pop(replica_id, None)
                 out.append(HoldQuorum(*last, self.standing.held_for, (number,)))
@@ -348,13 +348,15 @@ class Twin:
             self.unreachable[replica_id] = unreachable
         return out
 
-    def leave(self, number: int, now: float, step: int = 0) -> list[Decision]:
+    def leave(self, number: int, now: float, step: int = 0, quorum_id: int = 0) -> list[Decision]:
         out = self.advance(now)
         replica_id = self.owner(number)
         if replica_id is not None:
             self.clear(replica_id)
             self.silent.discard(replica_id)
             if replica_id in self.last[1]:
+                if quorum_id not in (0, self.last[0].quorum_id):
+                    self.break_quorum(replica_id, out)
                 self.departed.append(replica_id)
                 self.end_standing(replica_id, step, now, out)
         return out + self.form(now)
