@@ -116,6 +116,7 @@ class LighthouseLink:
         """Open one session after the other, after the `earlier` task has ended."""
         if earlier is not None:
             await asyncio.wait([earlier])
+            del earlier  # in which its session is, and the task before it
         backoff = RECONNECT_MIN_S
         while not self._leaving:
             reason = "the lighthouse ended the session"

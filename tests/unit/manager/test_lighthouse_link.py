@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import math
 import socket
+import weakref
 from collections.abc import AsyncIterator
 
 import pytest
@@ -99,6 +101,24 @@ def test_a_listener_that_fails_does_not_deafen_the_line(
         first, second = coordination_loop().run(quorums_in_two_sessions(failing))
     assert second >= first
     assert "RuntimeError: abort failed" in caplog.text
+
+
+async def tasks_left_by_calling_again(times: int) -> int:
+    async with linked(listener := Listener("nothing")) as (_, link), asyncio.timeout(LIMIT_S):
+        earlier = []
+        await listener.quorums.get()
+        for _ in range(times):
+            earlier.append(weakref.ref(link._task))
+            link.hang_up()
+            link.call_again()
+            await listener.quorums.get()
+        gc.collect()
+        return sum(task() is not None for task in earlier)
+
+
+@pytest.mark.no_leak
+def test_nothing_is_left_of_a_session_that_was_ended_while_a_rank_was_silent() -> None:
+    assert coordination_loop().run(tasks_left_by_calling_again(3)) == 0
 
 
 async def lease_without_a_lighthouse(lease_ms: int, *, is_silent: bool) -> str:
