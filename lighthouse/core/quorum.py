@@ -612,7 +612,7 @@ class QuorumCore:
         self._look_for_end(now)
         if self._is_held_back(now):
             self._tell_to_give_up(now, decisions)
-        if self._state(now) is QuorumState.BEHIND:
+        if self._is_behind(now):
             self._find_members(now, decisions)
         self._fill_places(now, decisions)
         while (state := self._state(now)).forms:
@@ -645,7 +645,7 @@ class QuorumCore:
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
-        if self._find_at is not None and state is QuorumState.BEHIND and self._awaits_silent(now):
+        if self._find_at is not None and self._is_behind(now) and self._awaits_silent(now):
             self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
 
     def _look_for_end(self, now: float) -> None:
@@ -659,11 +659,8 @@ class QuorumCore:
         """
         while len(self._healthy) < self._places and (spare := self._spares.first_joined()) is not None:
             state, is_known = self._state(now), self._last or now >= spare.since + self._join_timeout
-            if (
-                spare.member is None
-                or not is_known
-                or not (state.forms or self._is_short_of_spares(state, now))
-            ):
+            is_due = state.forms or (self._is_short_of_spares(state) and not self._would_go_back(now))
+            if spare.member is None or not is_known or not is_due:
                 return self._hold(spare.replica_id, decisions)
             self._spares.close(spare.session.number)
             self._open(spare.replica_id, spare.session, now, decisions)
@@ -672,15 +669,17 @@ class QuorumCore:
             self._ask(spare.member, now, decisions)
         return None
 
-    def _is_short_of_spares(self, state: QuorumState, now: float) -> bool:
-        """Return whether all others have joined, and there would be a quorum with spares."""
-        return (
-            state is QuorumState.TOO_FEW
-            and len(self._joined) == len(self._healthy)
-            and not self._is_shrinking(now)
-            and not self._would_go_back(now)
-            and len(self._joined) + self._spares.joined >= self._min_replicas
-        )
+    def _is_short_of_spares(self, state: QuorumState) -> bool:
+        """Return whether all others have joined, and there are enough with spares."""
+        have_all_joined = state is QuorumState.TOO_FEW and len(self._joined) == len(self._healthy)
+        return have_all_joined and len(self._joined) + self._spares.joined >= self._min_replicas
+
+    def _is_behind(self, now: float) -> bool:
+        """Return whether there would be a quorum, perhaps with spares, if nobody had to wait for members that
+        may have the steps.
+        """
+        state = self._state(now)
+        return state is QuorumState.BEHIND or (self._is_short_of_spares(state) and self._would_go_back(now))
 
     def _of_one_job(self) -> tuple[int, dict[str, str]]:
         """Return how many of those that have joined are of one job, and why each of the others is not."""
@@ -718,8 +717,11 @@ class QuorumCore:
         """Return whether members of the last quorum do not ask for another one, although no member can get on
         in it, and replicas have waited for them for `join_timeout`.
         """
-        is_over = self._told_at is not None or self._healthy.expected_ids()
-        if is_over or self._state(now) is not QuorumState.NO_MAJORITY or now < self._late_at():
+        if (
+            self._healthy.expected_ids()
+            or self._state(now) is not QuorumState.NO_MAJORITY
+            or now < self._late_at()
+        ):
             return False
         return bool(self._departed) or self._missing < len(self._last)
 
@@ -973,7 +975,7 @@ class QuorumCore:
     def _remind(self, session: int, replica_id: str, decisions: list[Decision]) -> None:
         """Tell a member that has a new session what it may have missed in the last one."""
         standing = self._standing
-        if standing is None or standing.has_ended_for(replica_id):
+        if standing is None:
             return
         if standing.ask_at is not None:
             decisions.append(QuorumReleased(*self._number, standing.ask_at, (session,)))

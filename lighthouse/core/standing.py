@@ -67,10 +67,6 @@ class StandingQuorum:
         """Forget what a member promised in a session that has ended."""
         self._not_begun.pop(member, None)
 
-    def has_ended_for(self, member: str) -> bool:
-        """Return whether this member has asked for a quorum, or has left."""
-        return member in self._not_done
-
     def describe(self, now: float) -> str:
         """Describe since when it stands, or what ends it."""
         if self.held_for is None:

@@ -319,7 +319,7 @@ class ReplicaGroup:
             fingerprint=combine([j.fingerprint for j in joins]),
             broken_quorum_id=max([self._unmet_quorum_id, *(j.broken_quorum_id for j in joins)]),
             reconfigure_handles=none_if_empty([j.reconfigure_handle for j in joins]),
-            may_stand=not self._is_torn and all(j.may_stand for j in joins),
+            may_stand=all(j.may_stand for j in joins),
             own_failure=whose + worst.own_failure,
             own_failures=worst.own_failures,
             takes_secret=all(j.takes_secret for j in joins),

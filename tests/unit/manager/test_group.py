@@ -130,6 +130,13 @@ def test_ranks_of_different_steps_of_which_nobody_has_the_state_are_told_to_begi
     assert "let all of them take one of the same committed step" in lost.reason
 
 
+@pytest.mark.heal_is_clean
+def test_a_group_of_which_each_rank_has_a_part_of_a_peers_state_has_none() -> None:
+    (said,) = ReplicaGroup("a", 1).rank_joined(RankJoin(0, 4, "", commit_quorum_id=NO_STATE))
+    assert isinstance(said, GroupJoin)
+    assert (said.step, said.commit_quorum_id) == (0, NO_STATE), "behind one that is yet to begin"
+
+
 class TestSuspicion:
     """A rank is silent: the others go on without its group, which goes on when it answers."""
 

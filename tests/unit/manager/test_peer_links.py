@@ -59,6 +59,13 @@ def test_a_death_explains_a_failed_step() -> None:
     assert [type(effect) for effect in group.rank_joined(join(0, commit_failures=1))] == [GroupJoin]
 
 
+def test_one_that_is_alive_and_gave_the_quorum_up_explains_no_failed_step() -> None:
+    """It may have for a link that does not work, of which this group has to find the other end."""
+    group = in_quorum()
+    group.member_lost(7, "b", "it waits, and cannot reach c", is_alive=True)
+    assert group.rank_joined(join(0, commit_failures=1)) == [BOTH]
+
+
 def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
     asking = after_a_failure("b")
     effects = asking.group.member_lost(7, "b", "gone")

@@ -13,6 +13,7 @@ from tests.unit.manager.test_group import join, members
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.replica_group import (
     GroupHolds,
+    GroupLeftNotice,
     LossNotice,
     RankJoin,
     RankQuorum,
@@ -164,6 +165,17 @@ def test_why_a_step_was_not_committed_is_known_afterwards_also_where_nothing_fai
     ready(p)
     assert p.objection is None
     assert p.vote()
+
+
+@pytest.mark.no_leak
+def test_what_failed_in_quorums_of_the_past_is_forgotten() -> None:
+    p = protocol()
+    for quorum_id in range(1, 20, 2):
+        ready(p, quorum_id)
+        p.fail(quorum_id, RuntimeError("again"))
+        p.decide(committed=False)
+        p.fail(quorum_id + 1, RuntimeError("in one that it did not wait for any more"))
+    assert max(len(kept) for kept in vars(p).values() if isinstance(kept, dict | set)) == 2
 
 
 def test_max_retries_counts_failures_in_a_row() -> None:
@@ -400,6 +412,16 @@ class TestGroup:
         assert group.rank_holds(0, 9, 4) == []
         assert group.rank_holds(1, 9, 4) == []  # of the first request; then it went on
         assert group.rank_holds(1, 9, 5) == [GroupHolds(9, 1, 5)]
+
+    @pytest.mark.progress
+    def test_a_rank_that_leaves_ends_those_that_hold_in_a_quorum_that_is_over(self) -> None:
+        """The group would name the step for them once all of its ranks hold."""
+        group = formed(3)
+        group.member_lost(9, "b", "its connection ended")
+        group.rank_holds(0, 9, 4)
+        (notice,) = group.rank_left(1, "shutdown")
+        assert isinstance(notice, GroupLeftNotice)
+        assert notice.group_ranks == (0, 2)
 
     def test_a_step_that_waits_for_too_long_is_given_up(self) -> None:
         group = formed(1)
