@@ -208,6 +208,8 @@ class Rank(Process):
             self._heal_failed(self._attempt)
         elif self._beside is not None:
             self._fetch_failed(self._fetches)
+        elif not self.protocol.in_step:  # between two, or before the first
+            return False
         elif self.phase in (GATE, PREPARE, GIVEN_UP) and (self._is_waiting or not self._is_agreed):
             self.begin()
         else:
