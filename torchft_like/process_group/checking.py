@@ -527,6 +527,7 @@ PATIENCE_S_MAX = 3600.0  # the system call's limit
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI?")  # the secret, the rank, whether it predicts calls
 _HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) the same on every rank?"
+_ABSENT = f"is a rank dead, or does the network between two of them not work? Or {_HINT}"
 
 
 class Sockets:
@@ -789,7 +790,7 @@ def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
             sockets.close()
             abort.check()
             if isinstance(error, TimeoutError):
-                raise ProcessGroupError(f"the ranks did not meet to check collectives: {_HINT}") from error
+                raise ProcessGroupError(f"the ranks did not meet to check collectives: {_ABSENT}") from error
             raise
         except BaseException:
             sockets.close()
@@ -817,7 +818,9 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
         while len(connections) < members.world_size:
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 missing = sorted({*range(members.world_size)} - {*connections})
-                raise ProcessGroupError(f"ranks {missing} did not come to have collectives checked: {_HINT}")
+                raise ProcessGroupError(
+                    f"ranks {missing} did not come to have collectives checked: {_ABSENT}"
+                )
             ready = [key.fileobj for key, _ in selector.select(min(left_s, PATIENCE_S_MAX))]
             for one in [one for one in unknown if one in ready]:
                 unknown[one] += (part := _part_of_hello(one, unknown[one]))
