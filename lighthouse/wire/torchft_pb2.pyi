@@ -501,34 +501,38 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched")
+    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched", "quorum_id")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
     stop: bool
     passed: bool
     has_fetched: bool
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit", "step", "stop", "passed", "has_fetched")
+    __slots__ = ("should_commit", "step", "stop", "passed", "has_fetched", "quorum_id")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     step: int
     stop: bool
     passed: bool
     has_fetched: bool
-    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ...) -> None: ...
+    quorum_id: int
+    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ..., quorum_id: _Optional[int] = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)

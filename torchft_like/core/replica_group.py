@@ -8,8 +8,8 @@ Invariants:
 
 * A join is open from the moment the last rank has joined until a quorum with this group answers
   it; it is told to the lighthouse again after every reconnect.
-* A verdict is given once every rank has voted on the same step, and it is the same for all. A step that a
-  rank has given up is committed by none.
+* A verdict is given once every rank has voted on the same step in one quorum, and it is the same for all. A
+  step that a rank has given up is committed by none.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
 * While a rank is suspected, which answers again or is lost, the group is away from the lighthouse and commits
   nothing.
@@ -126,6 +126,7 @@ class Verdict(NamedTuple):
         stop: whether a rank was asked to stop: all leave after this step, none a step later than another.
         passed: whether all ranks, which catch up, keep the step and take it again later.
         has_fetched: whether all ranks have the state that they fetch for that.
+        quorum_id: in which the step was done.
     """
 
     step: int
@@ -133,6 +134,7 @@ class Verdict(NamedTuple):
     stop: bool = False
     passed: bool = False
     has_fetched: bool = False
+    quorum_id: int = 0
 
 
 class HoldRanks(NamedTuple):
@@ -635,7 +637,8 @@ class ReplicaGroup:
             others = tuple(rank for rank in range(self.world_size) if rank not in self._votes)
             return [StepLostNotice(others, self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
-        same_step = len({vote.step for vote in votes.values()}) == 1 and not self._is_given_up
+        steps = {(vote.step, vote.quorum_id) for vote in votes.values()}
+        same_step = len(steps) == 1 and not self._is_given_up
         common = Verdict(
             step=0,
             committed=same_step and all(vote.committed for vote in votes.values()),
@@ -643,12 +646,12 @@ class ReplicaGroup:
             passed=same_step and all(vote.passed for vote in votes.values()),
             has_fetched=all(vote.has_fetched for vote in votes.values()),
         )
-        return [RankVerdict(rank, common._replace(step=vote.step)) for rank, vote in sorted(votes.items())]
+        return [_verdict_for(rank, vote, common) for rank, vote in sorted(votes.items())]
 
     def _refuse_votes(self) -> list[Effect]:
         """Answer the votes on a step that another rank has given up, or that waits for a suspect."""
         votes, self._votes = self._votes, {}
-        return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
+        return [_verdict_for(rank, vote, Verdict(0, False)) for rank, vote in sorted(votes.items())]
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""
@@ -698,6 +701,11 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
+
+
+def _verdict_for(rank: int, vote: Verdict, verdict: Verdict) -> RankVerdict:
+    """Return the verdict on the step on which a rank has voted."""
+    return RankVerdict(rank, verdict._replace(step=vote.step, quorum_id=vote.quorum_id))
 
 
 def _answers(own: QuorumMemberLike, join: GroupJoin) -> bool:

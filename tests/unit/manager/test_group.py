@@ -95,10 +95,12 @@ def test_a_quorum_may_stand_if_all_ranks_may() -> None:
 
 
 @pytest.mark.agreement
-def test_votes_on_different_steps_commit_nothing() -> None:
+@pytest.mark.parametrize("other", [Verdict(5, True, quorum_id=7), Verdict(4, True, quorum_id=8)])
+def test_votes_on_different_steps_or_in_different_quorums_commit_nothing(other: Verdict) -> None:
+    """A rank that asked again may take the answer to its first request, as the others begin anew."""
     group = ReplicaGroup("a", 2)
-    group.rank_voted(0, Verdict(4, True))
-    effects = group.rank_voted(1, Verdict(5, True))
+    group.rank_voted(0, Verdict(4, True, quorum_id=7))
+    effects = group.rank_voted(1, other)
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
 
 
