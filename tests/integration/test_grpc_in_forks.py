@@ -176,12 +176,8 @@ def test_what_the_parent_made_is_refused_in_a_fork_which_loads_no_grpc(processes
     assert "Exception ignored" not in parent.output
 
 
-UNUSED = """
-import os, sys
-from concurrent import futures
-import torchft_like, lighthouse.net
-import grpc
-
+# A server that has been called, so that its threads are in gRPC.
+SERVE = """
 def serve():
     server = grpc.server(futures.ThreadPoolExecutor(1))
     port = server.add_insecure_port("127.0.0.1:0")
@@ -192,7 +188,14 @@ def serve():
         except grpc.RpcError as error:
             assert error.code() is grpc.StatusCode.UNIMPLEMENTED
     return server
+"""
 
+UNUSED = f"""
+import os, sys
+from concurrent import futures
+import torchft_like, lighthouse.net
+import grpc
+{SERVE}
 def speak_in_a_fork():
     if (forked := os.fork()) == 0:
         server = serve()
@@ -216,7 +219,7 @@ def test_a_fork_of_a_process_without_other_threads_uses_the_library_that_is_ther
     assert parent.output == "a copy of its own: False\na copy of its own: True\n"
 
 
-IMPORTED_FIRST = """
+IMPORTED_FIRST = f"""
 import os, sys
 for name in "GRPC_ENABLE_FORK_SUPPORT", "GRPC_VERBOSITY":
     os.environ.pop(name, None)
@@ -225,14 +228,8 @@ from concurrent import futures
 if sys.argv[1] == "used":
     server = grpc.server(futures.ThreadPoolExecutor(1))
 import torchft_like
-server = grpc.server(futures.ThreadPoolExecutor(1))
-port = server.add_insecure_port("127.0.0.1:0")
-server.start()
-with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-    try:
-        channel.unary_unary("/nobody/serves", None, None)(b"", timeout=60)
-    except grpc.RpcError as error:
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED  # its thread is in gRPC
+{SERVE}
+server = serve()
 for _ in range(10):
     if (forked := os.fork()) == 0:
         os._exit(0)
