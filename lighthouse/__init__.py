@@ -24,6 +24,6 @@ def _refuse_a_mixture() -> None:
 
 
 _refuse_a_mixture()
-# Else whoever reaches a port could fill a log: gRPC writes a line for each connection that is no TLS.
+# Else any client that reaches a port could fill a log: gRPC writes a line for each connection that is no TLS.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 turn_off_handlers_of_forks()

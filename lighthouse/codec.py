@@ -107,7 +107,7 @@ def report_from_wire(message: pb.Progress) -> Report:
 
 
 def identity_from_wire(message: pb.Identity) -> Identity:
-    """Read who a replica group says that it is."""
+    """Read the identity that a replica group claims."""
     forms: list[StateForm] = []
     for form in message.forms:
         is_as_before = forms and not form.digest
@@ -116,7 +116,7 @@ def identity_from_wire(message: pb.Identity) -> Identity:
 
 
 def identity_to_wire(identity: Identity) -> pb.Identity:
-    """Write who a replica group is."""
+    """Write the identity of a replica group."""
     message = pb.Identity(job_id=identity.job_id, first_quorum_id=identity.first_quorum_id)
     for rank, form in enumerate(identity.forms):
         is_as_before = rank > 0 and form == identity.forms[rank - 1]
@@ -167,7 +167,7 @@ def told(**what: Any) -> bytes:
 
 
 def job_config(config: LighthouseConfig, is_watched: bool) -> pb.JobConfig:
-    """Write the settings that members need; `is_watched` is whether somebody looks at how far they are."""
+    """Write the settings that members need; `is_watched`: a client looks at the page."""
     return pb.JobConfig(
         min_replicas=config.min_replicas,
         join_timeout_ms=config.join_timeout_ms,

@@ -58,7 +58,7 @@ class Event:
         return f"[{printable(who)}{where}{quorum}] {self.sentence()}"
 
     def sentence(self) -> str:
-        """Return what happened, as one printable line; who it happened to is not always in it."""
+        """Return what happened, as one printable line; the replica is not always in it."""
         return printable(KINDS[self.kind][1](self.fields))
 
 

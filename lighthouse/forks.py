@@ -151,7 +151,7 @@ def _leave_sockets() -> None:
 
 def _disowned() -> Iterator[int]:
     for descriptor, _ in open_descriptors():
-        with contextlib.suppress(OSError):  # no socket, or one without an address or a peer deceives nobody
+        with contextlib.suppress(OSError):  # no socket, or none with a peer: no danger
             own = socket.socket(fileno=descriptor)
             try:
                 # A listening socket, whose own name counts, has no peer.

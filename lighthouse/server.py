@@ -121,8 +121,8 @@ class Lighthouse:
         self._search: asyncio.Task[None] | None = None  # for members of a quorum that may be training
         # By replica, the oldest call first.
         self._calls: dict[str, dict[asyncio.Future[bytes], None]] = {}
-        self._looked_at = 0.0  # by somebody, at how far the members are
-        self._watch: asyncio.TimerHandle | None = None  # runs while somebody looks
+        self._looked_at = 0.0  # by a client of the page, at how far the members are
+        self._watch: asyncio.TimerHandle | None = None  # runs while a client looks
         self._server: grpc.aio.Server | None = None
         self._address: Address | None = None
 
@@ -171,11 +171,11 @@ class Lighthouse:
 
     @property
     def is_starved(self) -> bool:
-        """Whether this process could not hear just now, so that it takes nobody for lost at once."""
+        """Whether this process could not hear just now, so that it takes no replica for lost at once."""
         return self._clock.is_starved()
 
     async def kill(self, replica_id: str, by: str) -> None:
-        """Have a replica group end itself, as torchft's Kill does; `by` says who asked for that.
+        """Have a replica group end itself, as torchft's Kill does; `by` names the caller.
 
         Raises:
             AddressError: it has told no address at which it could be asked.
@@ -183,7 +183,7 @@ class Lighthouse:
         """
         address = parse_address(self.address_of(replica_id), f"address of {replica_id!r:.100}")
         session = self._sessions.get(self._core.session_of(replica_id) or 0)
-        # A token of the job's own would be a present to whoever claims to serve at an address.
+        # A token of the job's own would be a present to any process that claims to serve at an address.
         token = session.kill_token if session is not None else ""
         self.events.emit("kill", member=replica_id, by=by)
         async with make_aio_channel(address) as channel:

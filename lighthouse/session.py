@@ -58,7 +58,7 @@ def settle(call: asyncio.Future[T], result: T | Refusal) -> None:
     if isinstance(result, Refusal):
         if not call.done():
             call.set_exception(RefusedError(result))
-            call.exception()  # who waits may hang up before it hears that
+            call.exception()  # the caller may hang up before it hears that
     elif not call.done():
         call.set_result(result)
 

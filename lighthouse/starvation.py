@@ -1,12 +1,12 @@
 """How long others were silent, measured by a process that may have been kept from hearing them.
 
 A process that was stopped, or starved by others on its processor, has the answers that it waits for lying
-unread: limits that have passed meanwhile say nothing about others. So whoever measures silence uses this
+unread: limits that have passed meanwhile say nothing about others. So code that measures silence uses this
 clock, which does not count such times, and asks it whether there was one just now (the local health of
 memberlist's Lifeguard).
 
 gRPC's keepalive is measured inside gRPC, which does not know of this. So its verdict, the end of a session,
-only makes a suspect, who has time to come back.
+only makes a suspect, which has time to come back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class SilenceClock:
 
     Args:
         loop: the event loop on which others are heard.
-        late_s: a loop that is later than so many seconds hears nobody.
+        late_s: a loop that is later than so many seconds does not hear the others.
         look_every_s: the seconds between two looks.
     """
 

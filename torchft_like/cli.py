@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = int(options.run(options))
             sys.stdout.flush()
             return status
-        except BrokenPipeError:  # whoever reads has enough, as `head` does
+        except BrokenPipeError:  # the reader has enough, as `head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except CoordinationError as error:

@@ -98,7 +98,7 @@ def reduce_quantized(
     to: Format,
     feedback: ErrorFeedback | None = None,
 ) -> Work:
-    """Do as `allreduce_quantized`, for a caller who knows by what to divide a sum, and on which stream."""
+    """Do as `allreduce_quantized`, with the divisor of a sum and the stream given by the caller."""
     with _on(stream), writing_to(*tensors):
         # What is a copy, as of a tensor with gaps, is copied back.
         flat = [tensor.detach().resolve_neg().contiguous().view(-1) for tensor in tensors]
@@ -106,7 +106,7 @@ def reduce_quantized(
         for number in range(len(chunks) + IN_FLIGHT):
             if number < len(chunks):
                 chunks[number].send()
-            # Before the last collective begins: who waits for that waits for what was done on this stream.
+            # Before the last collective begins: to wait for that is to wait for what was done on this stream.
             if number >= 2 * IN_FLIGHT:
                 chunks[number - 2 * IN_FLIGHT].work.wait()
                 chunks[number - 2 * IN_FLIGHT].take()

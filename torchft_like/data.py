@@ -92,7 +92,7 @@ class GlobalBatchLoader:
             (loss(model(inputs), targets) * batches.weight).backward()
             optimizer.step()
 
-    Take the batch after `zero_grad`, which begins the step: until then nobody knows who takes part.
+    Take the batch after `zero_grad`, which begins the step: until then the participants are not known.
 
     Args:
         manager: the Manager of this rank.

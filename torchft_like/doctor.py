@@ -278,7 +278,7 @@ def _settings(address: str) -> Finding:
 
 
 def _lighthouse(address: str) -> Finding:
-    """Call the lighthouse with bytes that are no message: that registers nobody."""
+    """Call the lighthouse with bytes that are no message, so that it registers no replica."""
     grpc: Any = importlib.import_module("grpc")
     net, wire = importlib.import_module("lighthouse.net"), importlib.import_module("lighthouse.wire")
     target = parse_address(address, f"the lighthouse's address ({LIGHTHOUSE_ENV})")

@@ -49,7 +49,8 @@ class MaxRetriesError(FaultToleranceError):
 class ForeignMemberError(FaultToleranceError):
     """This replica group is not of the job to which it came: the text names the first difference.
 
-    Its Manager has ended, whatever is called: mend the settings, and start the replica group again.
+    Its Manager has ended, and every further call raises this: mend the settings, and start the replica group
+    again.
     """
 
 

@@ -48,7 +48,7 @@ from torchft_like.runtime.hosts import advertised_host
 PATH = "/new_session"
 SESSIONS_MAX = 64
 REQUEST_S = 5.0
-REFUSAL_S = 0.5  # in which nobody else is let in
+REFUSAL_S = 0.5  # in which no other client is let in
 ANSWER_BYTES_MAX = 4096
 
 _logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ class ParameterServer(ABC):
     Args:
         port: the port for requests; 0 for a free one.
         store_port: the port of the store in which a session's two ranks meet; 0 for a free one.
-        host: the address of this machine at which both listen. All who reach it can open sessions.
+        host: the address of this machine at which both listen. Any process that reaches it can open sessions.
         sessions_max: the number of sessions at a time; each has a thread.
 
     Raises:

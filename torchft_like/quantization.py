@@ -5,8 +5,7 @@ greatest magnitude, so a row of small numbers beside one of great numbers loses 
 `ROW_BYTES` bytes, the scale in float32 first, and 0 for each number that is missing.
 
 Numbers are divided by the scale and rounded to the nearest code, and a code multiplied by the scale is the
-number again. That multiplication is rounded once, so whoever has the same bytes gets the same bits, on a CPU
-as on a GPU.
+number again. That multiplication is rounded once, so the same bytes give the same bits, on a CPU as on a GPU.
 
 ERROR of a number x in a row whose greatest magnitude is m, at most, but for the rounding of float32:
 

@@ -14,7 +14,7 @@ from typing import Dict, Optional  # noqa: UP035 - TorchX takes these forms only
 
 try:
     from torchx import specs
-except ImportError:  # without TorchX nobody calls what is below
+except ImportError:  # without TorchX what is below is not called
     specs = SimpleNamespace(AppDef=object)
 
 FIRST_PORT = 29600

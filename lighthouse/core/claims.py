@@ -1,22 +1,21 @@
-"""A lighthouse decides which replica groups it believes what they say of their state. It is pure.
+"""How the lighthouse decides which replica groups to believe about their own state. It is pure.
 
-A replica group that joins claims a version: a step, and the quorum in which it committed that. The newest
-is the source of the next heal, so a claim that nothing shows would make a source of whoever says the
-greatest number. The lighthouse remembers who was in its last quorums, with which versions, and holds each
-claim against that. One that is *shown* was made by a replica group that was in a quorum of these, and is
-either
+A replica group that joins claims a version: a step, and the quorum in which it committed that. The newest is
+the source of the next heal, so if every claim were believed, the greatest number would win, true or not. The
+lighthouse remembers the members of its last quorums and their versions, and holds each claim against that. A
+claim is *shown* if the replica group was in one of these quorums, and the claim is either
 
 * a version that it had, or could take over, in one of them, or
 * of a step that was committed in one of them: the next one, or, where the quorum stood, in which all
   members commit the same steps, one more than that of any other member whose state is from it; where there
   is none, one more than the next quorum began with to which some of them came with their state.
 
-A member whose state is at step 0 claims nothing. While one whose claim is shown is at least as far as the
-last quorum was, or more than half of its members are there and have a state, whoever claims what is not
-shown counts as one without a state: it heals; only where all of these are behind the last quorum, what is
-no newer than that is believed. Otherwise nobody who has come can show how far the job is (all
-are new, and begin from checkpoints; those that were ahead are gone), and all are believed, as the job could
-not go on otherwise.
+A member whose state is at step 0 claims nothing. While some member whose claim is shown is at least as far as
+the last quorum was, or more than half of that quorum's members are there and have a state, a replica group
+whose claim is not shown counts as one without a state: it heals. Only where all of the shown ones are behind
+the last quorum is a claim that is no newer than that quorum believed. Otherwise none of those that have come
+can show how far the job is (all are new, and begin from checkpoints; those that were ahead are gone), and all
+are believed, as the job could not go on otherwise.
 
 A restarted lighthouse remembers nothing of its earlier starts. Replica groups that come back report the
 quorum in which they were last, and how far that was, with the statement that the lighthouse had made of it;
@@ -56,21 +55,21 @@ class Past(NamedTuple):
     stood: bool
 
     def digest(self, key: bytes) -> bytes:
-        """Return a digest, as only who has the key can make it."""
+        """Return a digest, which only a holder of the key can make."""
         said = json.dumps([self.quorum_id, sorted(self.members), self.step, self.stood])
         return hmac.digest(key, said.encode(), "sha256")
 
 
 class Claims:
-    """The memory of who was in the last quorums, and with what."""
+    """The members of the last quorums, and the versions of their states."""
 
     def __init__(self) -> None:
         self._past: dict[int, Past] = {}  # by id, the last one last
         self._newest: dict[int, Version] = {}  # of these quorums
         self._versions: dict[str, Version] = {}  # in the last of these quorums that each was in
         self._anew: dict[str, int] = {}  # the last quorum to which each came without a state
-        # Who of those that were in none of them was in which earlier one. Each brings a set of its own of up
-        # to `replicas_max` ids: one is kept of those that are equal.
+        # Quorums of earlier starts, and the replica groups that report them and were in none of the above. A
+        # report has up to `replicas_max` ids: equal reports are kept once.
         self._reports: dict[Past, set[str]] = {}
 
     def reported(self, replica_id: str, past: Past) -> None:
@@ -141,7 +140,7 @@ class Claims:
         if newest < last.step and 2 * have_state <= len(last.members):
             return frozenset()
         believed = {m.replica_id for m in [*remembered, *reported]}
-        # Where those that were ahead are gone, a checkpoint may have more than anybody who is there.
+        # Where those that were ahead are gone, a checkpoint may have more than any member that is there.
         least = (last.step, last.quorum_id) if newest < last.step else (0, 0)
         return frozenset(m.replica_id for m in joined if m.version > least and m.replica_id not in believed)
 
@@ -163,8 +162,8 @@ def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:
     """Return the greatest step at which a member can be that has committed one in this quorum: one of which
     `_is_of` does not hold, and one of which it does.
 
-    Where the quorum stood, that is one more than where another one is of which it holds. Who is alone is held
-    against how far the next quorum of some of its members was.
+    Where the quorum stood, that is one more than the step of another member of which it holds. A member that
+    is the only one is held against how far the next quorum of some of its members was.
     """
     if not past.stood:
         return past.step + 1, past.step + 1
@@ -176,8 +175,10 @@ def _limits(past: Past, joined: Sequence[Member], later: Past | None) -> Limits:
 
 
 def _is_of(past: Past, member: Member) -> bool:
-    """Return whether a member has its state from this quorum: whoever names another one has been in that
-    since, or has loaded a checkpoint; whoever names none has loaded one, or speaks torchft's protocol.
+    """Return whether a member has its state from this quorum.
+
+    A member that names another quorum has been in that one since, or has loaded a checkpoint; one that names
+    none has loaded one, or speaks torchft's protocol.
     """
     if member.replica_id not in past.members or member.commit_quorum_id == NO_STATE:
         return False

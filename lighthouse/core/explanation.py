@@ -1,4 +1,4 @@
-"""The state of a quorum core in words, for operators who wonder why there is no quorum yet. It is pure."""
+"""The state of a quorum core in words, for operators: why there is no quorum yet, above all. It is pure."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Facts:
 
 
 def describe(facts: Facts) -> str:
-    """Describe the last quorum, who has joined, is awaited or left out, and why there is no quorum yet."""
+    """Describe the last quorum, which replicas have joined, which not, and why there is no new quorum."""
     joined, expected = set(facts.joined), set(facts.expected)
     awaited = [i for i in facts.healthy if i not in joined and i not in expected and i not in facts.idle]
     gone = [i for i in facts.departed if i not in joined]
@@ -65,7 +65,7 @@ def describe(facts: Facts) -> str:
 
 
 def why_no_quorum(facts: Facts) -> str:
-    """Return why there is no quorum of those who have joined yet."""
+    """Return why there is no quorum yet of those that have joined."""
     state, joined, healthy = facts.state, len(facts.joined), len(facts.healthy)
     details = {
         QuorumState.TOO_FEW: f"{facts.candidates} of {facts.min_replicas}"

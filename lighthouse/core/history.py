@@ -1,4 +1,4 @@
-"""What happened to the job lately, as operators want to see it. It is pure, and bounded whatever happens.
+"""What happened to the job lately, as operators want to see it. It is pure, and its size is bounded.
 
 Events and what replica groups say of their steps go in; a timeline, step rates, heals and recovery times come
 out. No rule of the lighthouse looks at any of it. `now` is in seconds on a clock that never runs backwards,

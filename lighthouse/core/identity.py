@@ -1,15 +1,15 @@
 """A lighthouse decides which replica groups belong to its job, and which are foreign to it. It is pure.
 
-A replica group may say who it is: the id of its job, if the operator gave one; the quorum in which the
+A replica group may identify itself: by the id of its job, if the operator gave one; the quorum in which the
 training of its state began, which travels with the state and its checkpoints; the form of its state, by rank.
 Two replica groups are of one job if they differ in nothing that both of them say (`why_foreign`): one whose
-state is yet to begin joins those that are at step 5,000, and torchft's callers, which say nothing, join
-anybody.
+state is yet to begin joins those that are at step 5,000, and torchft's callers, which say nothing, join any
+job.
 
-The job is that of the members of the last quorum, for as long as one of them is there. Who differs from all
-of them is refused as soon as it says so, and so it holds nobody up. When none of them is left, another job
-may begin; where those that come to its first quorum differ, the job is that of most of them, then that of
-those whose state is the newest, then that of those who came first (`choose`).
+The job is that of the members of the last quorum, for as long as one of them is there. A replica group that
+differs from all of them is refused as soon as it says so, so no member has to wait for it. When none of them
+is left, another job may begin; where those that come to its first quorum differ, the job is that of most of
+them, then that of those whose state is the newest, then that of those that came first (`choose`).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ Their servers answer, also for a training thread that hangs: they commit nothing
 more. Nor does a member that gives no answer for another `join_timeout`: its whole process hangs, and it
 counts as little as one that answers no PING.
 
-But nobody begins the job anew while steps are left. Where the last quorum had some, and no member of it that
+But the job does not begin anew while steps are left. Where the last quorum had some, and no member of it that
 still has them has joined, others wait for the members that are there, however long they hang. They wait for
 those that are silent, too, which may be training, cut off from here: until it is known that their processes
 are gone, or for as long as such members go on (`standing_lease_ms`).
@@ -62,11 +62,10 @@ of this lighthouse, the clock was set back, and there may be others that no repl
 ids then keep a distance that no other start has, as two quorums with one id would pass for the same.
 
 A restarted lighthouse remembers nothing, but the replicas do. It gives them `start_grace` to tell it, before
-newcomers form a quorum of their own. The newest quorum that any of them
-reports becomes the last quorum, and its members count as healthy until they are back or
-`reconnect_grace` is over, so that the first one back does not form a quorum of its own. Once it has
-formed a quorum itself it learns no more: whatever is reported then is older, even if its id is greater,
-as it is where the wall clock was set back.
+newcomers form a quorum of their own. The newest quorum that any of them reports becomes the last quorum, and
+its members count as healthy until they are back or `reconnect_grace` is over, so that the first one back does
+not form a quorum of its own. Once it has formed a quorum itself it learns no more: a quorum that is reported
+then is older, even if its id is greater, as it is where the wall clock was set back.
 
 Every quorum has the number of its round as well, which grows even where the id is kept. A lighthouse that
 dies while it hands out a quorum leaves some members with it, which wait in a collective for the others, and
@@ -148,7 +147,7 @@ class Spares:
     there is a place for one.
 
     To the rules here a spare is a replica whose process has yet to start: it is not healthy, has not joined,
-    and nobody waits for it. What it says is kept, and heard when it takes a place. From then on it is a
+    and no quorum waits for it. What it says is kept, and heard when it takes a place. From then on it is a
     replica like any other, also when it comes back: it reports a quorum then, and is no spare any more.
     """
 
@@ -323,7 +322,7 @@ class QuorumCore:
         return decisions
 
     def identify(self, session: int, identity: Identity, now: float) -> list[Decision]:
-        """Record who the replica of this session says that it is, and refuse it if it is foreign."""
+        """Record how the replica of this session identifies itself, and refuse it if it is foreign."""
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if (spare := self._spares.of_session(session)) is not None:
@@ -370,7 +369,7 @@ class QuorumCore:
         it.
 
         Args:
-            quorum_id: of the last quorum in which nobody waits for the replica, negative if it was in none:
+            quorum_id: of the last quorum in which no other waits for the replica, negative if it was in none:
                 the others are told not to wait for it in a later one. 0 if it does not say.
         """
         decisions = self.advance(now)
@@ -526,7 +525,7 @@ class QuorumCore:
         """Return whether the steps would be lost that the last quorum began with, and a member that may have
         them is there, or is silent.
 
-        In a first quorum there are none: one that hangs before its first step keeps nobody waiting.
+        A first quorum began with none: a member that hangs before its first step makes no other wait.
         """
         newest = self._claims.newest
         joined = [join.member for i in self._last if (join := self._joined.get(i)) is not None]
@@ -675,8 +674,8 @@ class QuorumCore:
         return have_all_joined and len(self._joined) + self._spares.joined >= self._min_replicas
 
     def _is_behind(self, now: float) -> bool:
-        """Return whether there would be a quorum, perhaps with spares, if nobody had to wait for members that
-        may have the steps.
+        """Return whether there would be a quorum, perhaps with spares, if it did not have to wait for members
+        that may have the steps.
         """
         state = self._state(now)
         return state is QuorumState.BEHIND or (self._is_short_of_spares(state) and self._would_go_back(now))
@@ -822,7 +821,7 @@ class QuorumCore:
 
     def _await_healing(self, members: Sequence[Member], now: float) -> None:
         """Record which members of the new quorum heal in it, and how long the others wait for them: no longer
-        than any of these would for an operation, whatever one that heals says.
+        than any of the others would wait for an operation, even if one that heals asks for more.
         """
         newest = max(member.version for member in members)
         behind = {member.replica_id: member.timeout_ms for member in members if member.version < newest}

@@ -2,7 +2,7 @@
 
 A quorum stands if all of its members can go on by themselves: they hold the same state, and the last step of
 each had a collective that no member could complete without all others. It stands until something is news. A
-loss, a broken link or a failed step ends it at once, by the alarm that these are in any quorum. Whatever can
+loss, a broken link or a failed step ends it at once, by the alarm that these are in any quorum. News that can
 wait (a newcomer, a member that leaves or that asks for a quorum by itself) ends it between two steps, so that
 no member loses one:
 

@@ -109,7 +109,7 @@ def parse_trust(text: str, source: str) -> Trust:
 
 
 def make_texts() -> dict[Role, str]:
-    """Make a token for each role; return the text for those who have the role.
+    """Make a token for each role; return the text for the holders of each role.
 
     Each text has the role's own token in clear and the digests of the others.
     """

@@ -150,7 +150,7 @@ class Vacancies:
         return self._tell()
 
     def withdraw(self, caller: int) -> None:
-        """Forget who asked; a place that nobody asks for any more is not told to anybody."""
+        """Forget a caller; a place for which no caller asks any more is given to no spare."""
         for key, wanted in list(self._wanted.items()):
             wanted.callers.pop(caller, None)
             if not wanted.callers:
@@ -178,7 +178,7 @@ class Vacancies:
         return decisions
 
     def _on_its_way(self, key: PlaceKey) -> int | None:
-        """Return the session of the spare that was told of a place before all had withdrawn who asked."""
+        """Return the session of the spare that was told of a place before the last caller withdrew."""
         told = (s.session for s in self._spares.values() if s.told is not None and s.told.key == key)
         return next(told, None)
 

@@ -31,7 +31,7 @@ from lighthouse.tls import TLS_ENV, connecting
 from lighthouse.trust import TOKEN_FILE_ENV, authorization
 
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
-KILL_HEADER = "X-Torchft-Kill"  # which the page wants of who kills, and ignores otherwise
+KILL_HEADER = "X-Torchft-Kill"  # which the page wants in a request to kill, and ignores otherwise
 EVERY_S = 1.0
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 64 << 20

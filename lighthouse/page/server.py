@@ -9,7 +9,7 @@ of every session, whose PINGs then say nothing of the replica behind it. docs/li
     GET  /healthz             200 while the lighthouse works
     POST /replica/ID/kill     end a replica group, as torchft's page does
 
-However many look, one document is made in SNAPSHOT_S at most, and only while somebody does.
+One document is made in SNAPSHOT_S at most, for however many clients, and none while no client asks.
 """
 
 from __future__ import annotations
@@ -239,11 +239,10 @@ _KILL = re.compile(r"/replica/(.+)/kill", re.DOTALL)
 def role_of(scope: Scope, everybody_operates: bool) -> Role:
     """Return the role of a request: the one place where that is decided.
 
-    A lighthouse that has tokens asks for one. Else everybody may observe, and only whoever is on the
-    lighthouse's own host may operate, or everybody, if the lighthouse was told so. A request through a proxy
-    on that host comes from elsewhere; and one for a name other than that of the loopback interface may come
-    from a page of a stranger in a browser on this host, which has given its name this address (DNS
-    rebinding).
+    A lighthouse that has tokens asks for one. Else every client may observe, and only clients on the
+    lighthouse's own host may operate, or all, if the lighthouse was told so. A request through a proxy on
+    that host comes from elsewhere; and one for a name other than that of the loopback interface may come from
+    a page of a stranger in a browser on this host, which has given its name this address (DNS rebinding).
     """
     if (trust := process_trust()) is not None:
         return trust.role_of_header(_header(scope, b"authorization").decode("latin-1"))
@@ -410,7 +409,7 @@ def _not_allowed(methods: bytes) -> Answer:
 
 
 _PREFIX = "torchft_lighthouse"
-# There is the same number of metrics whatever the job is. Names are as Prometheus's guide wants them: base
+# The number of metrics does not depend on the job. Names are as Prometheus's guide wants them: base
 # units, `_total` for what only grows. No label has a value that a replica chose.
 _COUNTED = {
     "quorum": ("quorums", "quorums with a new id that were formed"),
@@ -665,7 +664,7 @@ class _View:
             "round": quorum.round,
             "formed": round(self._history.quorum_began, 3) or None,
             "members": len(facts.last),
-            "gone": len(self._departed - self._joined),  # who gave it up is there, and asks for another
+            "gone": len(self._departed - self._joined),  # one that gave it up is there, and asks for another
             "min_replicas": facts.min_replicas,
             "step": self._newest,
             "steps_per_s": _rounded(statistics.median(self._rates) if self._rates else None),

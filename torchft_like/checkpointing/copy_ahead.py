@@ -178,7 +178,7 @@ class CopyAhead(Copying):
         return taken
 
     def stop(self) -> None:
-        """Copy nothing more, unless `take` was called: nobody needs it."""
+        """Copy nothing more, unless `take` was called: the copy is not needed."""
         with self.changed:
             if self._list is not None:
                 self.take(())
@@ -209,7 +209,7 @@ class CopyAhead(Copying):
 
 
 def stand_ins(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return tensors of the sizes of those that can be copied ahead. Nobody has written to them, so they take
+    """Return tensors of the sizes of those that can be copied ahead. They were never written to, so they take
     hardly any memory.
     """
     plain = [one for one in map(plain_part, tensors) if one is not None]

@@ -16,14 +16,14 @@ A source serves one snapshot at a time, over HTTP/1.1:
     202  nothing is offered yet, after a wait of `wait_ms`: ask again; only where the header is asked for
     400  not such a request
     401  the request shows no token of the job (`Authorization: Bearer`), where this process has some; where
-         it has a certificate, it speaks TLS with those who show one, and to nobody else
+         it has a certificate, it speaks only TLS, and only with clients that show one
     403  the request does not show the key of the quorum (`Quorum-Key`), where there is one
     410  a later step is offered, or this one not any more: it will not come again
     424  this replica cannot give its state of that step: the reason phrase says why
     503  all connections are taken, ask again (with TLS the connection ends instead); or the server ends
 
-A receiver says in its requests who it is, and how much it still has to fetch, from whomever:
-`Checkpoint-Fetch: ID BYTES`; and in the end that it has everything, and has checked it.
+A receiver names its fetch in each request, and how much of it is still to come, from any source:
+`Checkpoint-Fetch: ID BYTES`; and says in the end that it has everything, and has checked it.
 
 A connection carries any number of requests, one after another, all about the snapshot with which it began,
 or with which another connection of the same receiver has, if that is still there.
@@ -199,10 +199,10 @@ class HTTPTransport(CheckpointTransport[T]):
         """Offer the state, and return when all of `dst_ranks` have it, or there is a copy of it.
 
         It replaces the earlier offer. Where there is a copy, every client that asks for the step is served
-        until `disallow_checkpoint`, not only `dst_ranks`; without one nobody is any more. A receiver is
-        waited for only while the state is fetched at least as fast as it could be copied, and 0.1 seconds
-        until it comes, so `timeout` has no effect. A state without large tensors on the CPU, and one
-        that is sent to nobody in particular, is copied at once.
+        until `disallow_checkpoint`, not only `dst_ranks`; without one, none is any more. A receiver is waited
+        for only while the state is fetched at least as fast as it could be copied, and 0.1 seconds until it
+        comes, so `timeout` has no effect. A state without large tensors on the CPU, and one for which
+        `dst_ranks` is empty, is copied at once.
         """
         HTTPTransport.send_checkpoint_with(self, None, dst_ranks, step, state_dict, timeout)
 
@@ -360,8 +360,8 @@ def wait_s(elapsed_s: float, nbytes: int, left: int, copied: int, copy_bytes_per
     It waits as long as at least as many bytes were taken and copied as could have been copied since it began.
     Receivers that come late are given a tenth of a second, but no longer than the whole copy takes. So the
     source goes on after twice the time of a copy at the latest, and this grace; if receivers are slow from
-    the beginning, after the time of a copy and the grace. Those who have taken nothing for PROGRESS_S it does
-    not wait for, whatever this says.
+    the beginning, after the time of a copy and the grace. For a receiver that has taken nothing for
+    PROGRESS_S it does not wait in any case.
 
     Args:
         elapsed_s: seconds since the state was offered.
@@ -401,16 +401,17 @@ class Offer:
     state: Snapshot | None
     refusal: str = ""
     receivers: int = 0
-    key: str = field(default="", repr=False)  # who shows no other is given it
+    key: str = field(default="", repr=False)  # a client that shows another key is refused
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
 
 class CheckpointServer:
     """A server of the current offer, until `close`.
 
-    An offer has the key of the quorum in which it is made, and is given to those who show that: for as long
-    as it is offered, which may be in later quorums, and after that to those who have begun to fetch it. A key
-    that is neither an offer's nor that of the present quorum, in which an offer may come, is refused.
+    An offer has the key of the quorum in which it is made, and is given to clients that show that: for as
+    long as it is offered, which may be in later quorums, and after that to clients that have begun to fetch
+    it. A key that is neither an offer's nor that of the present quorum, in which an offer may come, is
+    refused.
 
     Args:
         key: that of the present quorum, "" for none; may be set anew.
@@ -466,7 +467,7 @@ class CheckpointServer:
             state.settle()
 
     def _await_receivers(self, state: Snapshot, elapsed_s: float, copied: int) -> bool:
-        """Wait while it is worth it, and return whether nobody needs the state any more."""
+        """Wait while it is worth it, and return whether no receiver needs the state any more."""
         began = time.monotonic() - elapsed_s
         with self.changed:
             while not self.closing.is_set():
@@ -511,7 +512,7 @@ class CheckpointServer:
             self.changed.notify_all()
 
     def knows(self, key: str, offer: Offer | None) -> bool:
-        """Return whether who shows this key, and perhaps is being sent an offer, is given one, or may be.
+        """Return whether this key is that of the present quorum, of its offer, or of the one being sent.
 
         How long that takes does not depend on the key.
         """
@@ -703,7 +704,7 @@ class _Connection:
     def _about_offer(self, offer: Offer | None, step: int, what: str) -> tuple[int, str] | None:
         if offer is None and self._owner.closing.is_set():
             return 503, "the server is shutting down"
-        if offer is None:  # who asks for more than the header has had that
+        if offer is None:  # a client that asks for more than the header has had that
             return None if what == "header" else (410, "it is not offered any more")
         if offer.step > step:
             return 410, f"step {offer.step} is offered by now"

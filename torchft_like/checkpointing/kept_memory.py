@@ -1,7 +1,7 @@
 """Memory that outlives the snapshot in it, as fresh memory costs more than all that is done with it.
 
 The kernel zeroes each page that it gives, which takes longer than to fill that page and to send it. So the
-memory of the last snapshot is kept, marked as free (MADV_FREE): the kernel takes pages of it where somebody
+memory of the last snapshot is kept, marked as free (MADV_FREE): the kernel takes pages of it where a process
 needs some, and the next snapshot finds the others as they were. The pages are huge where the system allows
 it: a page fault for each small one would take as long as the zeros.
 """

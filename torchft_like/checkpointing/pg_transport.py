@@ -346,7 +346,7 @@ class DeviceBlock:
     they take the other. What is in a half is hashed on both sides, where it lies. Receivers only read.
 
     INVARIANT: the block is given back to torch when no receiver maps it. After a transfer that has failed
-    nobody knows: the block is kept for the next one.
+    that is not known: the block is kept for the next one.
 
     Args:
         device: where it lies.

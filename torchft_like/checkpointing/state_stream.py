@@ -258,7 +258,7 @@ class Snapshot(Copying, _OutgoingState):
                 self._left.append((self._pieces[-1], [leaf]))
         self._starts = list(accumulate((len(piece.place) for piece in self._pieces), initial=0))
         self.live_nbytes = sum(len(piece.place) for piece in self._open)
-        self._open.reverse()  # from the end, as those who read begin at the front
+        self._open.reverse()  # from the end, as readers begin at the front
         self._leaves = []
         self.chunk_sums: list[int | None] = [None] * _chunk_count(self.nbytes)
         self._pins = 0
@@ -310,11 +310,11 @@ class Snapshot(Copying, _OutgoingState):
 
     @contextmanager
     def reading(self, start: int, stop: int) -> Iterator[list[memoryview]]:
-        """Yield some of bytes [start, stop) of the payload, at most a chunk, in pieces of at most 1 MiB: a
-        block that waits for nobody.
+        """Yield some of bytes [start, stop) of the payload, at most a chunk, in pieces of at most 1 MiB; in
+        the block the caller does not wait for a client.
 
         Raises:
-            CheckpointError: the state could not be copied, or was not, as nobody was to need it any more.
+            CheckpointError: the state could not be copied, or was not, as no receiver needed it any more.
         """
         pieces: list[memoryview] = []
         number, stop, is_live = bisect_right(self._starts, start) - 1, min(stop, start + CHUNK_BYTES), False

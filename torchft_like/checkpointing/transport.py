@@ -103,7 +103,7 @@ class CheckpointTransport(ABC, Generic[T]):
         beside the training thread. The Manager calls this when a step begins.
 
         Args:
-            tensors: lists tensors that nobody changes before that state is sent.
+            tensors: lists tensors that do not change before that state is sent.
         """
         return None
 

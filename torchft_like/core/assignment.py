@@ -11,7 +11,7 @@ so the rules must be a function of that list alone. They are torchft's, with the
   are not up to date either.
 * All ranks of a group heal from the same group, and after a step that was not committed from another one.
 * Other groups that are up to date, a few of them, help the source: they offer their state, too; not where the
-  state comes beside the steps, as nobody waits for it, and each that offers its state has to copy it.
+  state comes beside the steps: no step waits for it then, and each that offers its state has to copy it.
 * A group that catches up (`catch_up.py`) goes on with that, and needs no other source, while the steps that
   it keeps lead to the newest state.
 """
@@ -116,7 +116,7 @@ class QuorumResult(NamedTuple):
     def meeting_place(self, what: str) -> str:
         """Return the store address, `host:port/prefix`, at which the members meet for a purpose.
 
-        It is torchft's where the quorum has no secret. Otherwise nobody else knows it.
+        It is torchft's where the quorum has no secret. Otherwise only its members know it.
         """
         key = self.secret.meeting_key
         return f"{self.store_address}/{what}" + (f"/secret={key}" if key else "")

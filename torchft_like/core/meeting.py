@@ -60,7 +60,7 @@ class Put(NamedTuple):
 
 
 class Write(NamedTuple):
-    """Set a key, whatever it has."""
+    """Set a key, over the value that it may have."""
 
     key: str
     value: str
@@ -234,7 +234,7 @@ class MeetingProtocol:
         """Learn of the others, as a spare, where they meet after the try before its first one.
 
         Raises:
-            GroupLostError: nobody meets there, or the place is not vacant.
+            GroupLostError: no rank serves that store any more, or the place is not vacant.
         """
         own = self.own
         keys = {rank: _ended(own.since - 1, rank) for rank in range(world_size)}

@@ -92,7 +92,7 @@ class GroupJoin(NamedTuple):
 
 
 class GroupIdentity(NamedTuple):
-    """Effect: tell the lighthouse, before the join, who this group is."""
+    """Effect: tell the lighthouse, before the join, the identity of this group."""
 
     identity: Identity
 
@@ -378,7 +378,7 @@ class ReplicaGroup:
         return [*report, *going_on, *self._say_join(), *(self._hold_others() if self._joins else [])]
 
     def lighthouse_disconnected(self) -> list[Effect]:
-        """Handle the end of the session: nobody says any more when ranks that hold may go on."""
+        """Handle the end of the session: ranks that hold would not hear when they may go on."""
         if self.waits_for_lighthouse:
             return self.hold(self.last_quorum_id, self.last_quorum_round)
         return self._go_on()
@@ -408,7 +408,7 @@ class ReplicaGroup:
             return []  # it has asked already: that is its answer
         if self._held is not None:
             return []
-        self._is_released = False  # who asks does not know: the lighthouse was restarted, or a member is gone
+        self._is_released = False  # the lighthouse does not know of it: it was restarted, or a member is gone
         self._held = {rank: join.step for rank, join in self._joins.items()}
         others = self._not_joined()
         self._to_answer.update(others)
@@ -657,7 +657,7 @@ class ReplicaGroup:
         """Handle a rank that has left between two steps, and with it the group."""
         waits = self._joins.keys() | self._votes.keys()
         going_on = self._go_on()
-        if self._held is not None:  # the quorum is over, and nobody can name the step for those that hold
+        if self._held is not None:  # the quorum is over, and no step will be named for those that hold
             waits |= {*self._not_joined()} - {group_rank}
         waiting = tuple(sorted(waits))
         notices = self._lose(f"rank {group_rank} of replica group {self.replica_id} has left: {reason}")

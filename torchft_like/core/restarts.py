@@ -62,7 +62,7 @@ class Ending(Enum):
     SECONDHAND = "secondhand"  # one that may be no more than the end of another rank, seen from here
     UNKNOWN = "unknown"  # any other: a bug of the script, or what torch says of another rank's end
     SPENT = "spent"  # as OWN and SECONDHAND, without a restart left: it starts again beside a spare only
-    LAST = "last"  # there is no further try of this rank, whatever the others say
+    LAST = "last"  # there is no further try of this rank, even if the others begin one
     UNFIT = "unfit"  # nor is there, as it is not healthy; a spare may take its place
     GONE = "gone"  # its process has ended, as others say; likewise
     REPLACED = "replaced"  # a spare has taken its place
@@ -110,7 +110,7 @@ def ending_of(error: BaseException, restart_on: ErrorTypes) -> Ending:
 def all_start_again(told: Sequence[Told]) -> bool:
     """Return whether the ranks of a replica group start again, of which each has said how its try ended.
 
-    An error that nobody knows ends the group, as it would without restarts, unless another rank has one of
+    An error of an unknown kind ends the group, as it would without restarts, unless another rank has one of
     its own: then it is taken for the consequence.
     """
     endings = {each.ending for each in told}

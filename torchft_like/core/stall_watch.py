@@ -7,12 +7,12 @@ LAST_S seconds, so that events in a long wait are found, too.
 
 A step that waits for longer than the lighthouse's join_timeout is given up, as a member may never have begun
 it. Where one is slower than the others by more, in every step, that would never help: so there a wait is
-overdue only after twice the longest of late, in whatever quorum it was.
+overdue only after twice the longest of late, of this quorum or an earlier one.
 
 A quorum that stands sends no message per step, so operators would see the step at which it was formed. From
 the looks comes a report now and then: no part of a step waits for it, and no rule of the lighthouse depends
-on it. How much of the looks found the rank waiting tells a straggler: its peers wait for it, and it for
-nobody.
+on it. How much of the looks found the rank waiting tells a straggler: its peers wait for it, and it does not
+wait.
 """
 
 from __future__ import annotations

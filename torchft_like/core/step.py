@@ -107,8 +107,8 @@ class StepProtocol:
         steps_kept_max: how many steps may pass while a state comes to this rank beside them; 0: it waits for
           the state.
         catch_up: the steps that it keeps meanwhile.
-        is_bound: whether this attempt has a collective that cannot complete without all members; whoever
-          issues one says so here.
+        is_bound: whether this attempt has a collective that cannot complete without all members; the
+          code that issues one sets it.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -149,7 +149,7 @@ class StepProtocol:
         self._is_settled = False  # the script has carried out all that was committed, and nothing more
 
     def begin(self) -> RankJoin:
-        """Start a new attempt; return the join, to which the Manager adds who asks.
+        """Start a new attempt; return the join, without the rank that asks.
 
         An attempt that was given up without a verdict has left collectives behind, which must not meet those
         of this attempt: its process group is used no more.
@@ -568,7 +568,7 @@ class StepProtocol:
         late = result.late_ranks if self._rules.use_async_quorum and allow_heal else ()
         counted = [rank for rank in range(size) if rank not in late]
         if self._rules.world_size_mode is WorldSizeMode.FIXED_WITH_SPARES:
-            if late and rank is not None:  # they are the spares, or nobody's gradients could count
+            if late and rank is not None:  # they are the spares, or no gradients could count
                 rank = [*counted, *sorted(late)].index(rank)
                 counted = list(range(len(counted)))
             size = min(size, self._rules.min_replica_size)

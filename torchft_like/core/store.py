@@ -5,7 +5,7 @@ One byte names the request, strings are preceded by their length, integers are i
 
 Keys belong to *rooms*, and what has to make room for others is the oldest room, as a whole. Either a room is
 a quorum that was announced (`/torchft/7/...` is of quorum 7), and a key of a quorum that has a secret shows
-that whoever uses it knows the secret; or any two first parts of a key name one.
+that its user knows the secret; or any two first parts of a key name one.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ class KeyValueStore:
         return answers
 
     def announce(self, quorum_id: int, secret: QuorumSecret) -> None:
-        """Let in who knows the secret of a quorum; everybody, if it has none."""
+        """Admit the keys of a quorum: those that show its secret, or all, if it has none."""
         name, shown = str(quorum_id).encode(), tuple(key.encode() for key in meeting_keys(secret))
         if (known := self._rooms.get(name)) is None or known.shown != shown:
             self._drop(name)

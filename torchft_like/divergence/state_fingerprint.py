@@ -214,7 +214,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:
-    """Return the elements of a piece, in the order of their indices, whatever the strides are."""
+    """Return the elements of a piece, in the order of their indices, for any strides."""
     size = tensor.element_size()
     elements = tensor.resolve_conj().resolve_neg().reshape(-1)
     # One dimension keeps its stride.

@@ -1,7 +1,7 @@
 """Gangs, with fairseq2's names: synchronous collectives over a set of processes, real or simulated.
 
-They are a face of `communicator`, which moves the data; `gangs` says who is in which gang. Only `managed`
-knows a Manager.
+They are a face of `communicator`, which moves the data; `gangs` says which rank is in which gang. Only
+`managed` knows a Manager.
 """
 
 from torchft_like.errors import GangError, StaleGangError, TopologyError

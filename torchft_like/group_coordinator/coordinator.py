@@ -52,7 +52,7 @@ from torchft_like.runtime.durations import as_timedelta
 Tensors = TypeVar("Tensors", Tensor, list[Tensor])
 DispatchedTensors = tuple[Any, ...]
 TENSOR = "tensor"
-ANSWER = timedelta(seconds=5)  # for which a barrier waits for the store that knows who is missing
+ANSWER = timedelta(seconds=5)  # for which a barrier waits for the store that knows the missing ranks
 _by_name: weakref.WeakValueDictionary[str, GroupCoordinator] = weakref.WeakValueDictionary()
 
 

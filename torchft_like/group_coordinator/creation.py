@@ -179,7 +179,7 @@ def _made(groups: list[list[int]], backend: str, timeout: timedelta, name: str) 
 def agree(store: Store, rank: int, world_size: int, timeout: timedelta, statement: Statement) -> None:
     """Compare a rank's statement with those of the others, in a part of a store; wait for them.
 
-    A rank that refuses says so, and waits for nobody.
+    A rank that refuses says so, and does not wait.
     """
     keys = [str(rank) for rank in range(world_size)]
 

@@ -13,8 +13,8 @@ them: it votes, waits for the answer, and only then touches the coordinator. The
 object before and after: its epoch, rank and size change, and nothing of an old epoch, a message, a handle,
 tokens that were dispatched, is ever taken for something of a new one.
 
-The epochs of a `ManagedCoordinator` are the quorums of a Manager, which decides between two steps who is a
-member; a replica that dies is left out of the next quorum. The coordinator asks for the quorum when it is
+The epochs of a `ManagedCoordinator` are the quorums of a Manager, which decides the members between two
+steps; a replica that dies is left out of the next quorum. The coordinator asks for the quorum when it is
 called, and has the members of that one. What it raises loses the step, as in `torchft_like.gang.managed`;
 also what it refuses, for the other members have refused it, too. A wait whose time is up raises, and loses
 nothing.
@@ -82,14 +82,14 @@ class Membership(NamedTuple):
     members: tuple[str, ...]
 
     def rank_of(self, name: str) -> int | None:
-        """Return the rank of a member; None if nobody of that name is one."""
+        """Return the rank of a member; None if no member has that name."""
         return self.members.index(name) if name in self.members else None
 
     def __str__(self) -> str:
         return f"epoch {self.epoch} ({', '.join(self.members)})"
 
     def __repr__(self) -> str:
-        return f"<Membership: {self}>"  # whoever knows the prefix could come to the store
+        return f"<Membership: {self}>"  # with the prefix a reader could come to the store
 
 
 class EpochGroups(AbortSignal):
@@ -193,9 +193,9 @@ class Change:
     def complete(self, timeout: timedelta | float | None = None) -> None:
         """Switch together with all other new members, or roll back together with them.
 
-        Every new member calls it, and those who leave, between two calls to the coordinator. Afterwards the
-        coordinator has the new members; handles of the old epoch are stale. Where the lighthouse has said
-        that the members stay as they are, it does nothing.
+        Every new member calls it, and every member that leaves, between two calls to the coordinator.
+        Afterwards the coordinator has the new members; handles of the old epoch are stale. Where the
+        lighthouse has said that the members stay as they are, it does nothing.
 
         Args:
             timeout: how long to wait for the others, seconds or timedelta; that of the change if left out.
@@ -253,7 +253,7 @@ class Change:
         return None if self._has_voted else self.failure or "it was rolled back"
 
     def roll_back(self, reason: str) -> None:
-        """Have nobody switch, instead of `complete`. Does nothing if the change is over.
+        """Let no member switch; called instead of `complete`. Does nothing if the change is over.
 
         Raises:
             ChangeInDoubtError: `complete` is under way in another thread, and may have voted.
@@ -379,7 +379,7 @@ class Member:
             return True
 
     def roll_back(self, change: Change, reason: str) -> None:
-        """Have nobody switch to a change, and ask for the next quorum."""
+        """Let no member switch to a change, and ask for the next quorum."""
         with self._lock:
             if change.is_over or change is not self._change:
                 return
@@ -719,8 +719,8 @@ class ElasticCoordinator(EpochCoordinator):
         if change is not None and own > 0 and kept != staying:
             change.roll_back(f"{', '.join(sorted({*kept} ^ {*staying}))} had asked in another round")
         proposals = {who[name] for name in staying}
-        # Those who stay are members of a proposal that all of them have. Its number of present members tells
-        # those who leave, too, whether one of these is among them.
+        # Members that stay are in a proposal that all of them have. Its number of present members tells
+        # those that leave, too, whether one of these is among them.
         fits = all(each != _NOT_READY and count == len(staying) for each, count in proposals)
         is_due = len(proposals) <= 1 and fits
         self._leaving = leaving if is_due else []
@@ -765,7 +765,7 @@ class ElasticCoordinator(EpochCoordinator):
             raise
 
     def _leave(self, change: Change) -> None:
-        """Leave, unless those who stay say that they have not switched, and still count on this member."""
+        """Leave, unless the others say that they have not switched, and still count on this member."""
         if _ROLLED_BACK in self._part(_LEAVES):
             change.end("those who stay have rolled their change back")
             raise ChangeRolledBackError(

@@ -235,7 +235,7 @@ class _Tries:
             raise error from failure
         attempt, everybody = group.agree(attempt, told)
         if not all_start_again(everybody):
-            # Who looks later sees this in place of what this rank said before.
+            # A rank that looks later sees this in place of what this rank said before.
             why = why_not(everybody)
             group.say(attempt, Told(Ending.LAST, why))
             failure.add_note(f"not run again in this process: {why}")

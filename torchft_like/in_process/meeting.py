@@ -2,10 +2,10 @@
 
 Where each of them serves its store they learn once, in the store that the launcher has named (MASTER_ADDR,
 MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it from the others.
-`core/meeting.py` says what is asked of these stores. Here it is asked, and whatever waits is interrupted once
-the process of another rank has ended, or it is known that no spare comes. A try has a store of its own
-besides, served by rank 0, and those variables name it while it lasts. So the Manager, torch's `env://` and
-whatever else looks for its ranks finds the living ones, and nothing that an earlier try has left.
+`core/meeting.py` says what is asked of these stores. Here it is asked, and every wait is interrupted once the
+process of another rank has ended, or it is known that no spare comes. A try has a store of its own besides,
+served by rank 0, and those variables name it while it lasts. So the Manager, torch's `env://` and any library
+that looks for its ranks find the living ones, and nothing that an earlier try has left.
 
 INVARIANT: a rank begins try n + 1 only after every rank of the group has ended try n and said so, or is gone.
 """
@@ -170,7 +170,7 @@ class RestartGroup:
                 stack.callback(served.clear)  # an error of the block keeps this frame for a while
 
                 def lost(process: RankProcess) -> None:
-                    served.clear()  # who waits for that rank in there hears it, and so do the other ranks
+                    served.clear()  # ranks that wait for that one in there hear it, and so do the others
                     end_all(GroupLostError(f"rank {process.rank}: its process has ended"))
 
                 if self._meeting is not None:

@@ -1,7 +1,7 @@
 """Spare ranks, as trainers see them: a process that waits for a place, and ranks that ask for one.
 
-Both talk to the lighthouse (`lighthouse/core/vacancies.py`), which says who goes where and no more. A spare
-goes on waiting, and a rank goes on asking, while the lighthouse is away.
+Both talk to the lighthouse (`lighthouse/core/vacancies.py`), which says which spare takes which place and no
+more. A spare goes on waiting, and a rank goes on asking, while the lighthouse is away.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ They find it in a TCPStore where the user has named, under torchrun the agent's;
 group of one rank needs none.
 
 In the other one the process groups meet that join one rank of every replica group, so its address is part of
-the quorum. Rank 0 always serves it, with our own server: torch's is open to all who reach it, and asks the
-name server about each of its clients, one after the other, so that a few hundred silent connections to it
-would make the survivors of a loss wait for half a minute.
+the quorum. Rank 0 always serves it, with our own server: torch's is open to any client, and asks the name
+server about each of its clients, one after the other, so that a few hundred silent connections to it would
+make the survivors of a loss wait for half a minute.
 """
 
 from __future__ import annotations
@@ -162,9 +162,9 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
     """Wait until rank 0 of the start that this process belongs to has published where it serves, and what
     else the others have to know; return both.
 
-    A restarted group may find what its predecessor has left in the store. A start is over when nobody serves
-    there any more; and one in which another process of this rank has been, which the launcher has replaced
-    since, is not this process's, even where its rank 0 has not noticed yet.
+    A restarted group may find what its predecessor has left in the store. A start is over when no process
+    serves there any more; and one in which another process of this rank has been, which the launcher has
+    replaced since, is not this process's, even where its rank 0 has not noticed yet.
 
     Raises:
         ProcessGroupError, TimeoutError: rank 0 did not within the store's timeout.
@@ -211,5 +211,5 @@ def start_default_group(store: Store, incarnation: str, config: ManagerConfig, b
 
 
 def is_listening(address: Address) -> bool:
-    """Return whether somebody accepts connections at the address."""
+    """Return whether a process accepts connections at the address."""
     return coordination_loop().run(why_unreachable(address, PROBE_S)) is None

@@ -5,8 +5,8 @@ the next try, which heals to just that version, takes it instead of a peer's byt
 say that it is the same: by `agreement` all of it is, but for what a script lets differ. So two things have to
 fail before a wrong state is taken, the version and the checksum.
 
-Tensors of the CPU are kept as they are, and cost no time: between two tries nobody writes to them, and if
-somebody does, the sums tell. Those of a device are moved to the CPU. Its memory is what the next try lacks
+Tensors of the CPU are kept as they are, and cost no time: between two tries no code should write to them, and
+if some does, the sums tell. Those of a device are moved to the CPU. Its memory is what the next try lacks
 first, a device that has failed may give nothing back later, and the sums are taken on the CPU anyway.
 """
 

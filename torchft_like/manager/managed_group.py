@@ -183,7 +183,7 @@ class ManagedGroup:
         return True
 
     def abort_now(self) -> None:
-        """End whatever the process group does, in any quorum, because this replica stops."""
+        """End what the process group does, in any quorum, because this replica stops."""
         self.pg.abort("this replica stops")
         self._ending.set("this replica stops")
         with self._told:

@@ -4,7 +4,7 @@ It runs the step protocol (`step.StepProtocol`) on real groups, servers and stat
 
 * the training thread calls the public methods, and serves and loads state inside of them;
 * the coordination loop delivers the messages to this rank, and aborts the process group the moment a member
-  is lost, whatever blocks the other threads;
+  is lost, even while all other threads are blocked;
 * the quorum worker configures the process group;
 * the process group's own threads complete collectives.
 
@@ -129,8 +129,8 @@ class Manager:
         quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
         lighthouse_absence: what a quorum that stands does while rank 0 has no connection to the lighthouse:
             "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
-        job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse lets nobody of another job join. Without
-            it, the job is told by its first quorum, which the Manager's `state_dict` has.
+        job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse refuses replica groups of another one.
+            Without it, the job is told by its first quorum, which the Manager's `state_dict` has.
         dead_after: how long a rank of this replica group may be silent, timedelta or seconds, 30 s
             (TORCHFT_DEAD_AFTER_SEC). Until it answers again the group does no step. After that time the other
             ranks raise GroupLostError; where its process has ended, at once.
@@ -335,7 +335,7 @@ class Manager:
             attempt.ask = partial(self._ask, attempt, own, shrink_only)
             if not attempt.is_standing:
                 attempt.ask()
-        except BaseException as error:  # the next step would wait for a quorum that nobody has asked for
+        except BaseException as error:  # the next step would wait for a quorum that was never asked for
             attempt.fail(lost_by(error, "start_quorum"))
             raise
         if last is not None:
@@ -423,7 +423,7 @@ class Manager:
         self._group.fail_current(_error_given(e, "report_error"))
 
     def interrupt(self, e: Exception) -> None:
-        """End whatever the training thread waits for in this step; called from another thread.
+        """End what the training thread waits for in this step; called from another thread.
 
         Its collectives end, and `should_commit` raises `e`.
 

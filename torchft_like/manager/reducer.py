@@ -133,7 +133,7 @@ class Reducer:
     def _begin_to_compare(
         self, attempt: Attempt, fingerprint: PendingFingerprint, report: Report, device: torch.device
     ) -> None:
-        """Compare this rank's state with those of the other members, in a quorum for which nobody did."""
+        """Compare this rank's state with those of the other members, in a step for which no member asked."""
         if attempt.is_unasked and attempt.result is not None and attempt.result.watched:
             digest = hashlib.blake2b(fingerprint.result(), digest_size=DIGEST_BYTES).digest()
             number = int.from_bytes(digest)

@@ -242,7 +242,7 @@ class StateExchange:
         """
         try:
             # Before the first step its own state is as good as the peer's, if that dies: it is kept whole.
-            # Later each rank of the group asks for it, whatever it knows of the source: the script's function
+            # Later each rank of the group asks for it, also one that cannot heal: the script's function
             # may use collectives of the group.
             own = self._registry.own() if result.max_step > 0 else None
             fetching = self._meet(attempt, result)
@@ -418,7 +418,7 @@ class StateExchange:
         self._registry.check_form(state.user, source)
 
     def _ask(self, result: QuorumResult, timeout_s: float) -> list[Source]:
-        """Ask the source, and who helps it, where their states can be fetched, and try to connect there; a
+        """Ask the source and its helpers where their states can be fetched, and try to connect there; a
         helper that cannot be reached is left out.
         """
         count = len(result.source_ranks) if self._transport.takes_helpers else 1

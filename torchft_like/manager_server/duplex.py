@@ -16,7 +16,7 @@ from lighthouse.codec import reader
 from lighthouse.net import credentials, make_aio_channel
 from torchft_like.errors import ConnectError
 
-CONNECTION_REFUSED = "connection refused"  # in what gRPC says of an attempt to connect where nobody listens
+CONNECTION_REFUSED = "connection refused"  # in what gRPC says where no process listens
 
 Request = TypeVar("Request")
 Response = TypeVar("Response")
@@ -79,7 +79,7 @@ class DuplexCall(Generic[Request, Response]):
             await self._call.code()
 
     async def close(self) -> None:
-        """End the call, in whatever state it is, and the connection."""
+        """End the call, however far it has come, and the connection."""
         self._call.cancel()
         self._writer.cancel()
         await asyncio.wait([self._writer])

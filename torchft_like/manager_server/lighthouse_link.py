@@ -74,7 +74,7 @@ class LighthouseLink:
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
-        self.hears_of_links = False  # the lighthouse can leave out who cannot be reached; torchft's cannot
+        self.hears_of_links = False  # torchft's lighthouse cannot leave out what cannot be reached
         self._task = asyncio.create_task(self._keep_open())
 
     async def wait_connected(self, timeout_s: float) -> bool:

@@ -116,7 +116,7 @@ class ManagerServer:
     Attributes:
         replica_id: as it was given.
         group: the core, which decides.
-        rank_key: a secret of the replica group, without which nobody is one of its ranks; "" for none, in a
+        rank_key: a secret of the replica group, which each of its ranks has to show; "" for none, in a
             process without tokens.
 
     Raises:
@@ -161,7 +161,7 @@ class ManagerServer:
         self._ranks: dict[int, RankListener] = {}
         self._local: LocalListener | None = None  # of these
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
-        # A lighthouse that shows a token of its own would give it to whoever claims an address.
+        # A lighthouse that shows a token of its own would give it to any process that claims an address.
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
         self.rank_key = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
@@ -188,7 +188,7 @@ class ManagerServer:
         """Leave in good order before this step, without disturbing other groups that have not begun it.
 
         Args:
-            quorum_id: of the last quorum in which nobody waits for this group, negative if it was in none;
+            quorum_id: of the last quorum in which no member waits for this group, negative if it was in none;
                 0 says nothing of that.
         """
         self._stop_once(reason, step, quorum_id)
@@ -488,7 +488,7 @@ class ManagerServer:
             if is_connected := await self._link.wait_connected(connect_timeout_s):
                 return
             reason, is_distrusted = self._link.last_error, self._link.is_distrusted
-        finally:  # also after Ctrl-C: the others would wait for a server that nobody has
+        finally:  # also after Ctrl-C: the others would wait for a server that no process has
             if not is_connected:
                 await self._stop(None)
         if is_distrusted:
@@ -527,7 +527,7 @@ class ManagerServer:
 
 
 def _do_all(acts: Iterable[Callable[[], None]]) -> None:
-    """Do each of these, whatever another one raises; raise the first error after that."""
+    """Do each of these, even if another one raises; raise the first error after that."""
     failures: list[Exception] = []
     for act in acts:
         try:

@@ -7,8 +7,8 @@ stopped or starved. So the other process is asked for, and has time:
     session ends ──► doubted ──RESUME_S──► suspected ──dead_s──► dead
                         └─────── its host refuses connections ──────┘
 
-Whoever doubts a process cancels that when it opens another session. A suspect's collectives are aborted, and
-its replica group does without quorums; nothing is ended before it is dead.
+The doubt is over when the process opens another session. A suspect's collectives are aborted, and its replica
+group does without quorums; nothing is ended before it is dead.
 
 Of the ManagerServers of other replica groups only the beginning of a connection is asked for, and the kernels
 do that: a process that is stopped or busy answers nevertheless. A refusal is an answer, too; the lighthouse

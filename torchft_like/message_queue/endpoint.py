@@ -31,7 +31,7 @@ RANK_MAX = 2**31 - 1
 
 @dataclass(frozen=True)
 class QueueHandle:
-    """The description of one queue: its ring, and who reads it.
+    """The description of one queue: its ring and its readers.
 
     `local_ranks` read shared memory, `n_remote` others connect to `address`, where `server_key` encrypts.
     """

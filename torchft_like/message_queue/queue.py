@@ -464,7 +464,7 @@ class MessageQueue:
         self._end.wait_until_ready(_limit(timeout))
 
     def enqueue(self, obj: object, timeout: timedelta | float | None = None) -> None:
-        """Write a message. Local readers can read it when this returns, whatever happens to this process.
+        """Write a message. Local readers can read it when this returns, even if this process then dies.
 
         Args:
             obj: plain data; the caller may change it as soon as the call returns.

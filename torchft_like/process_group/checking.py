@@ -800,8 +800,8 @@ def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
 def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
     """Publish rank 0's address, and accept the connections of all other ranks.
 
-    Where too many connections have not said which rank they are, the oldest makes room. So whoever connects
-    and says nothing holds nobody up.
+    Where too many connections have not said which rank they are, the oldest makes room. So a client that
+    connects and says nothing keeps no rank waiting.
     """
     host = local_host_towards(members.store.server.host, members.store.server.port)
     deadline_s = time.monotonic() + members.timeout.total_seconds()

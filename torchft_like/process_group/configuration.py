@@ -1,7 +1,7 @@
 """Which configuration of a group something belongs to, and what ends it.
 
-A group that is configured a hundred times has a hundred configurations, one after the other. Whatever belongs
-to one of them (an operation, an error, a part of the group) keeps its `Configuration` and compares it, by
+A group that is configured a hundred times has a hundred configurations, one after the other. What belongs to
+one of them (an operation, an error, a part of the group) keeps its `Configuration` and compares it, by
 identity, with the group's present one. There is no other mark.
 
 INVARIANTS

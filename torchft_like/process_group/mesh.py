@@ -318,7 +318,7 @@ class ManagedDeviceMesh(DeviceMesh):
     # ----------------------------------------------------------------------- identity
 
     def __eq__(self, other: object) -> bool:
-        """Return whether dimensions, ranks and elastic group are the same, whatever the quorum."""
+        """Return whether dimensions, ranks and elastic group are the same, in any quorum."""
         return isinstance(other, ManagedDeviceMesh) and self._hash_key() == other._hash_key()
 
     def __hash__(self) -> int:

@@ -739,7 +739,7 @@ class NcclOperation(ExplainedOperation):
         """Make the current stream wait; with a deadline, which aborts the group when it has passed, and for a
         barrier, the thread, too.
         """
-        # The stream waits whatever became of the group: its next work may write to the tensors, and must come
+        # The stream waits even if the group has failed: its next work may write to the tensors, and must come
         # after NCCL's last access to them.
         self._work.block_current_stream()
         if deadline < FOREVER or self._blocks_thread:

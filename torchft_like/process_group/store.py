@@ -64,7 +64,7 @@ _SECRET = re.compile(r"\bsecret=([^/]*)")
 class StoreAddress:
     """The address at which the store listens, the prefix that all keys get, and whether it speaks TLS.
 
-    A part `secret=...` of the prefix keeps out who does not know it. It is in no text for people.
+    A part `secret=...` of the prefix keeps out processes that do not know it. No log or error shows it.
     """
 
     server: Address
@@ -505,8 +505,8 @@ def meeting_store(members: GroupMembers, abort: AbortSignal) -> Iterator[Abortab
 
 
 def _is_first(store: AbortableStore, key: str) -> bool:
-    """Return whether nobody has taken this key. A store that does not know the quorum yet admits no key, and
-    lets go of those who have waited longest; they come again.
+    """Return whether this caller is the first to take the key. A store that does not know the quorum yet
+    admits no key, and drops the clients that have waited longest; they come again.
     """
     deadline, token = time.monotonic() + store.timeout.total_seconds(), uuid.uuid4().hex
     while True:

@@ -1,4 +1,4 @@
-"""The server of a store of ours, on the coordination loop; `core/store.py` says what it stores for whom.
+"""The server of a store of ours, on the coordination loop; `core/store.py` decides what it stores.
 
 torch's own server asks the name server about each client, lets anybody list its keys and fill it, and keeps
 the keys of all quorums for as long as it lives. This one speaks the same protocol, so torch's client and
@@ -214,7 +214,7 @@ class _Serving:
             self.lost(connection)
 
     async def _until_there_is_room(self) -> None:
-        await asyncio.sleep(0)  # so that those who have come are heard first
+        await asyncio.sleep(0)  # so that clients that have come are heard first
         while len(self._unknown) >= UNKNOWN_MAX:
             oldest, end = next(iter(self._unknown.items()))
             if (left_s := end.when() - KEY_S + SILENT_S - self._loop.time()) <= 0:
@@ -280,7 +280,7 @@ class _Connection(asyncio.Protocol):
 
     def send(self, parts: Sequence[bytes]) -> None:
         """Send an answer."""
-        for part in parts:  # who reads slowly costs a copy of a slice
+        for part in parts:  # a client that reads slowly costs a copy of a slice
             view, starts = memoryview(part), range(0, len(part), WRITE_BYTES)
             self._unsent.extend(view[start : start + WRITE_BYTES] for start in starts)
         self._flush()

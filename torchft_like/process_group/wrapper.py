@@ -164,7 +164,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
     def _create(self, members: GroupMembers, abort: AbortSignal) -> Backend:
         """Make the backend. This may block, and ends early when `abort` is set.
 
-        It runs on a thread of its own. Whatever it has made is closed before it raises an error.
+        It runs on a thread of its own. What it has made is closed before it raises an error.
         """
         raise NotImplementedError
 

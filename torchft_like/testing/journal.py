@@ -89,7 +89,7 @@ class Witness:
         """Find out which replicas take part in a step, and at which step each is; called after its gradients.
 
         Args:
-            digest: the digest of all parameters, with which the gradients were computed; who gives it calls
+            digest: the digest of all parameters, with which the gradients were computed; its caller calls
               `took_over`, too, or a replica that heals in the step would seem to have lost its state.
         """
         self._vote = None

@@ -287,7 +287,7 @@ class Referee:
         return self._refuse_all(Missing(self._missing_for(late), self._texts(), seconds=seconds), self._open)
 
     def _refuse_all(self, verdict: Problem, number: int) -> list[Answer]:
-        """Refuse everything from now on, and tell those who are in this collective already."""
+        """Refuse everything from now on, and tell the ranks that are in this collective already."""
         self._verdict = verdict
         waiting = list(self._waiting())
         begun = {rank for rank, called in enumerate(self._called) if called >= number > 0}

@@ -28,7 +28,7 @@ _STOPPED = frozenset({b"T", b"t"})
 
 
 class Silence:
-    """How long a subprocess has shown no sign of life, as an observer counts who may be late. Pure."""
+    """How long a subprocess has shown no sign of life, to an observer that may be late itself. Pure."""
 
     def __init__(self) -> None:
         self._since = math.inf

@@ -253,13 +253,13 @@ SAMPLES_COMPARED = 3
 # closed.
 ALLOWED_MORE = 4
 ALLOWED_MORE_MB = 96
-MAPPED_WITHIN_S = 0.2  # whoever makes shared memory maps it at once
+MAPPED_WITHIN_S = 0.2  # the maker of shared memory maps it at once
 
 
 class Watch:
     """The resources of a job's processes, sampled between faults, by the label of each start.
 
-    Each fault makes every survivor configure its process group anew; whatever that leaves behind adds up. A
+    Each fault makes every survivor configure its process group anew; what that leaves behind adds up. A
     process is compared with itself: its first samples with its last ones.
     """
 
@@ -349,7 +349,7 @@ def mapped_shared_memory(but: Collection[int] = ()) -> set[str]:
         if int(folder.name) not in but:
             with contextlib.suppress(OSError):  # gone since, or another user's
                 mapped.update(map(int, re.findall(r"(\d+) +/dev/shm/", (folder / "maps").read_text())))
-    # By inode: whoever made a semaphore has mapped it under its first name, which is no more.
+    # By inode: the maker of a semaphore has mapped it under its first name, which is no more.
     return {name for name, inode in _inodes().items() if inode in mapped}
 
 

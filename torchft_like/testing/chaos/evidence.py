@@ -236,7 +236,7 @@ def _sick_left_out(view: View) -> str:
 
 
 def _refused(view: View) -> str:
-    """Check that the lighthouse refused the stranger, and that nobody of the job noticed."""
+    """Check that the lighthouse refused the stranger, and that no member of the job noticed."""
     stranger = view.injection.details["stranger"]
     refused = [event for event in view.events("refused") if name_of(event["member"]) == stranger]
     noticed = [*view.events(*STALLS), *view.notes("ended", "failed")]

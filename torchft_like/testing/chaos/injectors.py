@@ -183,7 +183,7 @@ def _sicken(target: Target, planned: Planned) -> Iterator[Injected]:
 
 @contextmanager
 def _invite_a_stranger(target: Target, planned: Planned) -> Iterator[Injected]:
-    """Start a foreign trainer; there is no victim, as nobody of the job may notice."""
+    """Start a foreign trainer; there is no victim, as no member of the job may notice."""
     stranger = target.job.start_stranger()
     try:
         yield Injected(details={"stranger": stranger.name})
