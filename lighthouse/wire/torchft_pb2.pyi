@@ -371,7 +371,7 @@ class FillVacancyResponse(_message.Message):
     def __init__(self, spare_id: _Optional[str] = ...) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret")
+    __slots__ = ("group_rank", "step", "checkpoint_metadata", "shrink_only", "init_sync", "commit_failures", "reconfigure_handle", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "first_quorum_id", "form", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret", "request", "answered")
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_METADATA_FIELD_NUMBER: _ClassVar[int]
@@ -392,6 +392,8 @@ class ManagerQuorumRequest(_message.Message):
     REACHED_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
     TAKES_SECRET_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     group_rank: int
     step: int
     checkpoint_metadata: str
@@ -412,10 +414,12 @@ class ManagerQuorumRequest(_message.Message):
     reached_quorum_id: int
     has_fetched: bool
     takes_secret: bool
-    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ...) -> None: ...
+    request: int
+    answered: int
+    def __init__(self, group_rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_metadata: _Optional[str] = ..., shrink_only: bool = ..., init_sync: bool = ..., commit_failures: _Optional[int] = ..., reconfigure_handle: _Optional[str] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., first_quorum_id: _Optional[int] = ..., form: _Optional[_Union[StateForm, _Mapping]] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ..., request: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helped_ranks", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited", "secret")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "recover_src_replica_rank", "recover_dst_replica_ranks", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "commit_failures", "replica_ids", "reconfigure_handles", "healing_replica_ids", "divergence", "stands", "watched", "first_quorum_id", "source_ranks", "source_addresses", "helped_ranks", "max_commit_quorum_id", "begins_to_catch_up", "catches_up", "is_awaited", "secret", "request")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_REPLICA_RANK_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +447,7 @@ class ManagerQuorumResponse(_message.Message):
     CATCHES_UP_FIELD_NUMBER: _ClassVar[int]
     IS_AWAITED_FIELD_NUMBER: _ClassVar[int]
     SECRET_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     recover_src_replica_rank: int
@@ -470,7 +475,8 @@ class ManagerQuorumResponse(_message.Message):
     catches_up: bool
     is_awaited: bool
     secret: bytes
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helped_ranks: _Optional[_Iterable[int]] = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ..., secret: _Optional[bytes] = ...) -> None: ...
+    request: int
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., healing_replica_ids: _Optional[_Iterable[str]] = ..., divergence: _Optional[_Union[Divergence, _Mapping]] = ..., stands: bool = ..., watched: bool = ..., first_quorum_id: _Optional[int] = ..., source_ranks: _Optional[_Iterable[int]] = ..., source_addresses: _Optional[_Iterable[str]] = ..., helped_ranks: _Optional[_Iterable[int]] = ..., max_commit_quorum_id: _Optional[int] = ..., begins_to_catch_up: bool = ..., catches_up: bool = ..., is_awaited: bool = ..., secret: _Optional[bytes] = ..., request: _Optional[int] = ...) -> None: ...
 
 class Divergence(_message.Message):
     __slots__ = ("replica_ids", "group_ranks", "kept", "tied", "comparable", "heals")
@@ -501,38 +507,34 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched", "quorum_id")
+    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
-    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
     stop: bool
     passed: bool
     has_fetched: bool
-    quorum_id: int
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ..., quorum_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
-    __slots__ = ("should_commit", "step", "stop", "passed", "has_fetched", "quorum_id")
+    __slots__ = ("should_commit", "step", "stop", "passed", "has_fetched")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
-    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     step: int
     stop: bool
     passed: bool
     has_fetched: bool
-    quorum_id: int
-    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ..., quorum_id: _Optional[int] = ...) -> None: ...
+    def __init__(self, should_commit: bool = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ...) -> None: ...
 
 class KillRequest(_message.Message):
     __slots__ = ("msg",)

@@ -280,8 +280,8 @@ ReplicaGroup.rank_left
 + []
 stops one rank only: all ranks leave after the same step (36, leave_together)
 ReplicaGroup.rank_voted
-- _verdict_for(rank, vote, common)
-+ _verdict_for(rank, vote, common._replace(stop=vote.stop))
+- common._replace(step=vote.step)
++ common._replace(step=vote.step, stop=vote.stop)
 goes on torn: a group whose ranks hold different states heals or ends (129, heal_is_clean)
 ReplicaGroup.quorum_formed
 - if self._is_torn and
@@ -368,8 +368,8 @@ ReplicaGroup.rank_voted
 + if False else []
 every rank its own verdict: one verdict for all ranks (0, agreement)
 ReplicaGroup.rank_voted
-- _verdict_for(rank, vote, common)
-+ RankVerdict(rank, vote)
+- common._replace(step=vote.step)
++ vote
 keeps its no to itself: the first no releases the other ranks (237, progress)
 ReplicaGroup.rank_voted
 - if is_news else []
@@ -388,8 +388,8 @@ survives its ranks: a lost rank ends its group (0, progress)
 ReplicaGroup.rank_lost = []
 probes nobody: the search for a link after a failed step (7, progress)
 ReplicaGroup.rank_joined
-- self._joins[join.group_rank] = join
-+ self._joins[join.group_rank] = join
+- self._metadata[join.group_rank] = join.checkpoint_metadata
++ self._metadata[join.group_rank] = join.checkpoint_metadata
 +     self._links.quorum_formed(())
 probes once: whoever could not be reached is probed again (67, progress)
 ReplicaGroup._settle

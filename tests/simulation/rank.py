@@ -363,8 +363,7 @@ class Rank(Process):
         """Vote, as the end of should_commit does."""
         protocol, replica = self.protocol, self.replica
         has_fetched = self._fetched is not None
-        own = protocol.vote(), self.stop_wanted, protocol.passes, has_fetched, protocol.quorum_id
-        vote = Verdict(protocol.step, *own)
+        vote = Verdict(protocol.step, protocol.vote(), self.stop_wanted, protocol.passes, has_fetched)
         if not (vote.committed or vote.passed) and not self._is_excused():
             replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
         self.phase = VERDICT
@@ -466,8 +465,8 @@ class Rank(Process):
 
     def hear_quorum(self, result: QuorumResult) -> None:
         """Take the quorum that the rank asked for."""
-        if self._is_agreed:
-            return  # an answer to a join that was given up
+        if not self.protocol.awaits(result):
+            return
         world = self.replica.world
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)

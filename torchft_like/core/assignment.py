@@ -83,6 +83,7 @@ class QuorumResult(NamedTuple):
         watched: whether all members watch for divergence.
         first_quorum_id: the first quorum of the job, 0 if the lighthouse does not say.
         secret: what the members of this quorum alone know.
+        request: the request of this rank that the quorum answers.
     """
 
     quorum_id: int
@@ -112,6 +113,7 @@ class QuorumResult(NamedTuple):
     catches_up: bool = False
     is_awaited: bool = False
     secret: QuorumSecret = QuorumSecret()
+    request: int = 0
 
     def meeting_place(self, what: str) -> str:
         """Return the store address, `host:port/prefix`, at which the members meet for a purpose.

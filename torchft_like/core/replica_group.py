@@ -8,8 +8,10 @@ Invariants:
 
 * A join is open from the moment the last rank has joined until a quorum with this group answers
   it; it is told to the lighthouse again after every reconnect.
-* A verdict is given once every rank has voted on the same step in one quorum, and it is the same for all. A
-  step that a rank has given up is committed by none.
+* A verdict is given once every rank has voted on the same step, and it is the same for all. A step that a
+  rank has given up is committed by none.
+* A rank takes the answer to its last request only (`StepProtocol.awaits`). So no two ranks are in different
+  quorums: one that asked again before it could hear of the last quorum is in none, and has given that up.
 * Once a rank is lost the group is lost: nothing is joined, answered or committed after that.
 * While a rank is suspected, which answers again or is lost, the group is away from the lighthouse and commits
   nothing.
@@ -69,6 +71,8 @@ class RankJoin(NamedTuple):
     reached_quorum_id: int = 0
     has_fetched: bool = False
     takes_secret: bool = False  # of a quorum, to meet and heal with it
+    request: int = 0  # counts those of this rank; 0 if it does not
+    answered: int = 0  # the last one of these whose answer it has heard
 
 
 class GroupJoin(NamedTuple):
@@ -126,7 +130,6 @@ class Verdict(NamedTuple):
         stop: whether a rank was asked to stop: all leave after this step, none a step later than another.
         passed: whether all ranks, which catch up, keep the step and take it again later.
         has_fetched: whether all ranks have the state that they fetch for that.
-        quorum_id: in which the step was done.
     """
 
     step: int
@@ -134,7 +137,6 @@ class Verdict(NamedTuple):
     stop: bool = False
     passed: bool = False
     has_fetched: bool = False
-    quorum_id: int = 0
 
 
 class HoldRanks(NamedTuple):
@@ -278,6 +280,7 @@ class ReplicaGroup:
     _is_given_up: bool = False  # the lighthouse knows that this group commits nothing more in it
     _unmet_quorum_id: int = 0  # of a later one, whose other members wait for this group in vain
     _joins: dict[int, RankJoin] = field(default_factory=dict)
+    _answered: dict[int, int] = field(default_factory=dict)  # by rank: the last request that was answered
     _open_join: GroupJoin | None = None
     _forms: dict[int, StateForm] = field(default_factory=dict)  # by rank, as it was last looked at
     _has_new_forms: bool = False
@@ -297,7 +300,7 @@ class ReplicaGroup:
         """Handle a rank's request for a quorum; the last rank's makes the group's join."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
-        self._joins[join.group_rank] = join
+        join = self._joins[join.group_rank] = self._with_what_it_missed(join)
         if join.form is not None:
             self._forms[join.group_rank] = join.form
             self._has_new_forms = True
@@ -336,6 +339,15 @@ class ReplicaGroup:
             self._links.step_succeeded()
             return [*identity, *self._say_join()]
         return [*identity, *self._links.step_failed(), *self._say_join()]
+
+    def _with_what_it_missed(self, join: RankJoin) -> RankJoin:
+        """Return the join of a rank that has not heard of the last quorum as that of one which has given it
+        up: it asked again before the answer to its last request came, and takes none that comes now.
+        """
+        if join.answered >= self._answered.get(join.group_rank, 0):
+            return join
+        failures = max(join.commit_failures, 1)
+        return join._replace(broken_quorum_id=self.last_quorum_id, commit_failures=failures)
 
     def _identify(self, joins: Sequence[RankJoin]) -> Identity:
         forms = self._identity.forms
@@ -493,6 +505,7 @@ class ReplicaGroup:
             return self._meet_nobody(QuorumNumber(quorum_id, round_number))
         self._unmet_quorum_id = 0
         joins, self._joins, self._open_join = self._joins, {}, None
+        self._answered.update({rank: join.request for rank, join in joins.items()})
         self._votes = {}  # from ranks that had withdrawn their joins: they are of an earlier quorum
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self._held, self._is_released, self._is_over, self._is_given_up = None, False, False, False
@@ -509,7 +522,9 @@ class ReplicaGroup:
             "first_quorum_id": first_quorum_id,
             "secret": QuorumSecret(secret),
         }
-        answers = [RankQuorum(rank, part._replace(**of_all)) for rank, part in parts]
+        answers = [
+            RankQuorum(rank, part._replace(**of_all, request=joins[rank].request)) for rank, part in parts
+        ]
         if self._is_torn and not all(answer.result.heal for answer in answers):
             return [
                 *self._lose(
@@ -637,8 +652,7 @@ class ReplicaGroup:
             others = tuple(rank for rank in range(self.world_size) if rank not in self._votes)
             return [StepLostNotice(others, self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
-        steps = {(vote.step, vote.quorum_id) for vote in votes.values()}
-        same_step = len(steps) == 1 and not self._is_given_up
+        same_step = len({vote.step for vote in votes.values()}) == 1 and not self._is_given_up
         common = Verdict(
             step=0,
             committed=same_step and all(vote.committed for vote in votes.values()),
@@ -646,12 +660,12 @@ class ReplicaGroup:
             passed=same_step and all(vote.passed for vote in votes.values()),
             has_fetched=all(vote.has_fetched for vote in votes.values()),
         )
-        return [_verdict_for(rank, vote, common) for rank, vote in sorted(votes.items())]
+        return [RankVerdict(rank, common._replace(step=vote.step)) for rank, vote in sorted(votes.items())]
 
     def _refuse_votes(self) -> list[Effect]:
         """Answer the votes on a step that another rank has given up, or that waits for a suspect."""
         votes, self._votes = self._votes, {}
-        return [_verdict_for(rank, vote, Verdict(0, False)) for rank, vote in sorted(votes.items())]
+        return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""
@@ -701,11 +715,6 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
-
-
-def _verdict_for(rank: int, vote: Verdict, verdict: Verdict) -> RankVerdict:
-    """Return the verdict on the step on which a rank has voted."""
-    return RankVerdict(rank, verdict._replace(step=vote.step, quorum_id=vote.quorum_id))
 
 
 def _answers(own: QuorumMemberLike, join: GroupJoin) -> bool:

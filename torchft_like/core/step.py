@@ -119,6 +119,8 @@ class StepProtocol:
         self.batches_committed = 0
         self.commit_failures = 0
         self.quorum_id = NO_QUORUM
+        self._attempts = 0
+        self._answered = 0  # the last one whose request for a quorum was answered
         self.in_step = False
         self.steps_given_up = 0
         self.has_committed = False  # a step, in this process
@@ -161,6 +163,7 @@ class StepProtocol:
         self._failures.pop(self.quorum_id, None)  # of an earlier attempt; what it broke stays broken
         broken = self.quorum_id if self.quorum_id in self._broken else 0
         self.in_step = True
+        self._attempts += 1
         self.settle()
         self.healing = self._lacks_state = False
         self._agreed = self._is_entered = self._has_gone_on = self.is_bound = False
@@ -187,11 +190,21 @@ class StepProtocol:
             reached_step=reached.step,
             reached_quorum_id=reached.commit_quorum_id,
             has_fetched=self.catch_up is not None and self.catch_up.has_fetched,
+            request=self._attempts,
+            answered=self._answered,
         )
+
+    def awaits(self, result: QuorumResult) -> bool:
+        """Return whether a quorum answers the request of this attempt.
+
+        One that answers an earlier request was formed with the state of then, and its members are told not to
+        wait for this rank.
+        """
+        return self._is_waiting and result.request in (0, self._attempts)  # 0: the server does not count
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
-        self.quorum_id = result.quorum_id
+        self.quorum_id, self._answered = result.quorum_id, self._attempts
         self._jobs_first_quorum_id = result.first_quorum_id
         self._agreed = self._is_entered = True
         self._has_gone_on = False

@@ -521,7 +521,7 @@ class Manager:
         has_fetched = self._exchange.has_fetched
         with self._group.lock:
             votes = {"committed": protocol.vote(), "passed": protocol.passes, "has_fetched": has_fetched}
-            verdict = Verdict(protocol.step, quorum_id=protocol.quorum_id, **votes)
+            verdict = Verdict(protocol.step, **votes)
             # In one piece: the server may give the quorum up at any other time.
             if is_alone and verdict.committed:
                 protocol.decide(verdict.committed)
@@ -702,8 +702,7 @@ class Manager:
         """Vote on whether the state can be loaded, before the vote on the step."""
         if self._is_alone:
             return has_fetched
-        step, quorum_id = self._protocol.step, self._protocol.quorum_id
-        vote = Verdict(step, False, passed=has_fetched, has_fetched=has_fetched, quorum_id=quorum_id)
+        vote = Verdict(self._protocol.step, False, passed=has_fetched, has_fetched=has_fetched)
         verdict = self._verdict_of_all(attempt, vote, self._config.timeout_s)
         attempt.reopen()
         return verdict.has_fetched

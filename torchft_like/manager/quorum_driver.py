@@ -272,8 +272,8 @@ class QuorumDriver:
         # of.
         with self._group.lock:
             attempt = self.attempt
-            if attempt is None or attempt.is_agreed or self.fatal is not None:
-                return  # an answer to a join that was given up
+            if attempt is None or self.fatal is not None or not self._protocol.awaits(result):
+                return
             plan = self._group.agree(result, attempt.allow_heal)
             attempt.agree(result, plan)
         try:

@@ -16,9 +16,11 @@ from torchft_like.core.replica_group import (
     GroupLostNotice,
     LossNotice,
     RankJoin,
+    RankQuorum,
     RankVerdict,
     ReleaseRanks,
     ReplicaGroup,
+    StepLostNotice,
     Verdict,
 )
 
@@ -94,13 +96,29 @@ def test_a_quorum_may_stand_if_all_ranks_may() -> None:
         assert said.may_stand is may_stand
 
 
-@pytest.mark.agreement
-@pytest.mark.parametrize("other", [Verdict(5, True, quorum_id=7), Verdict(4, True, quorum_id=8)])
-def test_votes_on_different_steps_or_in_different_quorums_commit_nothing(other: Verdict) -> None:
-    """A rank that asked again may take the answer to its first request, as the others begin anew."""
+@pytest.mark.progress
+def test_a_rank_that_asked_again_before_it_heard_of_a_quorum_has_given_that_up() -> None:
+    """Its time was up. The others of its group are in that quorum, where its peers wait for it."""
     group = ReplicaGroup("a", 2)
-    group.rank_voted(0, Verdict(4, True, quorum_id=7))
-    effects = group.rank_voted(1, other)
+    for rank in (0, 1):
+        group.rank_joined(join(rank, request=1))
+    answers = group.quorum_formed(9, members("a"), 1)
+    assert [e.result.request for e in answers if isinstance(e, RankQuorum)] == [1, 1]
+    assert group.rank_joined(join(1, request=2)) == [StepLostNotice((0,), 9)]
+    (said,) = group.rank_joined(join(0, request=2, answered=1))
+    assert isinstance(said, GroupJoin)
+    assert (said.broken_quorum_id, said.commit_failures) == (9, 1)
+    group.quorum_formed(10, members("a"), 2)
+    for rank in (0, 1):
+        effects = group.rank_joined(join(rank, request=3, answered=2))
+    assert [(e.broken_quorum_id, e.commit_failures) for e in effects if isinstance(e, GroupJoin)] == [(0, 0)]
+
+
+@pytest.mark.agreement
+def test_votes_on_different_steps_commit_nothing() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_voted(0, Verdict(4, True))
+    effects = group.rank_voted(1, Verdict(5, True))
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
 
 

@@ -99,6 +99,19 @@ def test_a_rank_that_gives_steps_up_without_a_verdict_is_to_blame_for_that() -> 
     assert own_failure_of(p.begin()) == ("it gave a step up without a verdict", 2)
 
 
+@pytest.mark.agreement
+def test_a_rank_takes_the_answer_to_its_last_request_only() -> None:
+    p = protocol()
+    first, second = p.begin(), p.begin()
+    assert (first.answered, second.answered) == (0, 0)
+    assert not p.awaits(quorum(1, request=first.request))
+    assert p.awaits(quorum(2, request=second.request))
+    p.agreed(quorum(2, request=second.request), allow_heal=True)
+    assert not p.awaits(quorum(3, request=second.request)), "it has its quorum"
+    p.decide(committed=True)
+    assert p.begin().answered == second.request
+
+
 def test_the_same_quorum_is_configured_once() -> None:
     p = protocol()
     ready(p)
