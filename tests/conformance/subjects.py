@@ -127,6 +127,7 @@ class Subject:
         swallows: its errors are found at its seat.
         moves_nothing: so it accepts what torch's own cannot move.
         forwards: it hands every call on, to a group that another subject shows with every form and fault.
+        wraps: it does so by a wrapper's one method for all calls, which looks at no argument.
         looks: what it does depends on the dtypes, shapes and layouts of the tensors.
     """
 
@@ -138,6 +139,7 @@ class Subject:
     swallows: bool = False
     moves_nothing: bool = False
     forwards: bool = False
+    wraps: bool = False
     looks: bool = True
 
     @property
@@ -156,6 +158,7 @@ SUBJECTS: tuple[Subject, ...] = (
         "ProcessGroupWrapper",
         lambda: Seat(ProcessGroupWrapper(pg=ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
+        wraps=True,
         looks=False,
     ),
     Subject(
@@ -168,6 +171,7 @@ SUBJECTS: tuple[Subject, ...] = (
         "FaultInjecting",
         lambda: Seat(FaultInjectingProcessGroup(ProcessGroupGloo(TIMEOUT_S))),
         forwards=True,
+        wraps=True,
         looks=False,
     ),
     *(
