@@ -7,7 +7,6 @@ import shutil
 import socket
 import struct
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -81,12 +80,16 @@ def network(wire: list[bytes], tmp_path: Path) -> Iterator[Network]:
         yield network
 
 
-def broadcast(network: Network, store_host: str, **variables: str) -> list[str]:
+def broadcast(network: Network, folder: Path, store_host: str, **variables: str) -> list[str]:
     """Send the secret from a to b; return what each said."""
+    script = folder / "member.py"
+    script.write_text(MEMBER)
     members = [
         RunningProcess(
-            [*network.entering(host), sys.executable, "-c", MEMBER, store_host, str(rank)],
+            [str(script), store_host, str(rank)],
             variables=variables,
+            is_fork=True,
+            namespace=network.namespace(host),
         )
         for rank, host in enumerate(HOSTS)
     ]
@@ -99,8 +102,8 @@ def broadcast(network: Network, store_host: str, **variables: str) -> list[str]:
     return [member.output for member in members]
 
 
-def test_gloo_is_plain(network: Network, wire: list[bytes]) -> None:
-    assert all("has 1234.5" in said for said in broadcast(network, network.address("a")))
+def test_gloo_is_plain(network: Network, wire: list[bytes], tmp_path: Path) -> None:
+    assert all("has 1234.5" in said for said in broadcast(network, tmp_path, network.address("a")))
     assert any(SEEN in packet for packet in wire)
 
 
@@ -109,7 +112,7 @@ def test_gloo_has_its_tls_or_says_what_to_do(network: Network, wire: list[bytes]
     files = certify(tmp_path / "tls")
     names = {"PKEY": KEY, "CERT": CERTIFICATE, "CA_FILE": AUTHORITIES}
     variables = {f"GLOO_DEVICE_TRANSPORT_TCP_TLS_{end}": str(files / name) for end, name in names.items()}
-    said = broadcast(network, network.address("a"), GLOO_DEVICE_TRANSPORT="TCP_TLS", **variables)
+    said = broadcast(network, tmp_path, network.address("a"), GLOO_DEVICE_TRANSPORT="TCP_TLS", **variables)
     for output in said:
         refused = "refused:" in output and "USE_GLOO_WITH_OPENSSL=1" in output and "WireGuard" in output
         assert refused or "has 1234.5" in output
@@ -156,6 +159,6 @@ def tunnel(network: Network, folder: Path) -> Iterator[str]:
 )
 def test_wireguard_hides_gloo_and_its_store(network: Network, wire: list[bytes], tmp_path: Path) -> None:
     with tunnel(network, tmp_path) as first:
-        assert all("has 1234.5" in said for said in broadcast(network, first))
+        assert all("has 1234.5" in said for said in broadcast(network, tmp_path, first))
     assert wire
     assert not any(SEEN in packet or b"/group/" in packet for packet in wire)
