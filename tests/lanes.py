@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -127,11 +127,13 @@ def run(todo: Iterable[Job]) -> list[Job]:
     running: list[Job] = []
     failed: list[Job] = []
     while running or any(waiting.values()):
-        busy = sum(job.starts_jobs for job in running)
-        # A lane that has nothing to do any more is for what starts no job.
+        busy = Counter(job.starts_jobs for job in running)
+        # A lane that has nothing to do any more is for what starts no job. Once nothing nice is left, which
+        # fills what two jobs leave of the processors, a third one does.
+        is_last = not waiting[False] and not busy[False]
         for starts, places in (
-            (False, NICE_LANES if waiting[True] else NICE_LANES + LANES - busy),
-            (True, LANES),
+            (False, NICE_LANES if waiting[True] else NICE_LANES + LANES - busy[True]),
+            (True, LANES + is_last),
         ):
             while waiting[starts] and sum(job.starts_jobs is starts for job in running) < places:
                 job = waiting[starts].popleft()
