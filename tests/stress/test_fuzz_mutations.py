@@ -129,7 +129,7 @@ from torchft_like.process_group.baby.requests import Requests
 from torchft_like.process_group.handles import Handle, parse_handle
 from torchft_like.process_group.store import AbortableStore, StoreAddress, parse_store_address
 
-MUTATIONS = int(os.environ.get("MUTATIONS", "80000"))
+MUTATIONS = int(os.environ.get("MUTATIONS", "40000"))
 LIMIT = timedelta(seconds=20)
 PART = b"\xfe|\xfd"  # between the messages of one input
 DEEP = b"[" * 200_000
