@@ -53,6 +53,14 @@ class Links:
         """Forget the reports of a replica that is gone or begins anew."""
         self._unreachable.pop(replica_id, None)
 
+    def forget_about(self, replica_id: str) -> None:
+        """Forget what others report of a replica, which is another process now, perhaps on another host. Who
+        meets it in a quorum, and does not reach it either, reports it again.
+        """
+        for one, unreachable in list(self._unreachable.items()):
+            if replica_id in unreachable:
+                self.report(one, [other for other in unreachable if other != replica_id])
+
     def among(self, replica_ids: Container[str]) -> tuple[Link, ...]:
         """Return the broken links between these replicas, sorted, each once."""
         found = {

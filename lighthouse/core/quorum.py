@@ -850,6 +850,8 @@ class QuorumCore:
             decisions.append(SessionSuperseded(older, replica_id))
             self._answer_no_more(replica_id, session=True)
         self._links.forget(replica_id)
+        if session.last.quorum_id <= 0:
+            self._links.forget_about(replica_id)
 
     def _ask(self, member: Member, now: float, decisions: list[Decision]) -> None:
         """Let a replica join through its session, unless it is foreign."""

@@ -65,8 +65,16 @@ class PeerLinks:
         return self._has_failed and bool(self._asked)
 
     def quorum_formed(self, members: Sequence[QuorumMemberLike]) -> None:
-        """Start anew with a quorum that contains this replica group."""
+        """Start anew with a quorum that contains this replica group.
+
+        A member that serves at another address than before is another process: nothing is known of the way
+        there.
+        """
         self._members = members
+        at = {member.replica_id: member.address for member in members}
+        self.unreachable = {
+            i: address for i, address in self.unreachable.items() if at.get(i, address) == address
+        }
         self._known = frozenset(self.unreachable)
         self._lost, self._has_failed = set(), False
 

@@ -509,7 +509,12 @@ class ReplicaGroup:
         self._votes = {}  # from ranks that had withdrawn their joins: they are of an earlier quorum
         self.last_quorum_id, self.last_quorum_replica_ids = quorum_id, replica_ids
         self._held, self._is_released, self._is_over, self._is_given_up = None, False, False, False
+        before = tuple(self._links.unreachable)
         self._links.quorum_formed(participants)
+        unreachable = tuple(self._links.unreachable)
+        # The lighthouse has forgotten one that is a member nevertheless, or too few others would have stayed.
+        is_told = unreachable == before and not self._links.members_out_of_reach()
+        report = [] if is_told else [BrokenLinks(unreachable)]
         parts = [
             (rank, assign(quorum_id, participants, self.replica_id, rank, join.init_sync))
             for rank, join in sorted(joins.items())
@@ -533,7 +538,7 @@ class ReplicaGroup:
                     "from a checkpoint, let all of them take one of the same committed step"
                 )
             ]
-        return [*answers]
+        return [*answers, *report]
 
     def _meet_nobody(self, number: QuorumNumber) -> list[Effect]:
         """Have the other members told not to wait in a quorum that answers an earlier request than the last

@@ -28,6 +28,18 @@ def test_a_link_counts_while_one_of_its_ends_reports_it() -> None:
     assert not links
 
 
+def test_what_was_said_of_a_process_is_not_said_of_the_next_one() -> None:
+    links = Links()
+    links.report("a", ["b", "c"])
+    links.report("b", ["c"])
+    links.report("c", ["a"])
+    links.forget_about("c")
+    assert links.among("abc") == (("a", "b"), ("a", "c"))
+    links.report("c", [])
+    links.forget_about("b")
+    assert not links
+
+
 def test_whoever_reports_everybody_costs_little_and_goes_itself() -> None:
     ids = [f"{n:05}" for n in range(10_000)]
     links = Links()

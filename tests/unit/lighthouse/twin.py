@@ -150,6 +150,11 @@ class Twin:
         out = self.advance(now)
         older = [s for s in self.sessions if s.replica_id == replica_id]
         self.clear(replica_id, joined=False)
+        if last.quorum_id <= 0:
+            self.unreachable = {
+                one: tuple(other for other in others if other != replica_id)
+                for one, others in self.unreachable.items()
+            }
         self.sessions.append(Open(number, replica_id, last))
         self.since[replica_id] = now
         for session in older:

@@ -127,6 +127,26 @@ def test_a_link_that_was_known_to_be_bad_when_the_quorum_was_formed_loses_no_ste
     assert asking.group.probed(probe, ()) == []
 
 
+def test_one_that_cannot_be_reached_and_is_a_member_nevertheless_is_reported_again() -> None:
+    """The lighthouse has taken it for another process."""
+    asking = after_a_failure("b", "c")
+    asking.answered("b")
+    effects = asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    assert of_kind(effects, BrokenLinks) == [BrokenLinks(("b",))]
+    asking.group.rank_joined(join(0))
+    assert of_kind(asking.group.quorum_formed(9, members("a", "c"), 3), BrokenLinks) == []
+
+
+def test_of_a_process_that_serves_elsewhere_nothing_is_known() -> None:
+    asking = after_a_failure("b", "c")
+    asking.answered("b")
+    moved = members("a", "b", "c")
+    moved[1].address = "http://elsewhere:1"
+    assert of_kind(asking.group.quorum_formed(8, moved, 2), BrokenLinks) == [BrokenLinks(())]
+    [probe] = asking.group.step_stalled(8)
+    assert probe == Probe((("b", "http://elsewhere:1"), ("c", "http://c:1")))
+
+
 def test_a_link_that_worked_again_and_does_not_any_more_is_another_matter() -> None:
     known = after_a_failure("b", "c")
     known.answered("b")
