@@ -23,6 +23,7 @@ nothing.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 import time
@@ -199,6 +200,7 @@ class Change:
 
         Args:
             timeout: how long to wait for the others, seconds or timedelta; that of the change if left out.
+              The answer to the vote has the change's.
 
         Raises:
             ChangeRolledBackError: on every member; the coordinator goes on with the members it has.
@@ -208,8 +210,12 @@ class Change:
         """
         if self.is_over and self._reason is not None:
             raise GroupCoordinatorError(f"the change is over: {self._reason}; begin another")
-        limit = self.timeout if timeout is None else as_timedelta(timeout)
-        deadline = time.monotonic() + limit.total_seconds()
+        limit_s = (self.timeout if timeout is None else as_timedelta(timeout)).total_seconds()
+        self._complete(limit_s, answer_s=self.timeout.total_seconds())
+
+    def _complete(self, limit_s: float, *, answer_s: float) -> None:
+        """Do so within the limit; the answer to a vote may take so many seconds even beyond that."""
+        deadline = time.monotonic() + limit_s
         coordinator = self._member.coordinator
         if self.groups is None:
             coordinator._leave(self)
@@ -220,7 +226,7 @@ class Change:
             return
         if problem is not None:
             self._member.roll_back(self, f"{self._member.name}: {problem}")
-        elif not self._decided.wait(max(_left(deadline), self.timeout).total_seconds()):
+        elif not self._decided.wait(max(_left(deadline).total_seconds(), answer_s)):
             self._member.stop_waiting(self)  # unless the answer has come meanwhile
         if self._answer is Answer.SWITCH and self.membership is not None:
             try:
@@ -351,14 +357,19 @@ class Member:
         self._trouble: str | None = None
         self._left_out: str | None = None  # why the others go on without this member
 
-    def begin(self, timeout: timedelta, *, shrink_only: bool = False) -> Change:
-        """Ask for a quorum; return the change, or the one that is under way."""
+    def begin(self, timeout: timedelta, *, shrink_only: bool = False, connect_s: float = math.inf) -> Change:
+        """Ask for a quorum; return the change, or the one that is under way.
+
+        Args:
+            connect_s: the limit of the first contact with the lighthouse, where `connect_timeout` is longer.
+        """
         if (departure := self._departure()) is not None:
             return departure
         if self._link is None:
             arguments = ManagerArguments(rank=0, world_size=1, lighthouse_addr=self._lighthouse)
             environment = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
             config = replace(resolve(arguments, environment), replica_id=self.name)
+            config = replace(config, connect_timeout_s=min(config.connect_timeout_s, connect_s))
             self._link, store = connect(config, self, _HEARTBEAT)
             self._stores.append(store)
         with self._lock:
@@ -660,8 +671,7 @@ class ElasticCoordinator(EpochCoordinator):
             ConfigError, AddressError: there is no address of a lighthouse, or it is malformed.
             ConnectError: the lighthouse was not reached, or has another member of this name.
         """
-        if self._is_destroyed:
-            raise GroupCoordinatorError(f"{self!r} was destroyed")
+        self._require_alive()
         limit = as_timedelta(self.options.timeout if timeout is None else timeout)
         if leaving:
             return self._session.leave(limit)
@@ -677,7 +687,8 @@ class ElasticCoordinator(EpochCoordinator):
 
         Raises:
             TimeoutError: no change has come about in time.
-            ConfigError, AddressError, ConnectError: see `begin_change`.
+            ConfigError, AddressError, ConnectError: see `begin_change`; a lighthouse that does not answer is
+              waited for no longer than the timeout.
         """
         limit = as_timedelta(self.options.timeout if timeout is None else timeout)
         deadline = time.monotonic() + limit.total_seconds()
@@ -688,7 +699,9 @@ class ElasticCoordinator(EpochCoordinator):
                 why = self._session.why_no_quorum
                 raise TimeoutError(f"{self.name} has no members after {limit.total_seconds():g} s: {why}")
             try:
-                self.begin_change().complete(left_s)
+                self._require_alive()
+                change = self._session.begin(as_timedelta(self.options.timeout), connect_s=round(left_s, 3))
+                change._complete(left_s, answer_s=0.0)
             except (ChangeRolledBackError, ChangeInDoubtError) as error:
                 _logger.info("%s", error)
                 time.sleep(RETRY_S)  # what fails at once shall not keep the others busy
@@ -734,6 +747,10 @@ class ElasticCoordinator(EpochCoordinator):
         finally:
             self._end_epoch("it was destroyed")
             super().destroy()
+
+    def _require_alive(self) -> None:
+        if self._is_destroyed:
+            raise GroupCoordinatorError(f"{self!r} was destroyed")
 
     def _current(self) -> Communicator:
         if self._communicator is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -12,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.managers import error_of
+from tests.managers import PATIENCE_S, error_of
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, PAUSE_S, Crew
 from tests.waiting import wait_for
 from torchft_like.core.peer_links import Probe
@@ -484,6 +485,26 @@ def test_a_lighthouse_lost_after_the_vote_leaves_members_in_doubt(crew: Crew) ->
     assert all("a" in each.result(LIMIT_S).members for each in following[:1])
     crew.coordinators.pop("b").destroy()
     crew.coordinators.pop("c").destroy()
+
+
+def test_who_follows_waits_as_long_as_it_says_for_the_answer_to_its_vote(crew: Crew) -> None:
+    crew.change("ab")
+    changes = crew.begin("abc", timeout=PATIENCE_S)
+    crew.lighthouse.kill()
+    for each in [crew.aside(crew[name].follow, 1.0) for name in changes]:
+        with pytest.raises(TimeoutError, match="the lighthouse cannot be reached"):
+            each.result(LIMIT_S)
+
+
+def test_who_follows_waits_as_long_as_it_says_for_a_lighthouse_that_says_nothing(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", str(PATIENCE_S))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        coordinator = ElasticCoordinator("a", lighthouse=f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(ConnectError, match="no lighthouse answered"):
+            crew.aside(coordinator.follow, 0.5).result(LIMIT_S)
+        coordinator.destroy()
 
 
 def test_a_line_that_is_lost_is_not_the_lighthouse(crew: Crew) -> None:
