@@ -8,13 +8,32 @@ from types import SimpleNamespace
 
 import torch
 
+from lighthouse.address import Address
 from tests.managers import PATIENCE_S, error_of, manager_alone
 from torchft_like import ProcessGroupGloo
 from torchft_like.gang import ManagedGang
 from torchft_like.group_coordinator import CoordinatorOptions, ElasticCoordinator, ManagedCoordinator
+from torchft_like.process_group.store_server import StoreServer
 
 Here = SimpleNamespace
 PAUSE_S = 0.005
+CONFIGURE_S = 5.0
+
+
+def serve_store(here: Here, host: str) -> str:
+    here.store = StoreServer(Address(host, 0))
+    return f"{here.store.address}/cut"
+
+
+def configure(here: Here, store: str, number: int, size: int) -> str:
+    """Configure a group that checks nothing; return the text of the error."""
+    here.group = ProcessGroupGloo(CONFIGURE_S, check_collectives=False)
+    return str(error_of(lambda: here.group.configure(store, number, size)) or "")
+
+
+def reduce(here: Here) -> str:
+    """Add up a tensor once; return the text of the error."""
+    return str(error_of(lambda: here.group.allreduce([torch.ones(1)]).wait()) or "")
 
 
 def make_member(here: Here, name: str, lighthouse: str) -> None:

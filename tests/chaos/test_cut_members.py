@@ -94,3 +94,32 @@ def test_replicas_with_a_managed_one(face: str, network: Network, lighthouse: st
         rank.tell(cut_members.train, face, len(NAMES))
     ranks.answers()
     assert errors
+
+
+def test_two_members_who_cannot_join_a_group_are_named(network: Network, ranks: Ranks) -> None:
+    network.apply(FROM_A_TO_C)
+    store = ranks[1].ask(cut_members.serve_store, network.address("b"))
+    for number, rank in enumerate(ranks):
+        rank.tell(cut_members.configure, store, number, len(NAMES))
+    of_a, _, of_c = ranks.answers()
+    named = f"ranks 0 ({network.address('a')}) and 2 ({network.address('c')}) do not reach each other"
+    assert named in of_a
+    assert named in of_c
+    network.apply(Rules())
+    for number, rank in enumerate(ranks):
+        rank.tell(cut_members.configure, f"{store}/again", number, len(NAMES))
+    assert ranks.answers() == [""] * len(NAMES)
+
+
+def test_an_operation_whose_time_is_up_names_the_member_out_of_reach(network: Network, ranks: Ranks) -> None:
+    a, b, c = ranks
+    store = b.ask(cut_members.serve_store, network.address("b"))
+    for number, rank in enumerate((a, c)):
+        rank.tell(cut_members.configure, store, number, 2)
+    assert [a.answer(), c.answer()] == [""] * 2
+    network.apply(FROM_A_TO_C)
+    for rank in (a, c):
+        rank.tell(cut_members.reduce)
+    errors = [a.answer(), c.answer()]  # the connections of the first end the wait of the other
+    named = f"ranks 0 ({network.address('a')}) and 1 ({network.address('c')}) do not reach each other"
+    assert any(named in error for error in errors), errors

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import socket
 from collections.abc import Callable
 
 from lighthouse.address import Address, parse_address
 from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
-from lighthouse.net import until_refused, why_unreachable
+from lighthouse.net import until_refused
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from torchft_like.core.peer_links import Probe
+from torchft_like.runtime import reach
 
 DEAD_S = 30.0
 RESUME_S = 0.2  # a process that lives opens another session sooner
@@ -65,16 +65,9 @@ async def until_dead(
         refused.cancel()
 
 
-# All attempts together take far less than the timeout of a process group, and are enough where packets are
-# lost. The kernel would try again only after a second.
-ATTEMPTS = 6
-ATTEMPT_EVERY_S = 0.12
-ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
 RESOLVE_S = 0.5
-LIMIT_S = RESOLVE_S + 2 * (ATTEMPTS * ATTEMPT_EVERY_S + ANSWER_S)
+LIMIT_S = RESOLVE_S + 2 * (reach.ATTEMPTS * reach.ATTEMPT_EVERY_S + reach.ANSWER_S)
 REPEAT_S = 1.0
-PEERS_AT_ONCE = 32
-_NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
 
 
 async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
@@ -86,7 +79,7 @@ async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
     silent: set[str] = set()
-    free = asyncio.Semaphore(PEERS_AT_ONCE)
+    free = asyncio.Semaphore(reach.PEERS_AT_ONCE)
 
     async def ask(replica_id: str, address: str) -> None:
         async with free:
@@ -109,20 +102,8 @@ async def _answers(text: str) -> bool:
     if not addresses:
         return True  # the name server is at fault, not the link
 
-    async def attempt(number: int, to: Address) -> bool:
-        await asyncio.sleep(number * ATTEMPT_EVERY_S)
-        failure = await why_unreachable(to, (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S)
-        return failure is None or not (isinstance(failure, TimeoutError) or failure.errno in _NO_WAY_THERE)
-
-    attempts = [asyncio.ensure_future(attempt(n, to)) for n in range(ATTEMPTS) for to in addresses]
-    try:
-        for answer in asyncio.as_completed(attempts):
-            if await answer:
-                return True
-        return False
-    finally:
-        for each in attempts:
-            each.cancel()
+    failure = await reach.why_out_of_reach(*addresses)
+    return failure is None or not reach.is_silence(failure)
 
 
 async def _resolve(address: Address) -> tuple[Address, ...]:

@@ -214,6 +214,9 @@ class CheckedBackend:
         self._link.cut()
         self._backend.break_off()
 
+    def out_of_reach(self) -> str:
+        return self._backend.out_of_reach()
+
     def is_still(self) -> bool:
         """Return whether the backend is still and the link's thread, which starts operations, has ended."""
         return not self._link.is_alive() and self._backend.is_still()

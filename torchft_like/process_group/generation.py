@@ -66,6 +66,7 @@ SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
+TIMED_OUT = "timed out"  # in the errors of backends
 
 _logger = logging.getLogger(__name__)
 
@@ -335,6 +336,9 @@ class Backend(Protocol):
     def is_still(self) -> bool:
         """Return whether nothing can touch a tensor any more after an abort, as far as two calls can tell."""
 
+    def out_of_reach(self) -> str:
+        """Return who does not reach whom, "" if nothing is known of that; this may take seconds."""
+
     def close(self) -> None:
         """Release everything; this may block for a moment."""
 
@@ -426,12 +430,23 @@ class Generation:
             return self._aborted()
         if isinstance(error, CollectiveRefusedError | NotImplementedError):
             return None
+        own = type(error)(*error.args)  # a copy, because the frames of the original would keep the backend
         if self._failure is None:
             self.ask_why()
-        # A copy, because the frames of the original would keep the backend.
-        self.fail(type(error)(*error.args))
+            own = self._with_culprits(own)
+        self.fail(own)
         found = self._failure
-        return type(found)(*found.args) if isinstance(found, CollectiveMismatchError) else None
+        if isinstance(found, CollectiveMismatchError):
+            return type(found)(*found.args)
+        return None if own.args == error.args else own
+
+    def _with_culprits(self, error: Exception) -> Exception:
+        """Return the error of an operation whose time is up, with what the backend finds out about links."""
+        backend = self._backend
+        if backend is None or type(error) is not RuntimeError or TIMED_OUT not in str(error).lower():
+            return error
+        who = backend.out_of_reach()
+        return type(error)(f"{error}; {who}") if who else error
 
     def fail(self, error: Exception) -> None:
         """Make the backend unusable; the first error counts.

@@ -48,11 +48,12 @@ from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import GroupName
 
-from lighthouse.address import LOOPBACK
+from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.forks import Turn, left_to_parent, lock_of_each_process, open_descriptors, replace_sockets
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ConfigError, ProcessGroupError
 from torchft_like.futures import context_timeout
+from torchft_like.process_group import links
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import (
     BY_NAME,
@@ -84,6 +85,7 @@ GLOO_THREADS_COUNT = 8
 GLOO_LOOP = "gloo_tcp_loop"
 # Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
+LISTENS = "listens"  # the part of the store with the addresses of Gloo's listeners, by rank
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
 
@@ -132,8 +134,9 @@ class _GlooBackend:
         self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
-            with _broken_off(self._device, members, abort):
+            with _explained(store, self._device, members, abort), _broken_off(self._device, members, abort):
                 self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
+            self._listeners = _listeners_in(store, members.world_size)
             # Only Gloo's group keeps torch's device now. The last owner destroys it, which takes Gloo up to
             # 10 ms: the group does so without the GIL, this object would do so with it.
             self._device.torch_device = None
@@ -182,6 +185,10 @@ class _GlooBackend:
             self._pool = ThreadWatch(GLOO_THREADS)
             return False
         return (self._loop is None or self._loop.have_paused()) and self._pool.have_slept_since()
+
+    def out_of_reach(self) -> str:
+        """Return which hosts of the peers give this one no answer."""
+        return links.unreached(self._members.rank, self._listeners)
 
     def _is_connected(self) -> bool:
         """Look once; after many looks, silence what is connected, so that it counts no more."""
@@ -235,7 +242,8 @@ def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -
         TimeoutError: the timeout is over.
     """
     done, is_late = threading.Event(), threading.Event()
-    limit_s = members.timeout.total_seconds() + CONFIGURE_GRACE_S
+    # The rest of the grace is for `_explained`.
+    limit_s = members.timeout.total_seconds() + max(CONFIGURE_GRACE_S - links.EXPLAIN_S, 0.0)
 
     def sweep() -> None:
         pause = SWEEP_SECONDS_FIRST
@@ -264,6 +272,34 @@ def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -
         done.set()
     if is_late.is_set():  # also if Gloo took a connection made by `knock` for the peer
         raise TimeoutError(f"not all peers were connected after {limit_s:g} s") from failure
+
+
+@contextlib.contextmanager
+def _explained(store: Store, device: GlooDevice, members: GroupMembers, abort: AbortSignal) -> Iterator[None]:
+    """Say in the error who does not reach whom, if the members are not connected in time in the block.
+
+    This member's listener is still there then: others may be about to ask it, too.
+    """
+    if not isinstance(store, ExchangeStore):
+        yield
+        return
+    store.set(f"{LISTENS}/{members.rank}", str(device.address or ""))
+    try:
+        yield
+    except TimeoutError as error:
+        abort.check()
+        if not store.is_gathered:  # a member has not come, or the store is lost: the error says so
+            raise
+        why = links.explain(store.inner, members, _listeners_in(store, members.world_size))
+        raise TimeoutError(f"{error}: {why}") from error
+
+
+def _listeners_in(store: Store, world_size: int) -> dict[int, Address]:
+    """Return where the members listen, as far as they know."""
+    if not isinstance(store, ExchangeStore):
+        return {}
+    said = {rank: store.get(f"{LISTENS}/{rank}").decode() for rank in range(world_size)}
+    return {rank: parse_address(text) for rank, text in said.items() if text}
 
 
 # -- whether native threads of this process have run since the last look
@@ -440,6 +476,10 @@ class _NativeBackend:
     def break_off(self) -> None:
         """Do nothing before an abort: alone, the next operation would succeed, with a wrong result."""
 
+    def out_of_reach(self) -> str:
+        """Return nothing: torch knows where its peers listen."""
+        return ""
+
     def is_still(self) -> bool:
         """Return False: only torch knows when it is done with its operations."""
         return False
@@ -514,10 +554,15 @@ class GlooDevice:
     def __init__(self, host: str) -> None:
         self._lock = threading.Lock()
         self._epoll: _Epoll | None = None
-        self._address: tuple[object, ...] | None = None
+        self._address: tuple[Any, ...] | None = None
         self._family: int = socket.AF_INET
         self.torch_device: object | None = self._create(host)
         _devices.add(self)
+
+    @property
+    def address(self) -> Address | None:
+        """Where the device listens; None if that is not known."""
+        return None if self._address is None else Address(self._address[0], self._address[1])
 
     def cut(self) -> int:
         """Shut down every connection of the device, and return their number. This never blocks."""

@@ -241,6 +241,9 @@ class _NcclBackend:
         if self._end_begins.acquire(blocking=False):
             threading.Thread(target=self._end, name="torchft-nccl-abort", daemon=True).start()
 
+    def out_of_reach(self) -> str:
+        return ""
+
     def is_still(self) -> bool:
         with beside_captures(self._device):
             return self._ended.is_set() and self.watch.is_idle()

@@ -569,57 +569,61 @@ class ExchangeStore(Store):
     from memory. Values that are set, or asked for, later go to the store itself.
 
     It relies on every member setting its values before it asks for one, as in a full mesh.
+
+    Attributes:
+        inner: the store in which they do.
+        is_gathered: whether all members' values are known.
     """
 
     def __init__(self, store: AbortableStore, rank: int, world_size: int) -> None:
         super().__init__()
-        self._store = store
+        self.inner = store
         self._rank = rank
         self._world_size = world_size
         self._known: dict[str, bytes] = {}
-        self._is_gathered = False
+        self.is_gathered = False
 
     def set(self, key: str, value: str | bytes) -> None:
         """Set a value, which is published once the caller first asks for one."""
         data = value.encode() if isinstance(value, str) else bytes(value)
-        if self._is_gathered:
-            self._store.set(key, data)
+        if self.is_gathered:
+            self.inner.set(key, data)
         else:
             self._known[key] = data
 
     def get(self, key: str) -> bytes:
-        return self._known[key] if self._has([key]) else self._store.get(key)
+        return self._known[key] if self._has([key]) else self.inner.get(key)
 
     def check(self, keys: list[str]) -> bool:
-        return self._has(keys) or self._store.check(keys)
+        return self._has(keys) or self.inner.check(keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         if not self._has(keys):
-            self._store.wait([key for key in keys if key not in self._known], timeout)
+            self.inner.wait([key for key in keys if key not in self._known], timeout)
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter of the store itself, and return the sum."""
-        return self._store.add(key, amount)
+        return self.inner.add(key, amount)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        self._store.set_timeout(timeout)
+        self.inner.set_timeout(timeout)
 
     @property
     def timeout(self) -> timedelta:
-        return self._store.timeout
+        return self.inner.timeout
 
     def _has(self, keys: list[str]) -> bool:
-        if not self._is_gathered:
+        if not self.is_gathered:
             self._gather()
         return all(key in self._known for key in keys)
 
     def _gather(self) -> None:
-        self._store.set(f"member/{self._rank}", encode([self._known]))
+        self.inner.set(f"member/{self._rank}", encode([self._known]))
         everyone = {rank: f"member/{rank}" for rank in range(self._world_size)}
-        wait_for_ranks(self._store, everyone)
-        for said in self._store.multi_get(list(everyone.values())):
+        wait_for_ranks(self.inner, everyone)
+        for said in self.inner.multi_get(list(everyone.values())):
             self._known.update(_values_in(said))
-        self._is_gathered = True
+        self.is_gathered = True
 
 
 def _values_in(said: bytes) -> dict[str, bytes]:

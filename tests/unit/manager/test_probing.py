@@ -15,14 +15,15 @@ import pytest
 from lighthouse.starvation import SilenceClock
 from torchft_like.core.peer_links import Probe
 from torchft_like.manager_server import suspicion
+from torchft_like.runtime import reach
 from torchft_like.runtime.event_loop import LATE_S
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suspicion, "ATTEMPTS", 2)
-    monkeypatch.setattr(suspicion, "ATTEMPT_EVERY_S", 0.2)
-    monkeypatch.setattr(suspicion, "ANSWER_S", 0.2)
+    monkeypatch.setattr(reach, "ATTEMPTS", 2)
+    monkeypatch.setattr(reach, "ATTEMPT_EVERY_S", 0.2)
+    monkeypatch.setattr(reach, "ANSWER_S", 0.2)
     monkeypatch.setattr(suspicion, "REPEAT_S", 0.05)
     monkeypatch.setattr(suspicion, "RESOLVE_S", 2.0)
 

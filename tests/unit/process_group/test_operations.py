@@ -253,6 +253,9 @@ class Still:
     def break_off(self) -> None:
         self.broken.set()
 
+    def out_of_reach(self) -> str:
+        return ""
+
     def is_still(self) -> bool:
         self.looks += 1
         return self._is_still and self.broken.is_set()

@@ -270,6 +270,10 @@ class RemoteBackend:
     def break_off(self) -> None:
         self._end("it was ended because an operation had failed")
 
+    def out_of_reach(self) -> str:
+        """Return nothing: the subprocess says it in its errors."""
+        return ""
+
     def is_still(self) -> bool:
         return self._child.has_ended()
 

@@ -1,0 +1,90 @@
+"""What the error of a group that could not connect says of the links between its members."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from lighthouse.address import Address
+from tests.unit.process_group.conftest import LIMIT_S, Party
+from torchft_like.process_group import links
+from torchft_like.process_group.store import AbortableStore, GroupMembers, parse_store_address
+
+pytestmark = pytest.mark.usefixtures("no_operator")
+HOSTS = {rank: f"10.0.0.{rank}" for rank in range(5)}
+
+
+@pytest.mark.parametrize(
+    ("found", "text"),
+    [
+        ({1: [3], 3: [1]}, "ranks 1 (10.0.0.1) and 3 (10.0.0.3) do not reach each other; check the network"),
+        ({1: [3]}, "ranks 1 (10.0.0.1) and 3 (10.0.0.3) do not reach each other; check the network"),
+        ({0: [1, 2, 3], 2: [0]}, "rank 0 (10.0.0.0) and ranks [1, 2, 3] do not reach each other; check"),
+        ({0: [1], 2: [3]}, "ranks 0 (10.0.0.0) and 1 (10.0.0.1) do not reach each other, ranks 2 (10.0.0.2)"),
+        ({1: [], 3: []}, "rank 4 reaches the hosts of all others"),
+    ],
+)
+def test_the_text_names_those_who_do_not_reach_each_other(found: links.Links, text: str) -> None:
+    assert links.describe(4, found, [], HOSTS).startswith(text)
+
+
+def test_a_split_of_many_is_told_in_few_words() -> None:
+    split = {one: range(500, 1000) for one in range(500)}
+    assert len(links.describe(0, split, [], {})) < 20_000
+
+
+def test_ranks_that_are_none_of_the_group_are_not_read() -> None:
+    assert links.read(b"1,7,-1,x,,2", 4) == [1, 2]
+    assert links.read(b"", 4) == []
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        yield listener
+
+
+@pytest.fixture
+def silent() -> Iterator[socket.socket]:
+    """A listener at which nobody answers: the system drops what a full queue cannot take."""
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        for _ in range(4):
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(listener.getsockname())
+        yield listener
+
+
+def test_a_member_that_reaches_all_hears_from_the_others_who_does_not(
+    party: Party, listener: socket.socket, silent: socket.socket
+) -> None:
+    prefix = parse_store_address(party.prefix())
+    at, nowhere = (Address("127.0.0.1", one.getsockname()[1]) for one in (listener, silent))
+    reached = {0: at, 1: at, 2: nowhere}, {0: at, 1: at, 2: at}, {0: nowhere, 1: at, 2: at}
+
+    def explain(rank: int) -> str:
+        members = GroupMembers(prefix, rank, 3, timedelta(seconds=LIMIT_S))
+        with contextlib.closing(AbortableStore(prefix, members.timeout)) as store:
+            store.connect()
+            return links.explain(store, members, reached[rank])
+
+    said = [each.result(LIMIT_S) for each in [party.aside(explain, rank) for rank in range(3)]]
+    named = "ranks 0 (127.0.0.1) and 2 (127.0.0.1) do not reach each other"
+    assert [text.startswith(named) for text in said] == [True] * 3, said
+
+
+def test_a_rank_whose_host_refuses_has_ended(party: Party, listener: socket.socket) -> None:
+    at = Address("127.0.0.1", listener.getsockname()[1])
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        refusing = Address("127.0.0.1", closed.getsockname()[1])
+        members = GroupMembers(parse_store_address(party.prefix()), 0, 2, timedelta(seconds=LIMIT_S))
+        with contextlib.closing(AbortableStore(members.store, members.timeout)) as store:
+            store.connect()
+            text = links.explain(store, members, {0: at, 1: refusing})
+    assert text.startswith("ranks [1] refuse connections"), text

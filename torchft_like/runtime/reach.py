@@ -1,0 +1,44 @@
+"""Whether a host can be reached: within a second, and also where packets are lost."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+
+from lighthouse.address import Address
+from lighthouse.net import why_unreachable
+
+# All attempts together take far less than the timeout of a process group, and are enough where packets are
+# lost. The kernel would try again only after a second.
+ATTEMPTS = 6
+ATTEMPT_EVERY_S = 0.12
+ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
+PEERS_AT_ONCE = 32  # of whom a caller asks many
+_NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+
+
+async def why_out_of_reach(*addresses: Address) -> OSError | None:
+    """Return why no connection to a host, of which these are the addresses, has begun; None if one has.
+
+    A host that is there may refuse: `is_silence` tells that from one of which nothing comes.
+    """
+
+    async def attempt(number: int, to: Address) -> OSError | None:
+        await asyncio.sleep(number * ATTEMPT_EVERY_S)
+        return await why_unreachable(to, (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S)
+
+    attempts = [asyncio.ensure_future(attempt(n, to)) for n in range(ATTEMPTS) for to in addresses]
+    failure: OSError | None = None
+    try:
+        for answer in asyncio.as_completed(attempts):
+            if (failure := await answer) is None or not is_silence(failure):
+                return failure
+        return failure
+    finally:
+        for each in attempts:
+            each.cancel()
+
+
+def is_silence(failure: OSError) -> bool:
+    """Return whether a connection failed as nothing came from the other host."""
+    return isinstance(failure, TimeoutError) or failure.errno in _NO_WAY_THERE
