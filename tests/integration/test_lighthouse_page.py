@@ -264,6 +264,18 @@ def test_silent_connections_shut_nobody_out_and_cost_no_session(site: Site) -> N
         site.wait_for(lambda s: len(s["replicas"]) == 1)
 
 
+def test_a_trainer_that_takes_the_page_for_the_lighthouse_is_named_once(site: Site) -> None:
+    host, _, port = site.address.partition(":")
+    for _ in range(3):
+        with socket.create_connection((host, int(port)), LIMIT_S) as trainer:
+            trainer.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+            with contextlib.suppress(ConnectionResetError):
+                assert trainer.recv(1) == b""
+    said = f"127.0.0.1 speaks gRPC to the page, at port {port}: trainers need the lighthouse's own"
+    assert site.daemon.output.count(said) == 1
+    assert "HTTP request" not in site.daemon.output
+
+
 def test_the_daemon_ends_while_somebody_looks(site: Site) -> None:
     connection = http.client.HTTPConnection(site.address, timeout=LIMIT_S)
     connection.request("GET", "/healthz")

@@ -356,6 +356,16 @@ def test_a_reported_error_spoils_the_step_and_max_retries_ends_it(lighthouse: Li
     assert any("loss is nan" in text for text in told), "at one of them no abort of the other came first"
 
 
+def test_too_few_participants_for_long_are_named_by_the_error() -> None:
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(lighthouse, "alone", nn.Linear(1, 1), max_retries=0) as manager,
+    ):
+        manager.start_quorum()
+        with pytest.raises(MaxRetriesError, match="1 replica group took part in it, and min_replica_size"):
+            manager.should_commit()
+
+
 def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: LighthouseServer) -> None:
     """Each spoils the step for the other rank of its group, which would wait in `configure` for a peer."""
     spoilers = {("a", 0), ("b", 1)}
