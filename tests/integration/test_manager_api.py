@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from lighthouse.address import parse_address
 from tests.conftest import ROOT
 from tests.fake_world import fake_world
+from tests.faults import raising
 from tests.managers import each_in_a_thread, lighthouse_here, manager_alone
 from tests.pages import blocks
 from tests.stores import serve_store
@@ -435,10 +436,7 @@ def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -
 def test_a_replica_that_loaded_a_part_of_a_state_has_no_version(lighthouse: LighthouseServer) -> None:
     """Whoever is of that version, and whole, is ahead of it: it heals from them if its source is gone."""
 
-    is_over = threading.Event()
-
-    def load_in_part(_: object) -> None:
-        raise RuntimeError("loaded in part")
+    is_over, load_in_part = threading.Event(), raising(RuntimeError("loaded in part"))
 
     def train(name: str) -> tuple[dict[str, int], dict[str, int]]:
         model = nn.Linear(1, 1)
@@ -593,12 +591,10 @@ def test_collectives_of_a_step_given_up_never_meet_those_of_another(lighthouse: 
 
 
 def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lose(*_: object) -> None:
-        raise RuntimeError("the store is gone")
-
     with lighthouse_here(min_replicas=1, join_timeout_ms=600_000) as lighthouse:
         with monkeypatch.context() as fault:
-            fault.setattr(group_store, "publish_manager", lose)  # the lighthouse knows the replica by then
+            # The lighthouse knows the replica by then.
+            fault.setattr(group_store, "publish_manager", raising(RuntimeError("the store is gone")))
             with pytest.raises(RuntimeError, match="the store is gone"):
                 make_manager(lighthouse, "a", nn.Linear(1, 1))
         with make_manager(lighthouse, "b", nn.Linear(1, 1), quorum_timeout=LIMIT_S / 2) as manager:
@@ -610,12 +606,9 @@ def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytes
 def test_a_manager_that_is_interrupted_while_its_group_is_prepared_leaves_no_thread(
     lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     make_manager(lighthouse, "a", nn.Linear(1, 1)).shutdown()  # what a process has once
     before = set(threading.enumerate())
-    monkeypatch.setattr(ProcessGroupGloo, "prepare", interrupt)
+    monkeypatch.setattr(ProcessGroupGloo, "prepare", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         make_manager(lighthouse, "b", nn.Linear(1, 1))
     for thread in set(threading.enumerate()) - before:

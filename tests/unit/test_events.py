@@ -22,6 +22,7 @@ from lighthouse.events import (
     short_name,
 )
 from tests.descriptors import left_open_since, open_descriptors
+from tests.faults import raising
 
 EXAMPLES: dict[str, dict[str, Field]] = {
     "settings": {"settings": ["timeout=5.0 (TORCHFT_TIMEOUT_SEC instead of the argument 7.0)"]},
@@ -166,11 +167,8 @@ def test_a_record_carries_its_event_plainly(logger: logging.Logger, caplog: pyte
 
 
 def test_a_failing_subscriber_is_logged(logger: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
-    def fail(event: Event) -> None:
-        raise RuntimeError("no disk")
-
     log, seen = EventLog("manager", logger), list[Event]()
-    log.subscribe(fail)
+    log.subscribe(raising(RuntimeError("no disk")))
     log.subscribe(seen.append)
     log.emit("abort", reason="x")
     assert len(seen) == 1

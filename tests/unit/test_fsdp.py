@@ -14,6 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.fake_world import fake_world
+from tests.faults import raising
 from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like import DistributedDataParallel, Manager
 from torchft_like.checkpointing.state_stream import flatten_state
@@ -260,10 +261,9 @@ def test_the_hook_can_be_set_after_an_evaluation() -> None:
 
 
 def break_off_a_backward_pass(net: Net) -> None:
-    def fail(_: Tensor) -> None:
-        raise RuntimeError("broken off")
-
-    hook = net.inner.register_forward_hook(lambda _, __, hidden: hidden.register_hook(fail) and None)
+    hook = net.inner.register_forward_hook(
+        lambda _, __, hidden: hidden.register_hook(raising(RuntimeError("broken off"))) and None
+    )
     with pytest.raises(RuntimeError, match="broken off"):
         net(torch.ones(5, 4)).sum().backward()
     hook.remove()

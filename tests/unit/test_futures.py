@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch.futures import Future
 
+from tests.faults import raising
 from torchft_like import futures
 from torchft_like.futures import (
     WATCHDOG_TIMEOUT_SEC,
@@ -110,13 +111,10 @@ class TestContextTimeout:
         assert len(futures._TIMERS) <= before + 1
 
     def test_an_error_in_a_callback_stops_no_timeouts(self, caplog: pytest.LogCaptureFixture) -> None:
-        def fail() -> None:
-            raise RuntimeError("the callback is broken")
-
         told = threading.Event()
         with (
             caplog.at_level(logging.ERROR),
-            context_timeout(fail, SOON),
+            context_timeout(raising(RuntimeError("the callback is broken")), SOON),
             context_timeout(told.set, timedelta(milliseconds=50)),
         ):
             wait_for(told)

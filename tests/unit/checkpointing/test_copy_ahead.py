@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.fake_world import fake_mesh
+from tests.faults import raising
 from tests.unit.checkpointing.states import dump_state, stream_of
 from tests.waiting import wait_for
 from torchft_like.checkpointing import copy_ahead
@@ -188,12 +189,8 @@ def test_what_was_copied_ahead_is_not_copied_again(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("why", ["stopped", "no memory"])
 def test_without_copies_ahead_the_whole_state_is_copied(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     trained, lender = Trained(), KeptMemory()
-
-    def no_memory(*_: object) -> memoryview:
-        raise MemoryError
-
     if why == "no memory":
-        monkeypatch.setattr(lender, "lend", no_memory)
+        monkeypatch.setattr(lender, "lend", raising(MemoryError))
     ahead = CopyAhead(trained.replay.changed_by_steps, lender)
     if why == "stopped":
         ahead.stop()

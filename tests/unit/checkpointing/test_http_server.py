@@ -14,6 +14,7 @@ import torch
 
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.listening import listen_tcp
+from tests.faults import raising
 from tests.unit.checkpointing.clients import asking, drain, request
 from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.waiting import wait_for
@@ -221,11 +222,7 @@ class TestWaitForReceivers:
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
     monkeypatch.setattr(http_transport, "listen_guarded", lambda _: listener)
-
-    def refuse(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         CheckpointServer(Address(LOOPBACK, 0), ServerLimits())
     assert listener.fileno() == -1

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from tests.fake_world import fake_mesh
+from tests.faults import raising
 from tests.unit.checkpointing.states import dump_state, round_trip
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_stream import IncomingState, flatten_state, read_header
@@ -135,11 +136,8 @@ def test_a_state_that_arrived_in_kept_tensors_is_not_overwritten(mesh: DeviceMes
 
 
 def test_what_a_function_raises_when_it_is_looked_at_meets_the_script() -> None:
-    def fail() -> None:
-        raise ConfigError("not built yet")
-
     registry = StateRegistry()
-    registry.register("train", print, fail)
+    registry.register("train", print, raising(ConfigError("not built yet")))
     with pytest.raises(ConfigError, match="not built yet"):
         registry.look(flatten_state)
 

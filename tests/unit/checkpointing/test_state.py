@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.equality import same
+from tests.faults import raising
 from tests.unit.checkpointing.states import dump_state, load_state, round_trip, stream_of
 from torchft_like.checkpointing import state_stream
 from torchft_like.checkpointing.shards import STATE_SCHEMA
@@ -220,11 +221,7 @@ def test_chunks_may_come_in_any_order_and_each_is_checked(monkeypatch: pytest.Mo
 
 def test_a_reader_hears_that_a_state_could_not_be_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = Snapshot([torch.ones(100)])
-
-    def no_memory(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(snapshot, "_copy", no_memory)
+    monkeypatch.setattr(snapshot, "_copy", raising(MemoryError))
     with pytest.raises(MemoryError):
         snapshot.fill()
     with pytest.raises(CheckpointError, match="could not be copied"):

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.faults import raising
 from torchft_like.core.state_comparison import ALIGNMENT, Slices
 from torchft_like.divergence import words
 from torchft_like.divergence.words import ROW, _factors, word_sum
@@ -233,11 +234,8 @@ def test_a_kernel_that_gives_something_else_is_not_used(
 def test_a_kernel_that_cannot_be_compiled_is_not_used(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(matrix: Tensor, factors: Tensor) -> Tensor:
-        raise RuntimeError("Failed to find C compiler")
-
     with caplog.at_level(logging.WARNING):
-        assert use(monkeypatch, fail) is words._row_sums
+        assert use(monkeypatch, raising(RuntimeError("Failed to find C compiler"))) is words._row_sums
     assert "Failed to find C compiler" in caplog.text
 
 

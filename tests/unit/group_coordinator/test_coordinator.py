@@ -19,6 +19,7 @@ import torch
 from lighthouse.address import LOOPBACK, Address
 from lighthouse.tls import TLS_ENV
 from tests.certificates import certify
+from tests.faults import raising
 from tests.managers import error_of
 from tests.unit.process_group.conftest import Party
 from torchft_like.core.agreement.statements import RECORD_BYTES
@@ -236,11 +237,9 @@ def test_a_coordinator_ends_with_the_configuration_of_its_group(party: Party) ->
 
 def test_a_call_left_half_way_releases_the_others(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
     coordinators = over(party.meet(2, gloo))
-
-    def no_memory(*_: object) -> object:
-        raise MemoryError("no memory for what comes")
-
-    monkeypatch.setattr(coordinators[1]._communicator, "empty", no_memory)
+    monkeypatch.setattr(
+        coordinators[1]._communicator, "empty", raising(MemoryError("no memory for what comes"))
+    )
     value = {"x": torch.ones(1 << 22)}
     found = errors(party, coordinators, lambda _, c: c.broadcast_tensor_dict(value))
     assert isinstance(found[1].__cause__, MemoryError)
@@ -298,10 +297,7 @@ def test_a_handle_that_is_waited_for_too_briefly_goes_on(gate: threading.Event) 
 
 
 def test_a_handle_raises_what_the_operation_failed_with_every_time() -> None:
-    def fail() -> object:
-        raise TimeoutError("its own")
-
-    handle: Handle[object] = Handle("reading", fail)
+    handle: Handle[object] = Handle("reading", raising(TimeoutError("its own")))
     for _ in range(2):
         with pytest.raises(TimeoutError, match="its own"):
             handle.wait(LIMIT_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.faults import raising
 from tests.unit.group_coordinator.elastic_crew import LIMIT_S, Crew
 from tests.unit.group_coordinator.test_coordinator import gloo, over
 from tests.unit.process_group.conftest import Party
@@ -26,32 +27,26 @@ def test_a_destroyed_coordinator_says_so_and_leaves_given_groups_alone(party: Pa
 
 
 def test_an_interrupted_farewell_gives_groups_back(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
     given_back: list[object] = []
     [coordinator] = over(party.meet(1, gloo))
     coordinator.create_mq_broadcaster()
     coordinator._owns_groups = True
     monkeypatch.setattr(coordinator_module, "destroy_group", given_back.append)
     with monkeypatch.context() as patched:
-        patched.setattr(MessageQueue, "shutdown", interrupted)
+        patched.setattr(MessageQueue, "shutdown", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             coordinator.destroy()
     assert given_back == [coordinator.cpu_group]
 
 
 def test_a_farewell_that_is_interrupted_keeps_no_group(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(timeout: float = 0) -> None:
-        raise KeyboardInterrupt
-
     crew.change("ab")
     crew.together("ab", lambda c: c.create_mq_broadcaster())
     waiting = crew.aside(crew["b"].all_reduce, torch.ones(1))
     with monkeypatch.context() as patched:
         communicator = crew["a"]._communicator
         assert communicator is not None
-        patched.setattr(communicator._queues[0], "shutdown", interrupted)
+        patched.setattr(communicator._queues[0], "shutdown", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             crew["a"].destroy()
     assert crew["a"].membership is None
@@ -82,12 +77,9 @@ def test_who_has_left_counts_nobody(crew: Crew) -> None:
 
 
 def test_an_interrupted_switch_releases_the_others(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(_: object) -> None:
-        raise MemoryError
-
     crew.change("ab")
     with monkeypatch.context() as patched:
-        patched.setattr(crew["b"], "_end_present", interrupted)
+        patched.setattr(crew["b"], "_end_present", raising(MemoryError))
         assert crew.complete(crew.begin("abc")) == ["", "MemoryError", ""]
     assert crew["b"].membership is None
     assert "GroupCoordinatorError" in crew.outcomes("a", lambda c: c.all_reduce(torch.ones(1)))[0]

@@ -11,6 +11,7 @@ import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch._C._distributed_c10d import ProcessGroupGloo as TorchGloo
 
+from tests.faults import raising
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
 from tests.waiting import wait_for
@@ -175,11 +176,8 @@ def test_an_object_without_memory_is_not_the_next_one(party: Party, monkeypatch:
     def broadcast(rank: int, coordinator: GroupCoordinator) -> object:
         return members.broadcast_object(coordinator._current(), ends[rank], "large")
 
-    def fail(*_: object) -> object:
-        raise QueueMemoryError("a copy of the message", 2, 1)
-
     with monkeypatch.context() as patch:
-        patch.setattr(MessageQueue, "dequeue", fail)
+        patch.setattr(MessageQueue, "dequeue", raising(QueueMemoryError("a copy of the message", 2, 1)))
         assert broadcast(0, coordinators[0]) == "large"
         with pytest.raises(GroupCoordinatorError, match="could not be read") as caught:
             broadcast(1, coordinators[1])

@@ -11,6 +11,7 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lighthouse.address import Address
+from tests.faults import raising
 from tests.unit.group_coordinator.test_coordinator import LIMIT_S, errors, gloo, over
 from tests.unit.process_group.conftest import Party
 from tests.waiting import wait_for
@@ -34,10 +35,7 @@ pytestmark = pytest.mark.usefixtures("no_operator")
 
 
 def test_a_barrier_without_a_store_names_nobody(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*_: object, **__: object) -> None:
-        raise RuntimeError("the store is gone")
-
-    monkeypatch.setattr(SharedStore, "connect", unreachable)
+    monkeypatch.setattr(SharedStore, "connect", raising(RuntimeError("the store is gone")))
     early, late = over(party.meet(2, gloo))
     with pytest.raises(CollectiveTimeoutError, match="who did not come is not known"):
         early.barrier(0.05)
@@ -98,12 +96,9 @@ def test_a_barrier_does_not_wait_for_a_store_whose_host_is_silent(
 
 
 def test_an_interrupted_barrier_is_waited_for_again(party: Party, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     interrupted, other = coordinators = over(party.meet(2, gloo))
     with monkeypatch.context() as fault:
-        fault.setattr(Handle, "wait", interrupt)
+        fault.setattr(Handle, "wait", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             interrupted.barrier()
     other.barrier()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from lighthouse.address import Address
 from tests.conftest import WAIT_LIMIT_S
+from tests.faults import raising
 from torchft_like import GroupLostError, MaxRetriesError, Restart, restartable
 from torchft_like.errors import ConfigError, HealthCheckError
 from torchft_like.in_process import function
@@ -142,7 +143,7 @@ def test_torchs_groups_and_a_sharded_model_are_gone_before_the_next_try(
         if restart.attempt < 2:
             with monkeypatch.context() as patches:
                 if where != "between steps":
-                    patches.setattr(_fsdp_param_group, where, fail_oddly)
+                    patches.setattr(_fsdp_param_group, where, raising(OddError("x")))
                 model(torch.ones(1, 4)).sum().backward()
             raise OddError("x")
         dist.destroy_process_group()
@@ -161,10 +162,6 @@ def test_torchs_default_group_has_to_be_started_in_the_function() -> None:
             restartable(lambda: None)()
     finally:
         dist.destroy_process_group()
-
-
-def fail_oddly(*_: object, **__: object) -> None:
-    raise OddError("x")
 
 
 class Thing:

@@ -22,6 +22,7 @@ from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.server import Lighthouse
 from tests.conftest import WAIT_LIMIT_S
+from tests.faults import raising
 from tests.waiting import soon
 from torchft_like.core.meeting import MeetingProtocol, Record, Steps
 from torchft_like.core.restarts import (
@@ -324,11 +325,8 @@ def test_a_failing_check_is_tried_again_after_longer_and_longer_pauses(pauses: l
 
 
 def test_a_rank_gives_up_with_the_reason(pauses: list[float]) -> None:
-    def check() -> None:
-        raise OSError("the disk is gone")
-
     with pytest.raises(HealthCheckError, match=r"for 10 s.*OSError: the disk is gone") as raised:
-        health.wait_until_healthy([lambda: None, check], 10.0)
+        health.wait_until_healthy([lambda: None, raising(OSError("the disk is gone"))], 10.0)
     assert pauses == [1.0, 2.0, 4.0, 3.0], "it is tried a last time at the limit"
     assert isinstance(raised.value.__cause__, OSError)
 
@@ -415,10 +413,7 @@ def waiting_spare(address: Address, take: Callable[[Place], T]) -> Future[T]:
 
 
 def test_a_spare_that_ends_on_its_way_has_not_taken_the_place(lighthouse: Lighthouse) -> None:
-    def take(_: Place) -> None:
-        raise KeyboardInterrupt
-
-    spare = waiting_spare(lighthouse.address, take)
+    spare = waiting_spare(lighthouse.address, raising(KeyboardInterrupt))
     assert waiting(lighthouse, 1)
     assert ask().result(WAIT_LIMIT_S).startswith("no spare rank is free")
     with pytest.raises(KeyboardInterrupt):

@@ -18,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import AllreduceCoalescedOptions, _make_nccl_premul_sum
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
+from tests.faults import raising
 from tests.unit.manager.test_step import quorum
 from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.core.replica_group import LossNotice, Verdict
@@ -376,12 +377,9 @@ class TestReducer:
     @pytest.mark.agreement
     @pytest.mark.parametrize("is_configured", [True, False])
     def test_an_allreduce_that_ctrl_c_keeps_from_the_group_loses_the_step(self, is_configured: bool) -> None:
-        def interrupt(*_: object) -> Any:
-            raise KeyboardInterrupt
-
-        rank = Rank(ProcessGroupDummy(0, 1), StepRules(1))
-        rank.group.pg.allreduce = interrupt  # type: ignore[method-assign,assignment]
-        rank.wait_configured = interrupt  # type: ignore[method-assign,assignment]
+        rank, interrupt = Rank(ProcessGroupDummy(0, 1), StepRules(1)), raising(KeyboardInterrupt)
+        rank.group.pg.allreduce = interrupt  # type: ignore[method-assign]
+        rank.wait_configured = interrupt  # type: ignore[method-assign]
         rank.attempt.is_configured = is_configured
         with pytest.raises(KeyboardInterrupt):
             rank.reducer.start([torch.ones(2)], AVERAGE, Reduction)
@@ -750,10 +748,7 @@ def test_a_collective_in_a_broken_quorum_spoils_the_step_with_a_clear_reason(set
 
 
 def test_a_configure_that_fails_is_told_and_spoils_the_step(setting: Setting) -> None:
-    def fail(*_args: Any, **_about: Any) -> None:
-        raise OSError("Too many open files")
-
-    setting.pg.configure = fail  # type: ignore[method-assign]
+    setting.pg.configure = raising(OSError("Too many open files"))  # type: ignore[method-assign]
     setting.agree(1)
     setting.configure(1)
     assert setting.configured is False

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.faults import raising
 from tests.unit.manager.members import member
 from tests.waiting import wait_for
 from torchft_like import devices
@@ -106,11 +107,7 @@ def test_another_ranks_no_spoils_the_step_in_its_quorum(driver: QuorumDriver, pr
 @pytest.mark.parametrize("error", [RuntimeError("cannot prepare"), SystemExit("cannot prepare")])
 def test_a_job_that_fails_is_told_and_the_next_one_runs(error: BaseException) -> None:
     worker, attempt, next_one = QuorumWorker(), Attempt(True, LIMIT_S), Attempt(True, LIMIT_S)
-
-    def fail() -> None:
-        raise error
-
-    worker.submit(fail, attempt.fail)
+    worker.submit(raising(error), attempt.fail)
     worker.submit(lambda: next_one.agree(quorum(5, a=3)))
     worker.submit(next_one.open_configured)
     with pytest.raises((RuntimeError, StepLostError), match="cannot prepare"):

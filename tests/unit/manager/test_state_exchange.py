@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from lighthouse.core.decisions import DISOWNED, NO_STATE
+from tests.faults import raising
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from tests.waiting import wait_for
 from torchft_like import devices
@@ -420,10 +421,7 @@ def test_a_replica_whose_state_is_partly_a_peers_has_none(
 @pytest.mark.heal_is_clean
 @pytest.mark.no_regress
 def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    def load(_: object) -> None:
-        raise KeyError("layer.7")
-
-    replica.registry.register("model", load, dict)
+    replica.registry.register("model", raising(KeyError("layer.7")), dict)
     replica.protocol.commit_quorum_id = 4
     sent = {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 4}}
     monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)

@@ -15,6 +15,7 @@ import torch
 from lighthouse.address import LOOPBACK
 from tests.descriptors import left_open_since, open_descriptors
 from tests.equality import same
+from tests.faults import raising
 from tests.forking import is_so_in_a_fork
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.waiting import wait_for
@@ -340,15 +341,12 @@ def test_a_queue_that_is_dropped_is_shut_down(queues: Queues) -> None:
 def test_a_reader_interrupted_while_it_reads_reads_the_message_once_more(
     queues: Queues, monkeypatch: pytest.MonkeyPatch, error: type[BaseException], where: str, size: int
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise error
-
     writer, (reader,) = queues.make()
     before = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * size], LIMIT_S)
         with monkeypatch.context() as patch:
-            patch.setattr(f"torchft_like.message_queue.queue.{where}", interrupt)
+            patch.setattr(f"torchft_like.message_queue.queue.{where}", raising(error))
             with pytest.raises(error):
                 reader.dequeue(LIMIT_S)
         assert same(reader.dequeue(LIMIT_S), [number, b"x" * size])
@@ -360,17 +358,13 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
     queues: Queues, monkeypatch: pytest.MonkeyPatch, is_corrupt: bool
 ) -> None:
     error = QueueCorruptError if is_corrupt else MemoryError
-
-    def fail(*_: object) -> None:
-        raise error("no message")
-
     before = open_descriptors()
     made = Queues()
     writer, (reader,) = made.make()
     open_then = open_descriptors()
     for number in range(3):
         writer.enqueue([number, b"x" * 100_000], LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.queue.assembled", fail)
+    monkeypatch.setattr("torchft_like.message_queue.queue.assembled", raising(error("no message")))
     with pytest.raises(error):
         reader.dequeue(LIMIT_S)
     assert len(open_descriptors() - open_then) == (not is_corrupt)
@@ -380,11 +374,7 @@ def test_a_reader_that_ends_before_it_has_read_leaves_no_file(
 
 def test_a_writer_interrupted_as_it_writes_is_lost(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
     writer, (reader,) = queues.make()
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(writer._end._local, "wake", interrupt)  # type: ignore[attr-defined]
+    monkeypatch.setattr(writer._end._local, "wake", raising(KeyboardInterrupt))  # type: ignore[attr-defined]
     with pytest.raises(KeyboardInterrupt):
         writer.enqueue("who knows who has it", LIMIT_S)
     with pytest.raises(QueueClosedError):
@@ -402,13 +392,10 @@ def test_a_writer_interrupted_as_it_writes_is_lost(queues: Queues, monkeypatch: 
 
 
 def test_a_file_is_not_taken_for_an_interrupted_one(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     writer, (reader,) = queues.make()
     before = open_descriptors()
     with monkeypatch.context() as patch:
-        patch.setattr(writer._end, "_write", interrupt)
+        patch.setattr(writer._end, "_write", raising(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             writer.enqueue(b"a" * 100_000, LIMIT_S)
     assert reader._end._hear()  # type: ignore[attr-defined]  # as it does before it sleeps

@@ -19,6 +19,7 @@ import zmq
 from lighthouse.address import LOOPBACK, parse_address
 from tests.descriptors import descriptors_left, left_open_since, open_descriptors
 from tests.equality import same
+from tests.faults import raising
 from tests.unit.message_queue.queues import LIMIT_S, Queues
 from tests.waiting import wait_for
 from torchft_like.errors import (
@@ -259,14 +260,11 @@ def _connection_has_ended(reader: MessageQueue) -> bool:
 
 
 def test_an_interrupted_farewell_leaves_nothing(queues: Queues, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     queues.make(remote=[0])  # what is made once per process
     before = open_descriptors()
     writer, (reader,) = queues.make(remote=[0])
     writer.enqueue("unread", LIMIT_S)
-    monkeypatch.setattr(RemoteReaders, "_behind", interrupt)
+    monkeypatch.setattr(RemoteReaders, "_behind", raising(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         writer.shutdown()
     assert reader.dequeue(LIMIT_S) == "unread"
@@ -378,13 +376,10 @@ def test_a_reader_without_memory_for_the_ring_leaves_the_queue(queues: Queues) -
 def test_a_reader_whom_something_keeps_from_the_memory_leaves_the_queue(
     queues: Queues, monkeypatch: pytest.MonkeyPatch, failure: BaseException, told: type[BaseException]
 ) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise failure
-
     writer = queues.keep(MessageQueue(1, 1))
     reader = queues.join(writer, 0)
     writer.wait_until_ready(LIMIT_S)
-    monkeypatch.setattr("torchft_like.message_queue.queue.map_received", fail)
+    monkeypatch.setattr("torchft_like.message_queue.queue.map_received", raising(failure))
     with pytest.raises(told):
         reader.wait_until_ready(LIMIT_S)
     _has_left(writer, reader)

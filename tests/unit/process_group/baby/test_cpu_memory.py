@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.descriptors import left_open_since, open_descriptors
+from tests.faults import raising
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group.baby.tensor_sharing import Exports, Staging
 
@@ -99,10 +100,7 @@ def test_closed_exports_leave_nothing_on_the_storage() -> None:
 
 
 def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_space(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
+    monkeypatch.setattr(os, "posix_fallocate", raising(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
     before = open_descriptors()
     with pytest.raises(ProcessGroupError, match=r"No space left.*share_memory_"):
         Staging().stage(torch.zeros(10))

@@ -19,6 +19,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import ReduceOp
 
 from tests.descriptors import left_open_since, open_descriptors
+from tests.faults import raising
 from tests.waiting import wait_for
 from torchft_like.errors import NotSupportedError, PlainDataError
 from torchft_like.plain_data import decode as decode_plain
@@ -355,10 +356,7 @@ def test_every_answer_is_a_sign_of_life(talk: Correspondence, monkeypatch: pytes
 
 
 def test_an_error_in_what_settles_a_request_frees_who_waits(talk: Correspondence) -> None:
-    def fail(_: Request) -> None:
-        raise ValueError("no room for the copy")
-
-    request = talk.requests.add(FOREVER, fail)
+    request = talk.requests.add(FOREVER, raising(ValueError("no room for the copy")))
     talk.answer(request)
     assert talk.requests.wait(request, limit())
     assert request.outcome is Outcome.FAILED
