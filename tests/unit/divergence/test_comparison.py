@@ -284,25 +284,20 @@ def test_a_replica_that_heals_in_vain_again_and_again_gives_up(distance: int) ->
     assert "b has taken over its peers' state 3 times" in str(error)
 
 
-def test_heals_that_last_for_a_round_are_not_counted_together() -> None:
+@pytest.mark.parametrize(
+    ("steps", "odd_one", "allow_heal"),
+    [
+        (range(0, 100 * (SLICES + 1), SLICES + 1), "b", True),
+        ([7] * 20, "b", True),
+        (range(20), "b", False),
+        (range(20), "a", True),
+    ],
+    ids=["heals that last for a round", "a step that is tried again", "nobody may heal", "the others"],
+)
+def test_what_does_not_count_as_a_heal_in_vain(steps: Sequence[int], odd_one: str, allow_heal: bool) -> None:
     watched = Watched()
-    assert {watched.hear(step, FOUND) for step in range(0, 100 * (SLICES + 1), SLICES + 1)} == {None}
-
-
-def test_a_step_that_is_tried_again_counts_once() -> None:
-    watched = Watched()
-    assert {watched.hear(7, FOUND) for _ in range(20)} == {None}
-
-
-def test_steps_in_which_nobody_may_heal_do_not_count() -> None:
-    watched = Watched()
-    assert {watched.hear(step, FOUND, allow_heal=False) for step in range(20)} == {None}
-
-
-def test_the_others_do_not_give_up() -> None:
-    watched = Watched()
-    other = replace(FOUND, replica_ids=("a",), kept=("b", "c"))
-    assert {watched.hear(step, other) for step in range(20)} == {None}
+    divergence = replace(FOUND, replica_ids=(odd_one,), kept=tuple({*"abc"} - {odd_one}))
+    assert {watched.hear(step, divergence, allow_heal) for step in steps} == {None}
 
 
 def test_one_that_watches_nothing_computes_nothing_and_still_tells() -> None:

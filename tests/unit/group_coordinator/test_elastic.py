@@ -235,27 +235,6 @@ def test_who_asks_alone_waits_no_longer_than_it_wants(crew: Crew) -> None:
     assert crew.sums("abc") == [3, 3, 3]
 
 
-def test_a_member_lost_at_the_meeting_is_not_awaited(crew: Crew, monkeypatch: pytest.MonkeyPatch) -> None:
-    crew.change("ab")
-    configure = EpochGroups.configure
-
-    def unless_c(groups: EpochGroups, membership: Membership, rank: int) -> None:
-        if membership.members[rank] != "c":
-            configure(groups, membership, rank)
-
-    monkeypatch.setattr(EpochGroups, "configure", unless_c)
-    crew.aside(crew["c"].follow, 3600)
-    changes = {name: crew[name].begin_change(3600) for name in "ab"}
-    while not all(change.membership is not None for change in changes.values()):
-        changes = {name: crew[name].begin_change(3600) for name in "ab"}
-    completing = [crew.aside(change.complete) for change in changes.values()]
-    crew.lose("c")
-    for each in completing:
-        with pytest.raises(ChangeRolledBackError, match=r"c (is gone|gave it up)"):
-            each.result(LIMIT_S)
-    assert crew.sums("ab") == [2, 2]
-
-
 def test_a_newcomer_during_a_change_waits_for_the_next(crew: Crew) -> None:
     crew.change("ab")
     changes = crew.begin("abc")
