@@ -433,6 +433,8 @@ def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -
     lighthouse.shutdown()
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.no_regress
 def test_a_replica_that_loaded_a_part_of_a_state_has_no_version(lighthouse: LighthouseServer) -> None:
     """Whoever is of that version, and whole, is ahead of it: it heals from them if its source is gone."""
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
@@ -43,6 +43,15 @@ class Quorum(FakeManager):
         return self.process_group.allreduce(tensors)  # type: ignore[no-any-return]
 
 
+def elastic_mesh(
+    quorum: Quorum, shape: Sequence[int], names: tuple[str, ...], dim: int = 0
+) -> ManagedDeviceMesh:
+    """Return a mesh of which this dimension is elastic, made as torchft's users do."""
+    return ft_init_device_mesh(
+        device_type="cpu", mesh_shape=shape, mesh_dim_names=names, replicate_dim=dim, manager=quorum
+    )
+
+
 @pytest.fixture
 def quorum() -> Quorum:
     return Quorum()
@@ -52,13 +61,7 @@ def quorum() -> Quorum:
 def mesh(quorum: Quorum) -> Iterator[ManagedDeviceMesh]:
     """Elastic x 2 x 2, on rank 1 of 4."""
     with fake_world(4, rank=1):
-        yield ft_init_device_mesh(
-            device_type="cpu",
-            mesh_shape=(3, 2, 2),
-            mesh_dim_names=("dp_replicate", "dp_shard", "tp"),
-            replicate_dim=0,
-            manager=quorum,
-        )
+        yield elastic_mesh(quorum, (3, 2, 2), ("dp_replicate", "dp_shard", "tp"))
 
 
 # ---------------------------------------------------------------- the elastic dimension
@@ -97,13 +100,7 @@ def test_a_replica_that_does_not_participate_has_a_place_within_the_mesh() -> No
     quorum = Quorum(ThirdOfThree(0, 1))
     quorum.be(None, 2)
     with fake_world(2, rank=1):
-        mesh = ft_init_device_mesh(
-            device_type="cpu",
-            mesh_shape=(3, 2),
-            mesh_dim_names=("dp", "fsdp"),
-            replicate_dim=0,
-            manager=quorum,
-        )
+        mesh = elastic_mesh(quorum, (3, 2), ("dp", "fsdp"))
         assert (mesh.shape, mesh.get_coordinate()) == ((2, 2), (1, 1))
         flat = mesh._flatten("all")
         assert (flat.size(), flat.get_local_rank(), flat.get_group().rank()) == (4, 3, 3)
@@ -236,9 +233,7 @@ def test_a_mesh_without_names_cannot_be_extended() -> None:
 
 def test_a_mesh_of_nothing_but_the_elastic_dimension(quorum: Quorum) -> None:
     with fake_world(2, rank=1):
-        mesh = ft_init_device_mesh(
-            device_type="cpu", mesh_shape=(2,), mesh_dim_names=("dp",), replicate_dim=0, manager=quorum
-        )
+        mesh = elastic_mesh(quorum, (2,), ("dp",))
         quorum.be(1, 3)
         assert (mesh.shape, mesh.get_coordinate(), mesh.get_local_rank()) == ((3,), (1,), 1)
         assert mesh.mesh.tolist() == [1]
@@ -250,13 +245,7 @@ def test_a_mesh_of_nothing_but_the_elastic_dimension(quorum: Quorum) -> None:
 
 def test_the_manager_starts_the_default_group_if_there_is_none(quorum: Quorum) -> None:
     try:
-        mesh = ft_init_device_mesh(
-            device_type="cpu",
-            mesh_shape=(2, 1),
-            mesh_dim_names=("dp", "fsdp"),
-            replicate_dim=0,
-            manager=quorum,
-        )
+        mesh = elastic_mesh(quorum, (2, 1), ("dp", "fsdp"))
         assert mesh["fsdp"].get_group() is dist.group.WORLD
     finally:
         dist.destroy_process_group()
@@ -270,9 +259,7 @@ def test_arguments_that_do_not_fit_are_a_value_error(
     quorum: Quorum, shape: tuple[int, ...], names: tuple[str, ...], dim: int
 ) -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        ft_init_device_mesh(
-            device_type="cpu", mesh_shape=shape, mesh_dim_names=names, replicate_dim=dim, manager=quorum
-        )
+        elastic_mesh(quorum, shape, names, dim)
 
 
 # -------------------------------------------------------------------------- flattening
@@ -287,13 +274,7 @@ def test_ranks_of_a_flattened_mesh_are_numbered_as_torch_numbers_them(dim: int) 
         quorum = Quorum()
         quorum.be(elastic_rank, 3)
         with fake_world(4, rank=fixed_rank):
-            mesh = ft_init_device_mesh(
-                device_type="cpu",
-                mesh_shape=shape,
-                mesh_dim_names=("a", "b", "c"),
-                replicate_dim=dim,
-                manager=quorum,
-            )
+            mesh = elastic_mesh(quorum, shape, ("a", "b", "c"), dim)
             flat = mesh._flatten()
             coordinate = mesh.get_coordinate()
             assert coordinate is not None

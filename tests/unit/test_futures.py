@@ -7,7 +7,6 @@ import gc
 import itertools
 import logging
 import math
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -21,6 +20,7 @@ import torch
 from torch.futures import Future
 
 from tests.faults import raising
+from tests.forking import is_so_in_a_fork
 from torchft_like import futures
 from torchft_like.futures import (
     WATCHDOG_TIMEOUT_SEC,
@@ -249,13 +249,8 @@ def test_a_call_is_told_of_until_it_has_returned(
 
 def test_a_fork_has_none_of_its_parents_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(long_waits._watch, "_has_begun", True)
-    long_waits.calls["a test's"] = 0.0, "recv", OF_A_TEST
-    try:
-        if (child := os.fork()) == 0:
-            os._exit(bool(long_waits.calls) or long_waits._watch._has_begun)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    finally:
-        del long_waits.calls["a test's"]
+    monkeypatch.setitem(long_waits.calls, "a test's", (0.0, "recv", OF_A_TEST))
+    assert is_so_in_a_fork(lambda: not long_waits.calls and not long_waits._watch._has_begun)
 
 
 def test_a_fork_may_limit_a_wait_whatever_its_parents_timers_did() -> None:
@@ -269,11 +264,9 @@ def test_a_fork_may_limit_a_wait_whatever_its_parents_timers_did() -> None:
     holder = threading.Thread(target=hold)
     holder.start()
     assert is_held.wait(LIMIT_S)
-    if (child := os.fork()) == 0:
-        os._exit(not futures._TIMERS._changed.acquire(blocking=False))
+    assert is_so_in_a_fork(lambda: futures._TIMERS._changed.acquire(blocking=False))
     is_over.set()
     holder.join()
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 # When it is worth while to watch for what is awaited.

@@ -671,19 +671,11 @@ class TestFailures:
 
 
 class TestAbort:
-    def wait_until_fetching(self, receiver: HTTPTransport[State], count: int = 1) -> None:
-        deadline = threading.Event()
-        for _ in range(3000):
-            if len(receiver._fetches) == count:
-                return
-            deadline.wait(0.01)
-        pytest.fail("no fetch began")
-
     @pytest.mark.progress
     def test_abort_ends_a_wait_for_a_step_at_once(self, transports: Make, pool: ThreadPoolExecutor) -> None:
         source, receiver = transports(), transports()
         fetches = [pool.submit(fetch, receiver, source) for _ in range(3)]
-        self.wait_until_fetching(receiver, 3)
+        wait_for(lambda: len(receiver._fetches) == 3)
         receiver.abort_recv("replica b died")
         for result in fetches:
             with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:.* replica b died"):
@@ -697,7 +689,7 @@ class TestAbort:
                 filler.setblocking(False)
                 filler.connect_ex(full.getsockname())
             asked = pool.submit(receiver.recv_checkpoint, 0, f"127.0.0.1:{full.getsockname()[1]}", 5, LIMIT)
-            self.wait_until_fetching(receiver)
+            wait_for(lambda: receiver._fetches)
             with pytest.raises(TimeoutError):
                 asked.result(0.2)
             receiver.abort_recv("enough")
@@ -710,7 +702,7 @@ class TestAbort:
     def test_a_shutdown_ends_a_receive(self, transports: Make, pool: ThreadPoolExecutor, whose: str) -> None:
         source, receiver = transports(), transports()
         asked = pool.submit(fetch, receiver, source)
-        self.wait_until_fetching(receiver)
+        wait_for(lambda: receiver._fetches)
         (source if whose == "source" else receiver).shutdown()
         with pytest.raises(
             CheckpointError, match=r"127\.0" if whose == "source" else "the transport is shut down"

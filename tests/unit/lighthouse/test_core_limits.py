@@ -83,13 +83,6 @@ def test_a_description_names_a_bounded_number_of_replicas() -> None:
     assert len(text) < 1000
 
 
-def test_a_session_cannot_join_for_another_replica() -> None:
-    core = QuorumCore(LighthouseConfig(), 1)
-    core.register(1, "a", NONE, [], now=0.0)
-    assert core.join(1, Member("b"), now=0.0) == []
-    assert "b" not in core
-
-
 # What is let in is as long as docs/security.md says, and no longer.
 
 

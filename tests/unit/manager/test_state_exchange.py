@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from lighthouse.core.decisions import DISOWNED, NO_STATE
-from tests.faults import raising
 from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, quorum
 from tests.waiting import wait_for
 from torchft_like import devices
@@ -416,19 +415,6 @@ def test_a_replica_whose_state_is_partly_a_peers_has_none(
     assert replica.protocol.begin().commit_quorum_id == (NO_STATE if is_written else 4)
     replica.protocol.disown_state()
     assert replica.protocol.commit_quorum_id == (NO_STATE if is_written else DISOWNED)
-
-
-@pytest.mark.heal_is_clean
-@pytest.mark.no_regress
-def test_a_state_loaded_in_part_is_disowned(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
-    replica.registry.register("model", raising(KeyError("layer.7")), dict)
-    replica.protocol.commit_quorum_id = 4
-    sent = {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 4}}
-    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
-    attempt = replica.begin(5, **HEALS)
-    with pytest.raises(KeyError):
-        replica.exchange.exchange(attempt)
-    assert replica.protocol.begin().commit_quorum_id == NO_STATE
 
 
 def offers(replica: Replica, monkeypatch: pytest.MonkeyPatch, size: int) -> list[object]:
