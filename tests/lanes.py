@@ -1,10 +1,10 @@
 """All that `make test` checks after the style, side by side: `python -m tests.lanes`.
 
 Each job is a run of pytest over a file or the small files of a folder, in a fork that has torch and pytest
-loaded (torchft_like/testing/forks.py): to load them takes longer than most files. Tests of jobs run two at a
-time: with three on two busy processors a PING goes unanswered for a second now and then. What they leave of
-the processors while they wait is for the types, and for tests for which nobody has to answer in time: these
-run with a niceness, and so do their processes.
+loaded (torchft_like/testing/forks.py): to load them takes longer than most files. Tests of jobs run three at
+a time: each uses a third of a processor, with more on two processors a PING goes unanswered for a second now
+and then. What they leave while they wait is for the types, and for tests for which nobody has to answer in
+time: these run with a niceness, and so do their processes.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOADED = "ignore:Module already imported:pytest.PytestAssertRewriteWarning"
 OPTIONS = ("-q", "-m", "not slow and not gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", LOADED)
 NICE, PATIENT_S, LOOK_EVERY_S = 10, "600", 0.05
 NOTHING_CHOSEN = 5  # pytest's exit code
-LANES, NICE_LANES = 2, 2
+LANES, NICE_LANES = 3, 2
 
 
 class Job:
@@ -128,12 +128,10 @@ def run(todo: Iterable[Job]) -> list[Job]:
     failed: list[Job] = []
     while running or any(waiting.values()):
         busy = Counter(job.starts_jobs for job in running)
-        # A lane that has nothing to do any more is for what starts no job. Once nothing nice is left, which
-        # fills what two jobs leave of the processors, a third one does.
-        is_last = not waiting[False] and not busy[False]
+        # A lane that has nothing to do any more is for what starts no job.
         for starts, places in (
             (False, NICE_LANES if waiting[True] else NICE_LANES + LANES - busy[True]),
-            (True, LANES + is_last),
+            (True, LANES),
         ):
             while waiting[starts] and sum(job.starts_jobs is starts for job in running) < places:
                 job = waiting[starts].popleft()
