@@ -5,11 +5,11 @@ The survivors live in this process. Timeouts are five minutes: whatever ends soo
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +18,8 @@ from tests.unit.process_group.conftest import Party, allreduced, wait_until
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, gloo
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.testing.processes import RunningProcess
+from torchft_like.testing.forks import WHOLE_END_ENV
+from torchft_like.testing.processes import Processes
 from torchft_like.testing.ranks import Rank
 
 from .gloo_member import LIMIT_S, Member, StoreHost
@@ -192,11 +193,9 @@ group.configure(f"127.0.0.1:{store.port}/ends", 0, 1)
 """
 
 
-def test_a_process_that_ends_waits_for_its_groups() -> None:
+def test_a_process_that_ends_waits_for_its_groups(processes: Processes, tmp_path: Path) -> None:
     """One that came out of Gloo's destructor in a finished interpreter would be aborted."""
-    process = RunningProcess([sys.executable, "-c", ENDS])
-    try:
-        process.wait_for_output("closed")
-        assert process.wait() == 0
-    finally:
-        process.kill()
+    (script := tmp_path / "ends.py").write_text(ENDS)
+    process = processes.fork(str(script), env={WHOLE_END_ENV: "1"})
+    process.wait_for_output("closed")
+    assert process.wait() == 0
