@@ -34,6 +34,9 @@ TIMEOUT_S = 30.0
 PATIENT_MS = 5_000  # of the connections between Managers and the lighthouse
 PAUSE_S = 0.02
 WORLD_MAX = 4
+# The members that tensors of every kind are moved between, and that compile; calls and their forms are run by
+# more.
+PAIR = 2
 
 
 class Seat:

@@ -13,11 +13,9 @@ from .calls import CALLS, REDUCING, REDUCTIONS
 from .fleet import Fleet
 from .forms import FORMS
 from .scene import CONJUGATED, IN_INFERENCE_MODE, KINDS, LAYOUTS, MODES, Kind
-from .subjects import DOING, PRESENT, Subject
+from .subjects import DOING, PAIR, PRESENT, Subject
 
 pytestmark = pytest.mark.integration
-
-PAIR = 2  # The members that tensors of every kind are moved between; calls and their forms are run by more.
 
 # What a form does with these layouts it does with others, too: with gaps, plain elements, a call in inference
 # mode. That each call moves them is shown above.
