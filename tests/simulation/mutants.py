@@ -562,7 +562,7 @@ ReplicaGroup.rank_lost
 + return [] if group_rank in self._suspects else self._lose(
 repeats nothing: what a session lost is said again in the next one (2, progress)
 Conversation.to_repeat = ()
-repeats everything: what has arrived is not said again (0, monotonic)
+repeats everything: what has arrived is not said again (17, agreement)
 Conversation.arrived = True
 loses the delay: a sync ends so many inner steps after its begin (230, on_schedule)
 SyncSchedule.received
