@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -96,6 +97,8 @@ def main() -> None:
 
         result = {"replica": args.replica_id, "step": manager.current_step()}
     print(json.dumps({**result, "digest": state_digest(save_state())}), flush=True)
+    if not is_done(manager, args, together):  # a SIGTERM; a launcher takes 0 for the end of the job
+        sys.exit(128 + signal.SIGTERM)
 
 
 def is_done(manager: Manager, args: argparse.Namespace, together: int) -> bool:

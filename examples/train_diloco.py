@@ -37,6 +37,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -111,6 +112,8 @@ def train(args: argparse.Namespace) -> None:
         digest = state_digest({"fragments": diloco.global_states()})
         result = {"finished": args.replica_id, "step": syncs, "digest": digest}
     print(json.dumps(result), flush=True)
+    if not is_done(args, syncs, participants):  # a SIGTERM; a launcher takes 0 for the end of the job
+        sys.exit(128 + signal.SIGTERM)
 
 
 def is_done(args: argparse.Namespace, syncs: int, participants: int) -> bool:

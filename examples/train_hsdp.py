@@ -29,6 +29,7 @@ import json
 import logging
 import os
 import random
+import signal
 import sys
 import time
 from pathlib import Path
@@ -69,8 +70,12 @@ FIRST = Restart()
 
 
 @restartable
-def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
-    """Train as one rank of one replica group; again in the same process, if another rank has died."""
+def train(args: argparse.Namespace, restart: Restart = FIRST) -> int:
+    """Train as one rank of one replica group; again in the same process, if another rank has died.
+
+    Returns:
+        The exit status: a launcher takes 0 for the end of the job, which a SIGTERM is not.
+    """
     rank, group_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     replica_id = int(os.environ.get("REPLICA_GROUP_ID", args.replica_id))  # a spare is told by the others
     where = {"try": restart.attempt, "group": replica_id, "rank": rank, "time": time.time()}
@@ -129,6 +134,7 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
         checkpoints.finish()
         report("finished", replica_id, manager, state)
     dist.destroy_process_group()
+    return 0 if is_done(manager, args, together) else 128 + signal.SIGTERM
 
 
 def is_done(manager: Manager, args: argparse.Namespace, together: int) -> bool:
@@ -242,7 +248,7 @@ def main() -> None:
     if "RANK" not in os.environ and os.environ.get("TORCHFT_SPARE") != "rank":
         sys.exit("train_hsdp.py: start it with torchrun, or with --local")
     try:
-        train(args)
+        sys.exit(train(args))
     except (CoordinationError, ConnectError) as error:  # a wrong setting, or nobody there
         sys.exit(f"train_hsdp.py: {error}")
 

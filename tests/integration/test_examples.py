@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from lighthouse.events import read_events
 from tests.conftest import ROOT
-from tests.integration.cluster import REST, Cluster
+from tests.integration.cluster import REST, Cluster, also_slow
 from torchft_like.testing.chaos.network import why_unavailable
 from torchft_like.testing.cluster import Group
 from torchft_like.testing.processes import Processes
@@ -114,6 +115,24 @@ def test_a_killed_group_of_shards_heals_and_a_new_job_goes_on(tmp_path: Path) ->
         (resumed,) = reports(new, "resumed")
         assert (resumed["step"], resumed["digest"]) == (last, finished[0]["digest"])
         assert reports(new, "finished")[0]["step"] == last + 1
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(
+    ("example", "size"), [("train_hsdp.py", 2), also_slow("train_ddp.py", 1), also_slow("train_diloco.py", 1)]
+)
+def test_an_example_that_is_asked_to_stop_does_not_pass_for_one_that_is_done(
+    tmp_path: Path, example: str, size: int
+) -> None:
+    """A launcher that takes it for done, as after a node was drained, starts the group never again."""
+    with Cluster(tmp_path, is_patient=True, limit_s=LIMIT_S) as cluster:
+        endless = ("--num-replicas=1", "--steps=1000000", "--workers=0")
+        group = cluster.launch("group-0", [str(EXAMPLES / example), *endless], size=size)
+        rank_0 = group.ranks[0]
+        cluster.wait_until(lambda: re.search(r"step +\d+ ", rank_0.output), "it trains")
+        group.ranks[-1].signal(signal.SIGTERM)
+        cluster.wait_for_end(group)
+        assert [rank.exit_code for rank in group.ranks] == [128 + signal.SIGTERM] * size
 
 
 def assert_group_1_was_lost_and_healed(events: list[dict[str, Any]]) -> None:

@@ -45,7 +45,7 @@ from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
-from torchft_like.manager.group_store import find_start, is_listening
+from torchft_like.manager.group_store import enter_start, find_start, is_listening
 from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.process_group.store import (
@@ -446,11 +446,15 @@ def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
     if place.group_rank > 0:
         return find_start(store, "start", place)[1]
     if store.check(["start"]):
-        before = parse_address(store.get("start").decode(errors="backslashreplace").partition(" ")[0])
-        if is_listening(before):
+        said = store.get("start")
+        before = parse_address(said.decode(errors="backslashreplace").partition(" ")[0])
+        # Another process may have got the port of a rank 0 that has ended.
+        if is_listening(before) and enter_start(store, "start", said, place):
             raise ConfigError(f"rank 0 of this group has a process already, which serves a store at {before}")
     group_id = str(uuid.uuid4())
-    store.set("start", f"{own} {group_id}")
+    start = f"{own} {group_id}"
+    enter_start(store, "start", start.encode(), place)
+    store.set("start", start)
     return group_id
 
 

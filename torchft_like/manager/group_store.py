@@ -175,11 +175,8 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
             said = store.get(key)
             served_at, _, rest = said.decode(errors="backslashreplace").partition(" ")
             address = parse_address(served_at, "the address at which rank 0 of this group serves")
-            if is_listening(address):
-                in_it = f"{key}/{sha256(said).hexdigest()}/{place.group_rank}"
-                taken = store.compare_set(in_it, "", place.start)
-                if taken.decode() == place.start:
-                    return address, rest
+            if is_listening(address) and enter_start(store, key, said, place):
+                return address, rest
             left_s = deadline - time.monotonic() - START_S
             if left_s <= 0:
                 raise TimeoutError(f"rank 0 of an earlier start was at {address}, and no other has come")
@@ -187,6 +184,15 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
             time.sleep(START_S)
     finally:
         store.set_timeout(limit)
+
+
+def enter_start(store: AbortableStore, key: str, said: bytes, place: GroupPlace) -> bool:
+    """Note that this process is in a start that rank 0 publishes under the key; return whether it may be.
+
+    It may not where another process of its rank has been in it, which the launcher has replaced since.
+    """
+    in_it = f"{key}/{sha256(said).hexdigest()}/{place.group_rank}"
+    return store.compare_set(in_it, "", place.start).decode() == place.start
 
 
 def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:

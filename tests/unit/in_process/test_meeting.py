@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from datetime import timedelta
 from itertools import islice, repeat
 from pathlib import Path
@@ -51,7 +52,7 @@ from torchft_like.in_process.meeting import Meeting, RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk, take_place
 from torchft_like.manager.config import LIGHTHOUSE_ENV, GroupPlace
 from torchft_like.manager.group_store import is_listening
-from torchft_like.process_group.store import serve_store
+from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT = timedelta(seconds=60)
@@ -452,6 +453,21 @@ def test_a_rank_that_has_missed_the_lighthouse_waits_for_its_spares_too(
         assert (answer.result(WAIT_LIMIT_S), waits.result(WAIT_LIMIT_S)) == ("", 1)
     finally:
         started(again.stop()).result(WAIT_LIMIT_S)
+
+
+def test_what_has_the_port_of_a_rank_0_that_has_ended_does_not_pass_for_it() -> None:
+    """Who is started again would be refused each time, for as long as that other process serves there."""
+    agents, at = serve_store("127.0.0.1", LIMIT)
+    earlier, later = (GroupPlace(0, 2, at, store_is_agents=True, run="job", start=count) for count in "01")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as other,
+        closing(AbortableStore(StoreAddress(at, "starts"), LIMIT)) as store,
+    ):
+        store.connect()
+        port = Address("127.0.0.1", other.getsockname()[1])
+        first = meeting._begin_start(store, earlier, port)
+        assert meeting._begin_start(store, later, Address("127.0.0.1", 1)) != first
+    del agents
 
 
 def test_ranks_meet_though_their_agents_count_other_restarts() -> None:
