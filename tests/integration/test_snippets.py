@@ -29,6 +29,7 @@ from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.local_sgd import DiLoCo
+from torchft_like.plain_data import MESSAGES, Structure, TensorLeaves, disassemble
 
 pytestmark = pytest.mark.integration
 
@@ -169,6 +170,17 @@ def ends(names: Names) -> None:
     names["group"].shutdown()
 
 
+def parts_travel(names: Names) -> None:
+    """Check that a tensor of another class arrives as it was by what the block registers."""
+    kind, tree_map = names["OptimState8bit"], names["tree_map"]
+    own = kind(torch.ones(3), torch.zeros(3))
+    structure, tensors = disassemble(tree_map(names["apart"], {"state": [own]}))
+    received = Structure(structure, MESSAGES).value(TensorLeaves(tensors))
+    (other,) = tree_map(names["together"], received, is_leaf=names["is_apart"])["state"]
+    assert type(other) is kind
+    assert_close((other.a, other.b), (own.a, own.b), rtol=0, atol=0)
+
+
 def queue_is_read(names: Names) -> None:
     assert [message["step"] for message in names["messages"]] == [7] * 3
 
@@ -193,6 +205,11 @@ SCENES: dict[Number, Scene] = {
     ("healing.md", 0): Scene(
         lambda names: {"manager": names["make_manager"]()},
         after=trains,
+    ),
+    ("healing.md", 1): Scene(
+        lambda names: {"manager": names["make_manager"]()},
+        {"torchao.optim.subclass_8bit import": "torch.testing._internal.two_tensor import TwoTensor as"},
+        parts_travel,
     ),
     ("in-process-restart.md", 0): Scene(
         lambda _: {"parse_args": list},
