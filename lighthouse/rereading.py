@@ -11,7 +11,7 @@ from lighthouse.errors import ConfigError
 
 T = TypeVar("T")
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _known: dict[tuple[str, ...], tuple[object, Any]] = {}  # by paths, the files' state, and what was read then
 _complaints: dict[tuple[str, ...], str] = {}  # by paths, what is wrong with the files now
 
@@ -46,5 +46,5 @@ def read_again(paths: Sequence[str], variable: str, read: Callable[[], T]) -> T:
             raise failure from None
         if _complaints.get(key) != str(failure):  # else a line for each call and connection
             _complaints[key] = str(failure)
-            logger.warning("what these files held stays good: %s", failure)
+            _logger.warning("what these files held stays good: %s", failure)
     return value  # type: ignore[no-any-return]

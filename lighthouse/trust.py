@@ -35,7 +35,7 @@ ROLES = {
     wire.KILL: Role.OPERATE,
 }
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _warned: set[None] = set()
 
 
@@ -95,7 +95,7 @@ def warn_if_open(bound: Address) -> None:
     complaint = about_openness(bound)
     if complaint and not _warned:
         _warned.add(None)
-        logger.warning("%s", complaint)
+        _logger.warning("%s", complaint)
 
 
 def about_openness(bind: Address) -> str:

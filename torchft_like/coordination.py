@@ -26,7 +26,7 @@ from torchft_like.errors import ConfigError, ConnectError, FaultToleranceError, 
 from torchft_like.manager.client import ManagerClient, UnaryClient
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.server import ManagerServer
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import advertised_host
@@ -69,7 +69,7 @@ class LighthouseServer:
         address = parse_address(bind, "bind")
         self._loop = coordination_loop()
         self._lighthouse = self._loop.run(Lighthouse.start(config, address))
-        living.lives(self)
+        resources.track(self)
 
     def address(self) -> str:
         """Return `http://host:port`, for TORCHFT_LIGHTHOUSE: the host as others reach it, also if the server

@@ -48,7 +48,7 @@ class GlobalBatches:
         self, length: int, batch_size: int, shuffle: bool = True, seed: int = 0, drop_last: bool = False
     ) -> None:
         length, batch_size = whole_number(length, "length"), whole_number(batch_size, "batch_size", 1)
-        self.steps = length // batch_size if drop_last else -(-length // batch_size)
+        self.steps: int = length // batch_size if drop_last else -(-length // batch_size)
         if self.steps < 1:
             raise ConfigError(f"{length} samples are not one batch of {batch_size}")
         self._length, self._size = length, batch_size
@@ -129,7 +129,7 @@ class GlobalBatchLoader:
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._to_come, **loader)
         self._loading: Iterator[Any] = iter(())
         self._next: _Part | None = None
-        self.weight = 0.0
+        self.weight: float = 0.0
         self.samples: list[int] = []
 
     def __len__(self) -> int:
@@ -209,8 +209,8 @@ class DistributedSampler(_TorchSampler[Any]):
     ) -> None:
         _check_range("replica_rank", replica_rank, "num_replica_groups", num_replica_groups)
         group_rank, num_replicas = _place_in_group(group_rank, num_replicas, "group_rank", "num_replicas")
-        self.global_rank = group_rank + num_replicas * replica_rank
-        self.global_world_size = num_replicas * num_replica_groups
+        self.global_rank: int = group_rank + num_replicas * replica_rank
+        self.global_world_size: int = num_replicas * num_replica_groups
         super().__init__(dataset, num_replicas=self.global_world_size, rank=self.global_rank, **kwargs)
 
 

@@ -124,7 +124,7 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
         super().__init__()
         self.args = seconds, missing, waiting  # as arguments of OSError they would be an errno and a file
         self.seconds = seconds
-        self.missing = tuple(missing)
+        self.missing: tuple[int, ...] = tuple(missing)
         self.waiting = waiting
 
     def __str__(self) -> str:
@@ -142,7 +142,7 @@ class PeerLostError(ProcessGroupError):
 
     def __init__(self, lost: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
         super().__init__(lost, waiting)
-        self.lost = tuple(lost)
+        self.lost: tuple[int, ...] = tuple(lost)
         self.waiting = waiting
 
     def __str__(self) -> str:
@@ -226,7 +226,7 @@ class QueueTimeoutError(QueueError, TimeoutError):
         self.args = seconds, what, ranks  # as arguments of OSError they would be an errno and a file
         self.seconds = seconds
         self.what = what
-        self.ranks = tuple(ranks)
+        self.ranks: tuple[int, ...] = tuple(ranks)
 
     def __str__(self) -> str:
         return f"timed out after {self.seconds:g} s: {self.what}"
@@ -298,8 +298,23 @@ def _waiting(waiting: Mapping[int, Sequence[str]]) -> str:
 
 
 OWN_FAILURE_MAX = 400  # characters of an error that go to the lighthouse
-# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors, when a peer or its host is why.
-_OF_PEERS = ("connect", "peer", "pipe", "socket", "remote", "store", "timed out", "timeout")
+# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors, when something took too long, and
+# when a peer or its host is why.
+_TIMED_OUT = "timed out"
+# And when a call was wrong, which Gloo has found before it has sent anything.
+_OF_CALLS = ("cannot use reduceop",)
+_OF_PEERS = ("connect", "peer", "pipe", "socket", "remote", "store", _TIMED_OUT, "timeout")
+
+
+def is_refusal(error: Exception) -> bool:
+    """Return whether an error, perhaps one of a backend, says that a call was wrong, and changed nothing."""
+    is_typed = isinstance(error, CollectiveRefusedError | NotImplementedError | TypeError | ValueError)
+    return is_typed or any(word in str(error).lower() for word in _OF_CALLS)
+
+
+def is_timeout(error: Exception) -> bool:
+    """Return whether an error, perhaps one of a backend, says that something took too long."""
+    return isinstance(error, TimeoutError) or _TIMED_OUT in str(error).lower()
 
 
 def is_own_error(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_leaves
 from lighthouse.forks import Turn, in_each_fork
 from torchft_like import devices
 from torchft_like.errors import ConfigError
-from torchft_like.runtime.asides import run_aside
+from torchft_like.runtime.background import run_in_background
 from torchft_like.runtime.durations import seconds_of
 
 T = TypeVar("T")
@@ -127,10 +127,10 @@ def complete(
     return future
 
 
-def aside(name: str, act: Callable[[], T]) -> concurrent.futures.Future[T]:
-    """Return the future of what `act` returns or raises on a thread of that name (`run_aside`)."""
+def in_background(name: str, act: Callable[[], T]) -> concurrent.futures.Future[T]:
+    """Return the future of what `act` returns or raises on a thread of that name (`run_in_background`)."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
-    run_aside(name, complete, future, act)
+    run_in_background(name, complete, future, act)
     return future
 
 

@@ -78,7 +78,7 @@ class ParameterServer(ABC):
     ) -> None:
         if sessions_max < 1:
             raise ValueError(f"sessions_max is {sessions_max}: a server without sessions serves nobody")
-        self.store = StoreServer(Address(host, store_port))
+        self.store: StoreServer = StoreServer(Address(host, store_port))
         self._host = advertised_host(host)
         self._groups: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()

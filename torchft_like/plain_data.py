@@ -402,14 +402,14 @@ class Sheet:
     )
 
     def __init__(self, schema: Schema) -> None:
-        self.schema = schema
-        self.writers = schema.writers
+        self.schema: Schema = schema
+        self.writers: Mapping[type, Callable[..., None]] = schema.writers
         self.parts: list[bytes] = []
-        self.put = self.parts.append
+        self.put: Callable[[bytes], None] = self.parts.append
         self.leaves: list[Leaf] = []
         limits = schema.limits
-        self.values_left = limits.values
-        self.bytes_left = limits.structure_bytes
+        self.values_left: int = limits.values
+        self.bytes_left: int = limits.structure_bytes
         if schema.joins_views:
             self.views: dict[object, int] = {}  # the leaf that shows the same elements
             self.meshes: dict[object, int] = {}
@@ -732,7 +732,7 @@ class Reader:
     def __init__(self, data: bytes, schema: Schema, limits: Limits) -> None:
         self.data = data
         self.schema = schema
-        self.values_left = limits.values
+        self.values_left: int = limits.values
         # For each leaf that was given away: the tensor, or None if it was none.
         self.given: list[Tensor | None] = []
 
@@ -830,7 +830,7 @@ class Structure(Reader):
                 self.specs, self._start = _read_specs(data, limits)
             except FOREIGN as error:
                 raise foreign(error) from error
-            self.copies_left = limits.leaves - len(self.specs)
+            self.copies_left: int = limits.leaves - len(self.specs)
 
     def value(self, leaves: LeafSource) -> object:
         """Read the value; a PlainDataError says that the bytes are none. The source's errors pass."""

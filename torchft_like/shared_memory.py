@@ -30,7 +30,7 @@ class Segment:
     """Memory that both processes see: a number of its own, and what the subprocess needs to map it."""
 
     def __init__(self, *details: Any, descriptors: tuple[int, ...] = ()) -> None:
-        self.number = next(_numbers)
+        self.number: int = next(_numbers)
         self.details = details
         self.descriptors = descriptors
 
@@ -91,7 +91,7 @@ class TorchCuda:
         return stream
 
 
-cuda = TorchCuda()
+cuda: TorchCuda = TorchCuda()
 
 
 class Export(Segment):
@@ -111,4 +111,4 @@ class Export(Segment):
             ) from error
         super().__init__(device, handle, nbytes, offset)
         # It returns the memory to torch with its storage: no process maps it any more, and none will.
-        self.release = functools.partial(cuda.decrement, counter, counter_offset)
+        self.release: Callable[[], None] = functools.partial(cuda.decrement, counter, counter_offset)

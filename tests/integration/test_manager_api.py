@@ -592,6 +592,43 @@ def test_collectives_of_a_step_given_up_never_meet_those_of_another(lighthouse: 
     assert on_both(train) == [{11.0}, {11.0}]
 
 
+@pytest.mark.progress
+def test_a_step_that_cannot_begin_keeps_no_healing_replica_waiting() -> None:
+    class Ill(HTTPTransport[Any]):
+        is_ill = False
+
+        def metadata(self) -> str:
+            if self.is_ill:
+                raise RuntimeError("the transport is ill")
+            return super().metadata()
+
+    transport, may_join, was_told = Ill(LIMIT_S), threading.Event(), threading.Event()
+
+    def train(name: str) -> None:
+        assert name == "a" or may_join.wait(LIMIT_S)
+        settings = {"checkpoint_transport": transport} if name == "a" else {}
+        with make_manager(lighthouse, name, nn.Linear(1, 1), min_replica_size=1, **settings) as manager:
+            if name == "b":
+                manager.start_quorum()
+                assert not manager.should_commit()
+                was_told.set()
+                return
+            manager.start_quorum()
+            manager.wait_quorum()
+            while manager.replica_world_size() < 2:
+                assert manager.should_commit()
+                may_join.set()
+                manager.start_quorum()
+                manager.wait_quorum()
+            transport.is_ill = True
+            with pytest.raises(RuntimeError, match="the transport is ill"):
+                manager.start_quorum()
+            assert was_told.wait(LIMIT_S / 2), "b waits for a state that does not come"
+
+    with lighthouse_here(min_replicas=1) as lighthouse:
+        on_both(train)
+
+
 def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     with lighthouse_here(min_replicas=1, join_timeout_ms=600_000) as lighthouse:
         with monkeypatch.context() as fault:

@@ -28,14 +28,14 @@ from torchft_like.checkpointing.kept_memory import KeptMemory
 from torchft_like.checkpointing.shards import is_dtensor
 from torchft_like.dtypes import as_bytes
 from torchft_like.plain_data import Leaf
-from torchft_like.runtime.asides import run_aside
+from torchft_like.runtime.background import run_in_background
 from torchft_like.writing import is_dense
 
 ALIGNMENT = 64
 COPY_BYTES = 8 * 1024 * 1024  # copied at a time
 PLAIN_FROM = 64 * 1024  # bytes of a tensor that is worth pieces of its own
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 def aligned(nbytes: int) -> int:
@@ -95,7 +95,7 @@ class Copying:
     """
 
     def __init__(self) -> None:
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = threading.Condition()
         self._open: deque[Piece] = deque()
         self._under_way = 0  # pieces that threads copy
 
@@ -158,7 +158,7 @@ class CopyAhead(Copying):
         self._list: Callable[[], Iterable[torch.Tensor]] | None = tensors
         self._lender = lender
         self._begun: dict[object, _Begun] = {}
-        run_aside("torchft-copy-ahead", self._run)
+        run_in_background("torchft-copy-ahead", self._run)
 
     def take(self, leaves: Sequence[Leaf]) -> dict[int, list[Piece]]:
         """Return by its index the pieces of each leaf of a state that is still as it was; `finish` copies the
@@ -189,7 +189,7 @@ class CopyAhead(Copying):
             while self.copy_next(is_alone=True):
                 pass
         except Exception:  # memory may have run out, or the script's replay has failed
-            logger.exception("what is left of the state is copied at the end of the step")
+            _logger.exception("what is left of the state is copied at the end of the step")
 
     def _begin(self) -> None:
         """List the tensors and make memory for their copies, unless `take` was earlier."""

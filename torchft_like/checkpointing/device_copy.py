@@ -69,7 +69,7 @@ class TorchDevices:
             torch.cuda.current_stream(device).synchronize()
 
 
-devices = TorchDevices()
+devices: TorchDevices = TorchDevices()
 
 
 class _Staging:

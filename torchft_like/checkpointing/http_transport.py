@@ -88,14 +88,14 @@ from torchft_like.errors import (
 )
 from torchft_like.futures import context_timeout
 from torchft_like.plain_data import Limits
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.connecting import connect_tcp, shut
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import local_host_towards, own_host
 from torchft_like.runtime.numbers import whole_number
 
 T = TypeVar("T")
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 CHUNKS_MAX = 64
 _PATH = "/checkpoint/"
 LINES = 2  # connections to each source, by default
@@ -152,7 +152,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._closed = False
-        living.lives(self)
+        resources.track(self)
 
     def use_host(self, host: str) -> None:
         """Serve under `host` from now on, unless a `hostname` was given; earlier offers end.
@@ -211,7 +211,7 @@ class HTTPTransport(CheckpointTransport[T]):
         try:
             return CopyAhead(tensors, self._memory_ahead)
         except RuntimeError as error:
-            logger.warning("the state is copied at the end of the step: %s", error)
+            _logger.warning("the state is copied at the end of the step: %s", error)
             return None
 
     def send_checkpoint_with(
@@ -421,10 +421,11 @@ class CheckpointServer:
     """
 
     def __init__(self, bind: Address, limits: ServerLimits, key: str = "") -> None:
-        self.limits, self.key = limits, key
+        self.limits: ServerLimits = limits
+        self.key: str = key
         self._listener = listen_guarded(bind)
         self.port: int = self._listener.getsockname()[1]
-        self.changed = threading.Condition()
+        self.changed: threading.Condition = threading.Condition()
         self._offer: Offer | None = None
         # The bytes of the current offer that each receiver has yet to fetch, by the id of its fetch.
         self._left: dict[bytes, int] = {}
@@ -432,7 +433,7 @@ class CheckpointServer:
         self._copy_bytes_per_s = COPY_BYTES_PER_S
         self._recent_ids: deque[str] = deque(maxlen=2)
         self._connections: dict[socket.socket, _Connection] = {}
-        self.closing = threading.Event()
+        self.closing: threading.Event = threading.Event()
         self._thread = threading.Thread(target=self._accept, name="torchft-checkpoint", daemon=True)
         try:
             self._thread.start()
@@ -581,13 +582,13 @@ class CheckpointServer:
             except OSError as error:
                 # Most likely out of file descriptors, of which some may be closed.
                 if not self.closing.is_set():
-                    logger.warning("the checkpoint server cannot accept a connection: %s", error)
+                    _logger.warning("the checkpoint server cannot accept a connection: %s", error)
                     self.closing.wait(_ACCEPT_RETRY_S)
                 continue
             try:
                 self._admit(accepted(peer))
             except OSError as error:  # it has hung up
-                logger.debug("a checkpoint client has gone: %s", error)
+                _logger.debug("a checkpoint client has gone: %s", error)
                 peer.close()
         self._listener.close()
 
@@ -642,7 +643,7 @@ class _Connection:
         try:
             self.thread.start()
         except RuntimeError as error:
-            logger.warning("no thread for a checkpoint client: %s", error)
+            _logger.warning("no thread for a checkpoint client: %s", error)
             self._owner.forget(self._peer)
             return False
         return True
@@ -670,7 +671,7 @@ class _Connection:
                 while self._answer(head):
                     head = _read_head(self._peer, limits.chunk_s)
         except (OSError, CheckpointError) as error:
-            logger.info("a checkpoint client was lost: %s", error)
+            _logger.info("a checkpoint client was lost: %s", error)
         finally:
             self._owner.forget(self._peer)
             self._peer.close()
@@ -778,7 +779,7 @@ class _Connection:
         of = f"Checkpoint-Step: {offer.step}\r\nCheckpoint-Id: {offer.id}\r\n" if offer else ""
         head = f"HTTP/1.1 {status} {reason}\r\nContent-Length: {length}\r\n{of}\r\n"
         self._peer.sendall(head.encode(errors="replace"))
-        logger.debug("a checkpoint client was answered %s %s", status, reason)
+        _logger.debug("a checkpoint client was answered %s %s", status, reason)
 
     def _refuse(self, status: int, reason: str) -> bool:
         self._say(status, reason, 0)
@@ -826,7 +827,7 @@ def _refuse(peer: socket.socket) -> None:
         try:
             peer.send(b"HTTP/1.1 503 all connections are taken\r\nContent-Length: 0\r\n\r\n")
         except OSError as error:
-            logger.debug("a refused checkpoint client did not hear of it: %s", error)
+            _logger.debug("a refused checkpoint client did not hear of it: %s", error)
 
 
 # -- a receiver's fetch
@@ -1028,7 +1029,7 @@ class Fetch:
         except RuntimeError as error:  # threading raises it if the system has no thread
             if not pool._threads:
                 raise CheckpointError(f"there is no thread to fetch it: {error}") from error
-            logger.warning("a state is fetched over fewer connections: %s", error)
+            _logger.warning("a state is fetched over fewer connections: %s", error)
 
     def _read_sums(self, incoming: IncomingState, line: _Line) -> bytes:
         length = line.ask("sums", sums_nbytes(incoming.nbytes))
@@ -1069,7 +1070,7 @@ class Fetch:
             incoming.read(line, *stripe)
             has_come = True
         except (OSError, CheckpointError):
-            if not line.is_robbed:
+            if not line.has_lost_stripe:
                 raise
             line.close()
         finally:
@@ -1106,13 +1107,13 @@ class Fetch:
             self._idle.add(line)
             while self._ended is None and self._left_nbytes and source.failure is None:
                 is_again = source.is_first and self._again
-                if is_again or (self._open and (not line.is_robbed or self._is_alone(source))):
-                    line.is_robbed = False
+                if is_again or (self._open and (not line.has_lost_stripe or self._is_alone(source))):
+                    line.has_lost_stripe = False
                     self._idle.discard(line)
                     stripe = (self._again if is_again else self._open).popleft()
                     self._under_way[line] = stripe, time.monotonic()
                     return stripe
-                limit_s = None if line.is_robbed else self._rob(source, took_s)
+                limit_s = None if line.has_lost_stripe else self._steal(source, took_s)
                 if (kept_s := since + self._kept_open_s - time.monotonic()) <= 0:
                     line.close()
                 elif line.is_open:
@@ -1123,12 +1124,12 @@ class Fetch:
     def _is_alone(self, source: _Source) -> bool:
         return all(other.failure is not None for other in self._sources if other is not source)
 
-    def _rob(self, robber: _Source, took_s: float) -> float | None:
+    def _steal(self, thief: _Source, took_s: float) -> float | None:
         """Take a stripe from another source's slow connection; return after how long one will be slow."""
         others = [
             (since, line)
             for line, (_, since) in self._under_way.items()
-            if line.source is not robber and not line.is_robbed
+            if line.source is not thief and not line.has_lost_stripe
         ]
         if not others or not took_s:
             return None
@@ -1136,8 +1137,8 @@ class Fetch:
         patience_s = since + max(PATIENCE * took_s, PATIENCE_S) - time.monotonic()
         if patience_s > 0:
             return patience_s
-        logger.info("%s is slow: another source sends the rest", slowest.source.address.url)
-        slowest.is_robbed = True
+        _logger.info("%s is slow: another source sends the rest", slowest.source.address.url)
+        slowest.has_lost_stripe = True
         slowest.shut()
         return None
 
@@ -1178,7 +1179,7 @@ class Fetch:
 
     def _refuse(self, source: _Source, reason: str) -> None:
         self._destination.refused[source.address.url] = reason
-        logger.info("%s is no source of the rest of the state: %s", source.address.url, reason)
+        _logger.info("%s is no source of the rest of the state: %s", source.address.url, reason)
 
     # -- connections
 
@@ -1233,12 +1234,12 @@ class _Line:
     """A connection to a source, which is made when something is asked, and carries one answer at a time.
 
     Attributes:
-        is_robbed: whether another source's connection fetches its stripe, as it took too long.
+        has_lost_stripe: whether another source's connection fetches its stripe, as it took too long.
     """
 
     def __init__(self, fetch: Fetch, source: _Source) -> None:
         self.source = source
-        self.is_robbed = False
+        self.has_lost_stripe = False
         self._fetch = fetch
         self._socket: socket.socket | None = None
         self._answer: HTTPResponse | None = None

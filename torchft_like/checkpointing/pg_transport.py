@@ -365,7 +365,7 @@ class DeviceBlock:
         self.device = device
         half = min(aligned(nbytes), BLOCK_BYTES // 2)
         memory = torch.empty(2 * half, dtype=torch.uint8, device=device)
-        self.halves = memory[:half], memory[half:]
+        self.halves: tuple[Tensor, Tensor] = memory[:half], memory[half:]
         self._export = Export(memory.untyped_storage())
         _, handle, size, offset = self._export.details
         place = own_place()
@@ -373,7 +373,7 @@ class DeviceBlock:
         if len(offer) > OFFER_BYTES:
             self.release()
             raise NotSupportedError(f"the handle of the device's memory has {len(handle)} bytes")
-        self.offer = offer.ljust(OFFER_BYTES, b"\0")
+        self.offer: bytes = offer.ljust(OFFER_BYTES, b"\0")
 
     def release(self) -> None:
         """Give the memory back: no receiver maps it any more."""

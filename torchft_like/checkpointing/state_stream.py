@@ -107,7 +107,7 @@ class Expectation:
     def __init__(self, leaf_bytes_max: int | None = None) -> None:
         most = STATE_SCHEMA.limits
         self._leaf_bytes_max = leaf_bytes_max
-        self.limits = most if leaf_bytes_max is None else replace(most, leaf_bytes=leaf_bytes_max)
+        self.limits: Limits = most if leaf_bytes_max is None else replace(most, leaf_bytes=leaf_bytes_max)
 
     def learn(self, own: object) -> None:
         """Set the limits by the rank's own state.
@@ -143,9 +143,9 @@ class _OutgoingState:
 
     def __init__(self, state: object) -> None:
         structure, self._leaves = flatten_state(state)
-        self.header = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
+        self.header: bytes = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
         self._offsets = _offsets(map(nbytes_of, self._leaves))
-        self.nbytes = self._offsets[-1]
+        self.nbytes: int = self._offsets[-1]
 
     @property
     def stream_nbytes(self) -> int:
@@ -257,7 +257,7 @@ class Snapshot(Copying, _OutgoingState):
                 self._pieces.append(Piece(place))
                 self._left.append((self._pieces[-1], [leaf]))
         self._starts = list(accumulate((len(piece.place) for piece in self._pieces), initial=0))
-        self.live_nbytes = sum(len(piece.place) for piece in self._open)
+        self.live_nbytes: int = sum(len(piece.place) for piece in self._open)
         self._open.reverse()  # from the end, as readers begin at the front
         self._leaves = []
         self.chunk_sums: list[int | None] = [None] * _chunk_count(self.nbytes)
@@ -416,9 +416,9 @@ class IncomingState:
         self._header = header
         # The bytes of tensors are checked below, with a more helpful error.
         self._limits = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
-        self.specs = self._structure_of(header).specs
+        self.specs: Sequence[TensorSpec] = self._structure_of(header).specs
         self._offsets = _offsets(spec.nbytes for spec in self.specs)
-        self.nbytes = self._offsets[-1]
+        self.nbytes: int = self._offsets[-1]
         self._leaves: list[torch.Tensor | None] = [None] * len(self.specs)
         self._outlines = _Outlines()
         self._outline: Any = None

@@ -75,8 +75,8 @@ class Channel:
     def __init__(self, group: Group) -> None:
         self.group = group
         self._own = group if isinstance(group, ProcessGroup) else None
-        self.configuration = None if self._own is None else _configuration_of(self._own)
-        self.hides_errors = self._own is not None and self._own.hides_errors
+        self.configuration: Configuration | None = None if self._own is None else _configuration_of(self._own)
+        self.hides_errors: bool = self._own is not None and self._own.hides_errors
 
     @property
     def is_lasting(self) -> bool:
@@ -237,17 +237,21 @@ class Communicator:
         control: Channel | None = None,
     ) -> None:
         self.name = name
-        self.rank, self.world_size = place
+        self.rank: int = place[0]
+        self.world_size: int = place[1]
         self.device = device
         self.options = options
         self.epoch = epoch
-        self.is_checking = check_wanted(options.check_collectives) is True
+        self.is_checking: bool = check_wanted(options.check_collectives) is True
         self.channels = channels
-        self.control_device = torch.device("cpu") if "cpu" in channels or control is not None else device
-        self.control = channels[self.control_device.type] if control is None else control
+        is_on_cpu = "cpu" in channels or control is not None
+        self.control_device: torch.device = torch.device("cpu") if is_on_cpu else device
+        self.control: Channel = channels[self.control_device.type] if control is None else control
         self._each = tuple({id(each): each for each in (self.control, *channels.values())}.values())
-        self.endings = [each.configuration for each in self._each if each.configuration is not None]
-        self.is_watched = epoch is not None or any(each.hides_errors for each in self._each)
+        self.endings: list[Configuration] = [
+            each.configuration for each in self._each if each.configuration is not None
+        ]
+        self.is_watched: bool = epoch is not None or any(each.hides_errors for each in self._each)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
         self._queues: list[MessageQueue] = []

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any, Generic, TypeVar
 
 from torchft_like.errors import GroupCoordinatorError, StaleEpochError, StillUnderWayError
-from torchft_like.futures import aside, complete
+from torchft_like.futures import complete, in_background
 from torchft_like.process_group.configuration import Configuration
 from torchft_like.runtime.durations import seconds_of
 
@@ -77,7 +77,7 @@ class Handle(Generic[T]):
         self._finish = finish
         self._settle = settle
         self._is_over = is_over
-        self._outcome: Future[Any] = Future() if is_over else aside("torchft-coordinator", finish)
+        self._outcome: Future[Any] = Future() if is_over else in_background("torchft-coordinator", finish)
         self._settling = threading.Lock()
         self._result: Future[T] | None = None
 

@@ -26,8 +26,8 @@ class Conversation(Generic[M]):
     """
 
     def __init__(self) -> None:
-        self.received = 0
-        self.is_over = False
+        self.received: int = 0
+        self.is_over: bool = False
         self._told = 0  # the count that the other side knows of
         self._arrived = 0  # how many messages of this side the other one has counted
         self._kept: deque[M] = deque()

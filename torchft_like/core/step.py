@@ -113,22 +113,22 @@ class StepProtocol:
 
     def __init__(self, rules: StepRules) -> None:
         self._rules = rules
-        self.step = 0
-        self.commit_quorum_id = 0
-        self.first_quorum_id = 0  # of the job in which the training of this state began
-        self.batches_committed = 0
-        self.commit_failures = 0
-        self.quorum_id = NO_QUORUM
+        self.step: int = 0
+        self.commit_quorum_id: int = 0
+        self.first_quorum_id: int = 0  # of the job in which the training of this state began
+        self.batches_committed: int = 0
+        self.commit_failures: int = 0
+        self.quorum_id: int = NO_QUORUM
         self._attempts = 0
         self._answered = 0  # the last one whose request for a quorum was answered
-        self.in_step = False
-        self.steps_given_up = 0
-        self.has_committed = False  # a step, in this process
-        self.healing = False
-        self.steps_kept_max = 0
+        self.in_step: bool = False
+        self.steps_given_up: int = 0
+        self.has_committed: bool = False  # a step, in this process
+        self.healing: bool = False
+        self.steps_kept_max: int = 0
         self.catch_up: CatchUp | None = None
         self.participating_rank: int | None = None
-        self.num_participants = 0
+        self.num_participants: int = 0
         self._counted: Sequence[int] = ()  # the participants whose gradients count
         self._configured_quorum_id = NO_QUORUM
         self._jobs_first_quorum_id = 0  # as the lighthouse says
@@ -146,7 +146,7 @@ class StepProtocol:
         self._is_held = False
         self._is_entered = False
         self._has_gone_on = False  # this attempt is made in a quorum of an earlier one
-        self.is_bound = False
+        self.is_bound: bool = False
         self._was_bound = False  # the last attempt, which was committed
         self._is_settled = False  # the script has carried out all that was committed, and nothing more
 

@@ -58,7 +58,7 @@ from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.swallowing import GroupManager
-from torchft_like.runtime.asides import run_aside
+from torchft_like.runtime.background import run_in_background
 from torchft_like.runtime.durations import as_timedelta, seconds_of
 from torchft_like.runtime.long_waits import oldest_call
 
@@ -281,7 +281,7 @@ class Change:
                 self.fail(f"could not meet the others: {error}")
             self._prepared.set()
 
-        run_aside("torchft-change", meet)
+        run_in_background("torchft-change", meet)
 
     def fail(self, reason: str) -> None:
         """Abort the groups: the change cannot come about, or its members cannot communicate any more."""
@@ -329,7 +329,7 @@ def retire(old: EpochGroups | None, new: EpochGroups, reason: str) -> None:
             _logger.info("not all members have heard of the change: %s", error)
         old.set(reason)
 
-    run_aside("torchft-change-retire", close)
+    run_in_background("torchft-change-retire", close)
 
 
 def _left(deadline: float) -> timedelta:
@@ -598,7 +598,7 @@ class ElasticCoordinator(EpochCoordinator):
         coordinator = ElasticCoordinator("worker-3", lighthouse="http://10.0.0.1:29510")
         coordinator.follow()  # have members
         ...
-        change = coordinator.begin_change()  # asks who is a member; prepared aside, calls go on
+        change = coordinator.begin_change()  # asks who is a member; prepared in the background
         if coordinator.is_due(change):  # on all members, between two calls
             change.complete()
 
@@ -656,7 +656,7 @@ class ElasticCoordinator(EpochCoordinator):
     def begin_change(
         self, timeout: timedelta | float | None = None, *, shrink_only: bool = False, leaving: bool = False
     ) -> Change:
-        """Ask the lighthouse for members, and meet them aside; calls to the present ones go on.
+        """Ask the lighthouse for members, and meet them in the background; calls to the present ones go on.
 
         The answer comes when all members have asked. A change that was begun before, and can still come
         about, is given again. The first call connects to the lighthouse; every other one returns at once.

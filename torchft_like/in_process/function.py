@@ -56,7 +56,7 @@ from torchft_like.in_process.meeting import RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk, is_spare, lighthouse_of, take_place, warm_up
 from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.numbers import whole_number
 
@@ -70,7 +70,7 @@ THREADS_END_S = 1.0
 _OF_FSDP = "torch.distributed.fsdp._fully_shard"
 _caches: weakref.WeakSet[functools._lru_cache_wrapper[Any]] = weakref.WeakSet()  # torch's
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class SpareOptions(TypedDict, total=False):
@@ -210,7 +210,7 @@ class _Tries:
         os.environ.update({n: value for n, value in place.environment.items() if n in names})
         os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
         reason = f"this process has taken the place of rank {place.rank}"
-        logger.warning("%s: try %d of its group begins", reason, attempt)
+        _logger.warning("%s: try %d of its group begins", reason, attempt)
         return group, Restart(attempt, reason=reason, is_replacement=True)
 
     def _next(self, attempt: int, group: RestartGroup, ended: Try, failure: BaseException) -> Restart:
@@ -242,7 +242,7 @@ class _Tries:
             raise failure
         if all(each.ending is not Ending.REPLACED for each in everybody):
             self._budget.count(time.monotonic())
-        logger.warning("another try begins in this process, number %d: %s", attempt, reason)
+        _logger.warning("another try begins in this process, number %d: %s", attempt, reason)
         return Restart(attempt, type(failure), reason, trace)
 
 
@@ -250,14 +250,14 @@ class Try:
     """What the process has while a try begins; the rest is the try's."""
 
     def __init__(self) -> None:
-        self._made_until = living.now()
+        self._made_until = resources.mark()
         self._threads = frozenset(threading.enumerate())
         _note_caches(gc.get_objects())
         gc.freeze()
 
     def end(self, error: BaseException) -> None:
         """End what this try has made, and free what its function held; what fails is logged."""
-        living.end_since(self._made_until)
+        resources.end_since(self._made_until)
         if dist.is_initialized():
             _destroy_torchs_groups()
         # torch names groups by their number, and counts a default group that could not be made.
@@ -269,7 +269,7 @@ class Try:
             try:
                 torch.cuda.empty_cache()
             except RuntimeError as failure:  # a health check finds out whether it is of use
-                logger.warning("the device's cache could not be emptied: %s", failure)
+                _logger.warning("the device's cache could not be emptied: %s", failure)
 
     def check_threads(self) -> None:
         """Raise an error while a thread of this try runs for which a process would wait at its end."""
@@ -292,7 +292,7 @@ def _destroy_torchs_groups() -> None:
     try:
         dist.destroy_process_group()
     except Exception:  # of a backend that is broken
-        logger.exception("torch's process groups could not be destroyed in good order")
+        _logger.exception("torch's process groups could not be destroyed in good order")
     made = gc.get_objects()
     _note_caches(made)
     for cache in _caches:

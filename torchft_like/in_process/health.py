@@ -24,7 +24,7 @@ from torchft_like.message_queue.memory import available_bytes
 from torchft_like.runtime.connecting import connect_tcp
 from torchft_like.runtime.durations import seconds_of
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 HealthCheck = Callable[[], object]
 
@@ -87,7 +87,7 @@ def wait_until_healthy(checks: Sequence[HealthCheck], limit_s: float) -> None:
             raise HealthCheckError(
                 f"a health check has failed for {limit_s:g} s, so this rank does not start again: {text}"
             ) from failure
-        logger.warning("this rank is not healthy, and is checked again in %.1f s: %s", pause_s, text)
+        _logger.warning("this rank is not healthy, and is checked again in %.1f s: %s", pause_s, text)
         time.sleep(min(pause_s, left_s))
 
 

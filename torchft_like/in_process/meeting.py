@@ -77,7 +77,7 @@ class RestartGroup:
         meeting: Meeting | None = None,
         until_closed: contextlib.ExitStack | None = None,
     ) -> None:
-        self.is_alone = meeting is None
+        self.is_alone: bool = meeting is None
         self._rank = rank
         self._meets_at = meets_at
         self._limit = limit

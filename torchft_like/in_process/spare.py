@@ -40,7 +40,7 @@ HANDED_OVER = ("REPLICA_GROUP_ID", "NUM_REPLICA_GROUPS")  # torchft's names
 RETRY_S = 0.25
 AWAY_S = 10.0  # for which a rank that would not wait for a spare waits for a lighthouse that was away
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class SpareDesk:
         if isinstance(handed_over, str) or not all(isinstance(name, str) for name in handed_over):
             raise ConfigError(f"handed_over is {handed_over!r:.100}: it takes names of environment variables")
         self._wait_s = None if spare_wait is None else seconds_of(spare_wait, "spare_wait")
-        self.handed_over = tuple(handed_over)
+        self.handed_over: tuple[str, ...] = tuple(handed_over)
 
     @property
     def wait_s(self) -> float:
@@ -123,7 +123,7 @@ class SpareDesk:
                 async with make_aio_channel(address) as channel:
                     call = unary(channel, wire.FILL_VACANCY, pb.FillVacancyRequest, pb.FillVacancyResponse)
                     answer = await call(request, timeout=left_s if request.waits else None)
-                logger.warning("%s takes the place of rank %d", answer.spare_id, vacancy.group_rank)
+                _logger.warning("%s takes the place of rank %d", answer.spare_id, vacancy.group_rank)
                 return ""
             except grpc.aio.AioRpcError as error:
                 reason = error.details() or error.code().name
@@ -174,13 +174,13 @@ def take_place(address: Address, connect_s: float, take: Callable[[Place], T]) -
             while (response := loop.run(_next(call, says), cancels=True)) is not None:
                 was_there, says = True, None
                 if response.WhichOneof("response") != "vacancy":
-                    logger.info("%s waits for a place", spare_id)
+                    _logger.info("%s waits for a place", spare_id)
                     continue
                 try:
                     taken = take(_place_of(response.vacancy))
                 except (GroupLostError, AddressError, BindError) as error:  # the place is to blame
                     rank = response.vacancy.group_rank
-                    logger.warning("the place of rank %d is not taken: %s", rank, error)
+                    _logger.warning("the place of rank %d is not taken: %s", rank, error)
                     says = pb.SpareRequest(declined=pb.Declined(reason=str(error)[:1000]))
                     continue
                 loop.run(call.finish(pb.SpareRequest(taken=pb.Taken())))

@@ -37,10 +37,11 @@ class Attempt:
 
     def __init__(self, allow_heal: bool, quorum_timeout_s: float) -> None:
         self.allow_heal = allow_heal
-        self.began = time.monotonic()
+        self.began: float = time.monotonic()
         self.result: QuorumResult | None = None
-        self.is_standing = False  # it is made in a quorum that stands, and collectives were not issued yet
-        self.is_unasked = False  # its quorum is that of an earlier attempt
+        # It is made in a quorum that stands, and collectives were not issued yet.
+        self.is_standing: bool = False
+        self.is_unasked: bool = False  # its quorum is that of an earlier attempt
         self.ask: Callable[[], None] = lambda: None  # asks for a quorum, once it is known how
         self.pending_collectives: Pending = {}
         self.error_feedbacks: list[ErrorFeedback] = []  # of what was quantized in it
@@ -54,17 +55,18 @@ class Attempt:
         self.is_exchanging = False  # the training thread waits for a peer's state, or sends its own
         # It has exchanged state, as the group's other ranks do, and one of those may take longer.
         self.has_exchanged = False
-        self.is_synchronizing = False  # it waits for the device, on which collectives may wait for peers
-        self.is_deciding = False  # it has voted, and ranks that have not may wait for peers
+        # It waits for the device, on which collectives may wait for peers.
+        self.is_synchronizing: bool = False
+        self.is_deciding: bool = False  # it has voted, and ranks that have not may wait for peers
         # What it waits for comes when a link works again, or a rank answers, which is no reason to give up.
         self.is_patient = False
         self._plan: Plan | None = None
         self.quorum_timeout_s = quorum_timeout_s
         self._agreed = threading.Event()
         self._configured = threading.Event()
-        self.is_configured = False  # the event's value, which is read before every collective
+        self.is_configured: bool = False  # the event's value, which is read before every collective
         self._decided = threading.Event()
-        self.device = torch.accelerator.current_device_index() if devices.is_in_use() else None
+        self.device: int | None = torch.accelerator.current_device_index() if devices.is_in_use() else None
 
     @property
     def is_agreed(self) -> bool:

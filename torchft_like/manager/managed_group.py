@@ -38,7 +38,7 @@ class ManagedGroup:
     def __init__(
         self, pg: dist.ProcessGroup, protocol: StepProtocol, emit: Emit, timeout_s: float | None = None
     ) -> None:
-        self.pg = adopted(pg)
+        self.pg: ProcessGroup = adopted(pg)
         if timeout_s is not None:
             self.pg.set_timeout(timedelta(seconds=timeout_s))
         self.lock = threading.RLock()

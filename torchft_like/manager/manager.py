@@ -57,12 +57,12 @@ from torchft_like.manager.state_registry import LoadFunction, SaveFunction, Stat
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
 from torchft_like.quantization import FP8, format_named
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.durations import SECONDS_MAX, seconds_of
 from torchft_like.runtime.numbers import whole_number
 
 T = TypeVar("T")
-logger = logging.getLogger("torchft_like")
+_logger = logging.getLogger("torchft_like")
 
 WORKER_STOP_S = 5.0
 
@@ -200,7 +200,7 @@ class Manager:
         self._replica_id, self._init_sync, self._checks = config.replica_id, init_sync, []
         self._protocol = protocol = StepProtocol(rules)
         self._state = state = StateRegistry(load_state_dict, state_dict)
-        self.events: EventLog = followed(EventLog("manager", logger))
+        self.events: EventLog = followed(EventLog("manager", _logger))
         self._group = group = ManagedGroup(pg, protocol, self._emit, config.given_timeout_s)
         self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
         self._transport.use_host(config.host)
@@ -217,7 +217,7 @@ class Manager:
             raise
         self._replica_id = self._link.replica_id
         self._emit("settings", settings=list(config.sources))
-        atexit.register(living.lives(self).shutdown, wait=False)
+        atexit.register(resources.track(self).shutdown, wait=False)
 
     # ------------------------------------------------------------------ the user's state
 
@@ -338,8 +338,9 @@ class Manager:
         except BaseException as error:  # the next step would wait for a quorum that was never asked for
             attempt.fail(lost_by(error, "start_quorum"))
             raise
-        if last is not None:
-            self._exchange.give_up(last)
+        finally:
+            if last is not None:  # whether or not this step begins, the last one is over
+                self._exchange.give_up(last)
         if not self._rules.use_async_quorum:
             self._driver.wait_configured(attempt)
             self._exchange_state(attempt)

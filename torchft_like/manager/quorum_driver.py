@@ -8,6 +8,7 @@ gates of the current `Attempt`; the training thread waits at them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -57,9 +58,9 @@ from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.torch_interface import abort_groups_of_torch
 from torchft_like.process_group.work import DeferredOperation, FinishedOperation
-from torchft_like.runtime.asides import awaited_at_exit
+from torchft_like.runtime.background import awaited_at_exit
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class QuorumDriver:
@@ -83,7 +84,7 @@ class QuorumDriver:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
         self.trouble: str | None = None
-        self.divergence = DivergenceWatch(emit)
+        self.divergence: DivergenceWatch = DivergenceWatch(emit)
         self._config = config
         self._protocol = protocol
         self._group = group
@@ -161,14 +162,18 @@ class QuorumDriver:
         operation = DeferredOperation(devices)
         self._deferred = weakref.ref(operation)  # which keeps tensors; the worker keeps it until it has begun
 
+        def refuse(error: Exception) -> None:
+            operation.follow(FinishedOperation([], error))
+
         def run() -> None:
             try:
                 begun = begin()
-            except Exception as error:  # noqa: BLE001 - a backend may raise anything: only the step is lost
-                begun = FinishedOperation([], error)
-            operation.follow(begun)
+            except BaseException as error:  # noqa: BLE001 - a backend may raise anything: only the step is lost
+                refuse(lost_by(error, "an operation of several collectives"))
+            else:
+                operation.follow(begun)
 
-        self._worker.submit(run)
+        self._worker.submit(run, refuse)
         return operation
 
     def wait_for_turn(self) -> None:
@@ -402,7 +407,7 @@ class QuorumDriver:
         try:
             pending.result()
         except Exception:  # the step finds the device's failure elsewhere, and peers wait for the join
-            logger.exception("step %d: no fingerprint of the state", join.step)
+            _logger.exception("step %d: no fingerprint of the state", join.step)
             described = None
         if self.attempt is attempt and attempt.error is None:
             self._join(join, link, described)
@@ -411,7 +416,7 @@ class QuorumDriver:
         try:
             self._configure(attempt, result)
         except BaseException as error:  # also if a user's process group calls sys.exit
-            logger.exception("preparing quorum %d failed", result.quorum_id)
+            _logger.exception("preparing quorum %d failed", result.quorum_id)
             self._group.fail(result.quorum_id, lost_by(error, "the configuration of the group"))
         finally:
             attempt.open_configured()
@@ -474,12 +479,17 @@ class QuorumWorker:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Job, OnError] | None] = queue.SimpleQueue()
         self.device: int | None = None
+        self._has_ended = False
         self._thread = threading.Thread(target=self._run, name="torchft-quorum", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job, on_error: OnError = lambda _: None) -> None:
-        """Run `job` after those that were submitted before. An error is logged and passed to `on_error`."""
+        """Run `job` after those that were submitted before. An error is logged and passed to `on_error`,
+        which gets a ShutdownError where the worker has ended before.
+        """
         self._jobs.put((job, on_error))
+        if self._has_ended:
+            self._refuse_rest()
 
     def stop(self, timeout_s: float | None) -> None:
         """End after the jobs submitted so far; wait for that `timeout_s` at most (None: not at all)."""
@@ -495,6 +505,15 @@ class QuorumWorker:
                     job()
             # It may be of a user's transport, even a SystemExit, and later jobs have to run nevertheless.
             except BaseException as error:
-                logger.exception("a job of the quorum worker failed")
+                _logger.exception("a job of the quorum worker failed")
                 on_error(lost_by(error, "a job of the quorum worker"))
             del entry, job, on_error  # these hold attempts, and attempts hold tensors
+        self._has_ended = True
+        self._refuse_rest()
+
+    def _refuse_rest(self) -> None:
+        """Refuse what was submitted too late. Two threads may do so at the same time."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                if (entry := self._jobs.get_nowait()) is not None:
+                    entry[1](ShutdownError("the Manager was shut down"))

@@ -45,7 +45,7 @@ from torchft_like.errors import (
     MemberLostError,
     StepLostError,
 )
-from torchft_like.futures import aside
+from torchft_like.futures import in_background
 from torchft_like.manager import kept_state
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.client import ManagerClient
@@ -63,7 +63,7 @@ PATIENCE_WHEN_FAILED = 0.25
 REACH_S = 5.0  # for a connection to a source
 ASK_EARLY_S = 1.0  # seconds; so long the quorum worker is blocked if the source's host is gone
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class StateExchange:
             try:
                 tensors = stand_ins(self._copied_ahead())
             except Exception:  # the script's replay has failed, or memory has run out
-                logger.exception("no memory is kept for what is copied ahead")
+                _logger.exception("no memory is kept for what is copied ahead")
             else:
                 self._transport.begin_copy(lambda: tensors)
 
@@ -209,7 +209,7 @@ class StateExchange:
             try:
                 self._transport.disallow_checkpoint()
             except Exception:  # it may be an error of a user's transport
-                logger.exception("the offer of the state could not be ended")
+                _logger.exception("the offer of the state could not be ended")
 
     def _offer(self, attempt: Attempt, result: QuorumResult) -> None:
         ranks = list(result.recover_dst_replica_ranks)
@@ -230,7 +230,7 @@ class StateExchange:
         try:
             self._transport.refuse_checkpoint(ranks, step, reason)
         except Exception:  # it may be an error of a user's transport, or of the process group
-            logger.exception("healing members could not be told that there is no state for them")
+            _logger.exception("healing members could not be told that there is no state for them")
 
     def _heal(self, attempt: Attempt, result: QuorumResult) -> None:
         """Take over the peer's state; without it this replica does not commit.
@@ -362,7 +362,7 @@ class StateExchange:
         try:
             return self.replay.keep() if self.replay is not None else None
         except Exception:  # memory may have run out; it would again
-            logger.exception("a step cannot be kept: from now on the others wait while this replica heals")
+            _logger.exception("a step cannot be kept: from now on the others wait while this replica heals")
             with self._group.lock:
                 self._protocol.stop_catching_up()
                 self._protocol.steps_kept_max = 0
@@ -380,7 +380,7 @@ class StateExchange:
                 with self._group.lock:
                     protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
                 about = fetching, result, attempt.sources, None, timeout_s
-                self._beside = aside("torchft-fetch-beside", partial(self._fetch, *about))
+                self._beside = in_background("torchft-fetch-beside", partial(self._fetch, *about))
             elif (under_way := self._fetching) is not None:
                 for gone in under_way.sources.keys() - set(result.replica_ids):
                     self._transport.lose_source(under_way.sources[gone], f"{gone} is no member any more")
@@ -395,6 +395,8 @@ class StateExchange:
         except Exception as error:  # noqa: BLE001 - as in `_heal`
             with self._group.lock:
                 protocol.stop_catching_up()
+            if self._beside is None:  # no thread fetches it, and none will say that it is over
+                self._fetching = None
             self._drop_beside("it has failed")
             self._fail(attempt, result, error, group_broken=False)
             return
@@ -425,9 +427,11 @@ class StateExchange:
         clients = self._clients = [ManagerClient(address) for address in result.source_addresses[:count]]
 
         def ask(rank: int, client: ManagerClient) -> Source:
-            limit = timedelta(seconds=timeout_s)
-            source = Source(rank, client._checkpoint_metadata(self._config.group_rank, limit))
-            self._transport.check_source(source, min(limit, timedelta(seconds=REACH_S)))
+            limit, reach = timedelta(seconds=timeout_s), timedelta(seconds=min(timeout_s, REACH_S))
+            is_first = client is clients[0]  # without which there is no state
+            answer = client._checkpoint_metadata(self._config.group_rank, limit if is_first else reach)
+            source = Source(rank, answer)
+            self._transport.check_source(source, reach)
             return source
 
         try:
@@ -441,7 +445,7 @@ class StateExchange:
                     try:
                         sources.append(helper.result())
                     except FaultToleranceError as error:
-                        logger.warning("the state comes from fewer replicas: %s", error)
+                        _logger.warning("the state comes from fewer replicas: %s", error)
         finally:
             self._clients = []
             for client in clients:
@@ -481,7 +485,7 @@ class StateExchange:
             with self._registry.reading() as user_state:
                 keeper.keep(version, {"user": user_state, "torchft": self._protocol.counters()})
         except Exception:  # the script's functions may raise anything, and a device may have failed
-            logger.exception("the state of step %d is not kept for the next try", version.step)
+            _logger.exception("the state of step %d is not kept for the next try", version.step)
 
     def linger(self) -> None:
         """Wait, before this replica leaves, for one that has begun to fetch its state in the last step."""
@@ -507,7 +511,7 @@ class StateExchange:
         try:
             attempt.sources = self._ask(result, min(self._config.timeout_s, ASK_EARLY_S))
         except Exception as error:  # noqa: BLE001 - it is asked again at the end of the step
-            logger.warning("the source of a state cannot be reached yet: %s", error)
+            _logger.warning("the source of a state cannot be reached yet: %s", error)
 
     def member_lost(self, quorum_id: int, replica_id: str) -> None:
         """End a fetch that needs the lost member, even before it begins; runs on the coordination loop."""

@@ -32,7 +32,7 @@ REGISTER_S = 5.0
 HEARTBEAT_TIMEOUT_S = 5.0
 LEASE_MIN_S = 0.001
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class LighthouseListener(Protocol):
@@ -66,15 +66,16 @@ class LighthouseLink:
         self._heartbeat_interval_s = heartbeat_interval_s
         self._say: Callable[[pb.SessionRequest], None] | None = None
         self._leaving = False
-        self.last_error = "no answer"
-        self.is_distrusted = False  # from the start; later, tokens may be about to be replaced
+        self.last_error: str = "no answer"
+        self.is_distrusted: bool = False  # from the start; later, tokens may be about to be replaced
         self._was_connected = False
-        self.join_timeout_s = math.inf  # of the lighthouse, once it has told
-        self.progress_interval_s = 0.0  # how often it wants to hear of steps, of news at once; 0 is never
+        self.join_timeout_s: float = math.inf  # of the lighthouse, once it has told
+        # How often it wants to hear of steps, of news at once; 0 is never.
+        self.progress_interval_s: float = 0.0
         self._lease_s = 0.0  # how long a quorum may stand after the end of a session; 0 is for ever
         self._lease: asyncio.TimerHandle | None = None  # runs while it is silent
         self._connected = asyncio.Event()
-        self.hears_of_links = False  # torchft's lighthouse cannot leave out what cannot be reached
+        self.hears_of_links: bool = False  # torchft's lighthouse cannot leave out what cannot be reached
         self._task = asyncio.create_task(self._keep_open())
 
     async def wait_connected(self, timeout_s: float) -> bool:
@@ -136,7 +137,7 @@ class LighthouseLink:
             except TimeoutError:
                 reason = f"no answer to the registration within {REGISTER_S:g} s"
             except Exception as error:  # an error of the listener, perhaps of a user's process group
-                logger.exception("what the lighthouse said could not be dealt with; connecting anew")
+                _logger.exception("what the lighthouse said could not be dealt with; connecting anew")
                 reason = f"{type(error).__name__}: {error}"
             self.last_error = reason
             if self._end_session(reason):
@@ -170,7 +171,7 @@ class LighthouseLink:
         try:
             self._listener.lighthouse_disconnected(reason)
         except Exception:
-            logger.exception("the listener failed when it was told that the lighthouse is away")
+            _logger.exception("the listener failed when it was told that the lighthouse is away")
         self._renew_lease(self._lease_s)
         return True
 

@@ -55,7 +55,7 @@ LEAVE_ANSWER_S = 5.0  # for a busy host; without an answer the server takes the 
 
 RankCall = DuplexCall[pb.RankSessionRequest, pb.RankSessionResponse]
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 
 class ServerGoneError(ConnectError):
@@ -142,7 +142,7 @@ class SessionLink:
         self._conversation: Conversation[pb.RankSessionRequest] = Conversation()
         self._closing = False
         self._registered = asyncio.Event()
-        self.replica_id = ""
+        self.replica_id: str = ""
         self._last_error = "no answer"
         self._call: RankCall | None = None  # once registered
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
@@ -234,7 +234,7 @@ class SessionLink:
                     if not self._registered.is_set():
                         self._failure = error
                         return
-                    logger.exception("what the ManagerServer said could not be dealt with; hanging up")
+                    _logger.exception("what the ManagerServer said could not be dealt with; hanging up")
                     self._lose(f"rank {self._group_rank} has hung up ({type(error).__name__}: {error})")
                 if self._closing:
                     return
@@ -302,7 +302,7 @@ class SessionLink:
         try:
             self._listener.hear(SuspectNotice(0, reason))
         except Exception:  # perhaps of a user's process group
-            logger.exception("what follows from rank 0's silence could not be carried out")
+            _logger.exception("what follows from rank 0's silence could not be carried out")
 
     def _lose(self, reason: str) -> None:
         if not self._closing:

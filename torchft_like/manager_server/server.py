@@ -79,12 +79,12 @@ from torchft_like.manager_server.rank_link import (
     verdict_from_wire,
 )
 from torchft_like.manager_server.suspicion import DEAD_S, silent_peers, until_dead
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.numbers import whole_number
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 LOCAL_RANK = 0
 RANKS_LEAVE_S = 0.5
@@ -150,12 +150,13 @@ class ManagerServer:
         if store_addr != "":
             parse_address(str(store_addr).removeprefix("tls://").rstrip("/"), "store_addr")
         world_size = whole_number(world_size, "world_size", 1)
-        self.replica_id, self._is_spare = replica_id, spare
+        self.replica_id: str = replica_id
+        self._is_spare = spare
         self._lighthouse = parse_address(lighthouse_addr, "lighthouse_addr")
         self._store_addr, self._on_quorum = store_addr, on_quorum
         self._hostname = parse_host(hostname, "hostname")
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
-        self.group = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
+        self.group: ReplicaGroup = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
         self._progress = ProgressLog()
         self._statement = pb.Statement()  # of the lighthouse, on the members of the last quorum
         self._ranks: dict[int, RankListener] = {}
@@ -163,7 +164,7 @@ class ManagerServer:
         self._doubts: dict[int, asyncio.Task[None]] = {}  # by rank without a session
         # A lighthouse that shows a token of its own would give it to any process that claims an address.
         self._kill_token = secrets.token_hex(32) if process_trust() is not None else ""
-        self.rank_key = secrets.token_hex(32) if process_trust() is not None else ""
+        self.rank_key: str = secrets.token_hex(32) if process_trust() is not None else ""
         self._dead_s = seconds_of(dead_after, "dead_after")
         self._timeout_ms = round(seconds_of(timeout, may_be_0=True) * 1000)
         self._rank_gone = asyncio.Event()
@@ -174,7 +175,7 @@ class ManagerServer:
             self._start(parse_address(bind, "bind"), seconds_of(connect_timeout, "connect_timeout")),
             cancels=True,
         )
-        living.lives(self)
+        resources.track(self)
 
     def address(self) -> str:
         """Return `http://host:port`, which other replica groups and ranks use."""
@@ -282,7 +283,7 @@ class ManagerServer:
             try:
                 self._perform(self.group.rank_suspected(group_rank, "its session ended"))
             except Exception:  # an error of a rank, perhaps of a user's process group
-                logger.exception("what follows from a rank's silence could not be carried out")
+                _logger.exception("what follows from a rank's silence could not be carried out")
 
         self.rank_lost(
             group_rank, listener, await until_dead(address, self._loop.clock, self._dead_s, suspect)
@@ -300,7 +301,7 @@ class ManagerServer:
 
     def kill(self, message: str) -> None:
         """End this process at once, as torchft's Kill does."""
-        logger.critical(
+        _logger.critical(
             "replica group %s is killed by request: %s", self.replica_id, printable(message[:TEXT_MAX])
         )
         self._loop.loop.call_later(0.05, os._exit, KILL_EXIT_CODE)
@@ -393,7 +394,7 @@ class ManagerServer:
 
     def _tell(self, group_rank: int, message: ToRank) -> None:
         if (rank := self._ranks.get(group_rank)) is None:
-            logger.debug("rank %d is not there for %s", group_rank, message)
+            _logger.debug("rank %d is not there for %s", group_rank, message)
         elif (step := rank.hear(message)) is not None and isinstance(message, HoldRanks):
             self.rank_holds(group_rank, message.quorum_id, step)
 
@@ -411,7 +412,7 @@ class ManagerServer:
                 self._link.say(pb.SessionRequest(holds=pb.Holds(**news._asdict())))
             case BrokenLinks(unreachable):
                 names = " ".join(map(short_name, unreachable)) or "nobody any more"
-                logger.warning("[%s] cannot reach: %s", short_name(self.replica_id), printable(names))
+                _logger.warning("[%s] cannot reach: %s", short_name(self.replica_id), printable(names))
                 links = pb.BrokenLinks(unreachable_replica_ids=unreachable)
                 self._link.say(pb.SessionRequest(broken_links=links))
 
@@ -430,7 +431,7 @@ class ManagerServer:
                 self._look(watch, listener)
                 self._tell_progress(listener)
             except Exception:  # an error of the rank, perhaps of a user's process group
-                logger.exception("what a rank waits for could not be seen to")
+                _logger.exception("what a rank waits for could not be seen to")
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _tell_progress(self, listener: LocalListener) -> None:
@@ -458,11 +459,11 @@ class ManagerServer:
         try:
             silent = await silent_peers(probe, self._loop.clock)
         except Exception:  # the join waits for the answers, so an error must not keep them away
-            logger.exception("probing the other replica groups failed")
+            _logger.exception("probing the other replica groups failed")
         try:
             self._perform(self.group.probed(probe, silent))
         except Exception:  # an error of a rank, perhaps of a user's process group
-            logger.exception("what follows from a probe could not be carried out")
+            _logger.exception("what follows from a probe could not be carried out")
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         return pb.QuorumMember(

@@ -42,7 +42,8 @@ class Source:
     """The leaves of one message, in their order; `fill` fills memory with the next bytes."""
 
     def __init__(self, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        self.nbytes = self.left = nbytes
+        self.nbytes: int = nbytes
+        self.left: int = nbytes
         self._fill = fill
 
     def tensor(self, spec: TensorSpec) -> Tensor:

@@ -97,7 +97,7 @@ from torchft_like.message_queue.ring import (
     full_fence,
 )
 from torchft_like.plain_data import bytes_of, dissect
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.descriptors import despite_reset, receive_descriptors, send_descriptors
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.hosts import own_host
@@ -130,7 +130,7 @@ class Writer(Endpoint):
             undo.callback(self._ring.release)
             self._local = LocalReaders(geometry, self._descriptor, local_ranks, token)
             undo.callback(self._local.close)
-            self.name = self._local.listener.name  # to which local readers connect
+            self.name: str = self._local.listener.name  # to which local readers connect
             self._readers: list[LocalReaders | RemoteReaders] = [self._local, *([remote] if remote else [])]
             super().__init__("this queue was shut down")
             undo.callback(os.close, self._stop)
@@ -431,7 +431,7 @@ class MessageQueue:
         # died.
         self._finalizer = weakref.finalize(self, end.shutdown)
         _ends.add(end)
-        living.lives(self)
+        resources.track(self)
 
     @property
     def is_writer(self) -> bool:
@@ -627,8 +627,8 @@ class JoinListener:
     """
 
     def __init__(self, ranks: Sequence[int], token: bytes) -> None:
-        self.name = f"torchft-queue-{secrets.token_hex(16)}"
-        self.expected = set(ranks)
+        self.name: str = f"torchft-queue-{secrets.token_hex(16)}"
+        self.expected: set[int] = set(ranks)
         self.shortage: OSError | None = None
         self._token = token
         self._ranks = frozenset(ranks)
@@ -747,7 +747,7 @@ class LocalReaders:
     def __init__(self, geometry: Geometry, ring_descriptor: int, ranks: Sequence[int], token: bytes) -> None:
         self.lost: list[int] = []
         self.left: list[int] = []
-        self.listener = JoinListener(ranks, token)
+        self.listener: JoinListener = JoinListener(ranks, token)
         self._geometry = geometry
         self._ring_descriptor = ring_descriptor
         self._readers: dict[int, _Reader] = {}
@@ -759,7 +759,8 @@ class LocalReaders:
         except BaseException:
             self.close()
             raise
-        self.free_until = geometry.slots  # slots before this number are free, and some reader will read them
+        # Slots before this number are free, and some reader will read them.
+        self.free_until: int = geometry.slots
         # For each message of its own file that may be unread, the slot after it.
         self._files: deque[int] = deque()
 

@@ -121,7 +121,8 @@ class RemoteReaders:
             ) from error
         disown(Address(host, port))
         self._monitor = self._router.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self.address, self.server_key = f"{place}:{port}", public
+        self.address: str = f"{place}:{port}"
+        self.server_key: bytes = public
 
     @property
     def ranks(self) -> list[int]:

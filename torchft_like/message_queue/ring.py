@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import platform
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from lighthouse.forks import lock_of_each_process
@@ -69,9 +69,10 @@ def _two_rounds() -> None:
 
 _is_x86 = platform.machine() in ("x86_64", "AMD64", "i686")
 
-full_fence = _one_round if _is_x86 else _two_rounds
+full_fence: Callable[[], None] = _one_round if _is_x86 else _two_rounds
 # None where the processor keeps the order by itself: a call of nothing costs 3 µs when the caches are cold.
-before_publishing = after_seeing = None if _is_x86 else _two_rounds
+before_publishing: Callable[[], None] | None = None if _is_x86 else _two_rounds
+after_seeing: Callable[[], None] | None = before_publishing
 
 PAGE_BYTES = 4096
 SLOT_BYTES_MIN = 256
@@ -108,7 +109,7 @@ class RingWriter:
 
     def __init__(self, memory: memoryview, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.words = memory[:PAGE_BYTES].cast("Q")
+        self.words: memoryview = memory[:PAGE_BYTES].cast("Q")
         self._area = memory[PAGE_BYTES:]
         self._size = len(self._area)
 
@@ -156,8 +157,8 @@ class RingReader:
     def __init__(self, memory: memoryview, geometry: Geometry) -> None:
         self.geometry = geometry
         self.consumed = 0
-        self.words = memory[:PAGE_BYTES].cast("Q")
-        self.area = memory[PAGE_BYTES:]
+        self.words: memoryview = memory[:PAGE_BYTES].cast("Q")
+        self.area: memoryview = memory[PAGE_BYTES:]
 
     def next_record(self) -> tuple[int, int, int, int, int]:
         """Return the record of the next message, which PUBLISHED announces, before its bytes are read.

@@ -72,6 +72,7 @@ from torchft_like.errors import (
 from torchft_like.process_group.collectives import (
     ALLREDUCE,
     BY_NAME,
+    PEER_NAMES,
     ROOTED,
     Argument,
     Call,
@@ -175,7 +176,7 @@ class CheckedBackend:
     ) -> None:
         members = generation.members
         self._backend = backend
-        self.rest_s_max = backend.rest_s_max
+        self.rest_s_max: float | None = backend.rest_s_max
         self._generation = generation
         self._methods = dict(backend.methods())
         self._link = link
@@ -353,13 +354,19 @@ class CheckedBackend:
             return CollectiveTimeoutError(self._timeout.total_seconds(), (0,), waiting)
         return ProcessGroupError(f"{operation}: {why.value}")
 
-    def _ask_why(self) -> None:
-        """Wait, when the backend has failed, until the referee has said whether it knows the reason."""
+    def _ask_why(self, has_timed_out: bool) -> None:
+        """Wait, when the backend has failed, until the referee has said whether it knows the reason.
+
+        Args:
+            has_timed_out: whether a collective has timed out; the referee then asks all ranks how far they
+              are.
+        """
         with self._lock:
             if not self._predicts or self._ended is not None or self._link.delivers_here():
                 return
             self._was_told.clear()
-            self._send(Request(WHY))
+            number = self._number if has_timed_out else 0
+            self._send(Request(WHY, number=number, timeout_s=self._timeout.total_seconds()))
         self._was_told.wait(WHY_S_MAX)
 
     def _say_passed(self) -> None:
@@ -383,10 +390,12 @@ class CheckedOperation(DeferredOperation, ExplainedOperation):
     def __init__(
         self, call: Call, statement: Statement, timeout_s: float, overdue: Callable[[], None] | None
     ) -> None:
-        self.deadline_s = math.inf if overdue else time.monotonic() + timeout_s
+        self.deadline_s: float = math.inf if overdue else time.monotonic() + timeout_s
         # The caller's current streams, on which the backend has to find the inputs ready.
         devices = {tensor.device for tensor in tensors_of((call.outputs, call.inputs)) if tensor.is_cuda}
-        self.streams = tuple(torch.cuda.current_stream(device) for device in devices)
+        self.streams: tuple[torch.cuda.Stream, ...] = tuple(
+            torch.cuda.current_stream(device) for device in devices
+        )
         super().__init__(stream.device for stream in self.streams)
         self.statement = statement
         self._timeout_s = timeout_s
@@ -451,7 +460,7 @@ def describe(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any], wo
     outputs = () if row.output is row.input else _specifications(row.output, call.outputs)
     if row.agreement == PAIRED:
         takes_any = row.name == "recv_anysource"
-        peer = None if takes_any else int(call.argument(1, "dst_rank", "dstRank", "src_rank", "srcRank"))
+        peer = None if takes_any else int(call.argument(1, *PEER_NAMES))
         tag = int(call.argument(1 if takes_any else 2, "tag") or 0)
         return Statement(row.name, row.agreement, inputs, outputs, peer=peer, tag=tag)
     if row.agreement == EXCHANGED and row.output is not None and row.output.depth == 0:
@@ -543,7 +552,7 @@ class Sockets:
     def __init__(self, *sockets: socket.socket) -> None:
         self._lock = threading.Lock()
         self._sockets = list(sockets)
-        self.is_cut = False
+        self.is_cut: bool = False
 
     def add(self, one: socket.socket) -> None:
         """Add a socket; it is shut down at once if the others were."""
@@ -684,7 +693,8 @@ class Hub:
         self._buffers = [bytearray() for _ in connections]
         self._referee = Referee(len(connections), predicts)
         self._selector = selectors.DefaultSelector()
-        self.thread = threading.Thread(target=self._serve, name="torchft-checking-referee", daemon=True)
+        name = "torchft-checking-referee"
+        self.thread: threading.Thread = threading.Thread(target=self._serve, name=name, daemon=True)
         for rank, connection in enumerate(connections):
             connection.setblocking(False)
             self._selector.register(connection, selectors.EVENT_READ, rank)
@@ -743,7 +753,7 @@ class Hub:
         if request.kind == PASSED:
             return self._referee.passed(rank, request.number)
         if request.kind == WHY:
-            return self._referee.why(rank)
+            return self._referee.why(rank, request.number, request.timeout_s, now_s)
         statement, deadline_s = decode(request.body), now_s + request.timeout_s
         call = referee.Call(rank, request.ticket, statement, now_s, deadline_s, request.number)
         return self._referee.hear(call)

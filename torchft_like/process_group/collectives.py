@@ -428,6 +428,7 @@ JOINING = frozenset({"allreduce", "broadcast"})
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 
 SPLIT_SIZES = "output_split_sizes", "input_split_sizes"
+PEER_NAMES = "dst_rank", "dstRank", "src_rank", "srcRank"  # of the rank that a message goes to, or comes from
 _SIZES = f"{', '.join(SPLIT_SIZES)}, opts=None"
 _WAIT_FOR_ALL = "timeout=None, wait_all_ranks=False"
 

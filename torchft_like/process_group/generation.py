@@ -31,6 +31,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import Work
@@ -40,9 +41,12 @@ from lighthouse.forks import Turn, keep_for_ever, left_to_parent
 from torchft_like.devices import after
 from torchft_like.errors import (
     CollectiveMismatchError,
-    CollectiveRefusedError,
+    CollectiveTimeoutError,
+    PeerLostError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
+    is_refusal,
+    is_timeout,
 )
 from torchft_like.futures import empty_future, fail
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective
@@ -56,7 +60,7 @@ from torchft_like.process_group.work import (
     Operation,
     wait_until,
 )
-from torchft_like.runtime.asides import run_aside
+from torchft_like.runtime.background import run_in_background
 from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 # Seconds after its own limits at which a `configure` is given up.
@@ -66,7 +70,6 @@ SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
-TIMED_OUT = "timed out"  # in the errors of backends
 
 _logger = logging.getLogger(__name__)
 
@@ -272,7 +275,7 @@ class AbandonableOperation(FollowingOperation):
         ended = threading.Event()
         errors: list[Exception] = []
 
-        def wait_aside() -> None:
+        def wait_in_background() -> None:
             try:
                 wait_until(self.inner, deadline)
             except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
@@ -281,8 +284,8 @@ class AbandonableOperation(FollowingOperation):
 
         try:
             with self._abort.ends(ended.set):
-                # Not `run_aside`: the end of the process would wait for it, too, and in vain.
-                threading.Thread(target=wait_aside, name="torchft-abandonable", daemon=True).start()
+                # Not `run_in_background`: the end of the process would wait for it, too, and in vain.
+                threading.Thread(target=wait_in_background, name="torchft-abandonable", daemon=True).start()
                 ended.wait()
             self._abort.check()
         except ProcessGroupAbortedError as error:
@@ -361,8 +364,9 @@ class Generation:
     _backend: Backend | None = None
     _methods: Mapping[str, Callable[..., Work | None]] | None = None
     _failure: Exception | None = None
-    # Waits for a moment, as an operation has failed, for a caller of `fail` that knows a better reason.
-    ask_why: Callable[[], None] = lambda: None
+    # Waits for a moment, as an operation has failed, for a caller of `fail` that knows a better reason; it is
+    # told whether a collective has timed out.
+    ask_why: Callable[[bool], None] = lambda _: None
 
     def __post_init__(self) -> None:
         _living.add(self)
@@ -375,7 +379,7 @@ class Generation:
             ProcessGroupError: the backend could not be made; the cause says why.
         """
         if self.configuration.reason is None:
-            run_aside(_ASIDE, self._make, create)
+            run_in_background(_THREAD_NAME, self._make, create)
         else:
             self._gone.set()
         try:
@@ -410,40 +414,44 @@ class Generation:
 
     def take(self, collective: Collective, work: Work) -> Operation:
         """Return an operation for a work of the backend, which raises errors in the group's words."""
+        is_message = collective.name in POINT_TO_POINT
+        explain = partial(self.explain, is_message=True) if is_message else self.explain
         if isinstance(work, ExplainedOperation):
-            work.explain = self.explain
+            work.explain = explain
             return work
-        if collective.name in POINT_TO_POINT:
-            return self.operations.message(work, self.explain)
+        if is_message:
+            return self.operations.message(work, explain)
         operation = self.operations.begin(self.explain)
         operation.inner = work
         return operation
 
-    def explain(self, error: Exception) -> Exception | None:
+    def explain(self, error: Exception, *, is_message: bool = False) -> Exception | None:
         """Return the error that the caller of a failed operation gets instead of `error`; None to keep it.
 
         After one failure the backend is of no use, and a peer may wait for data that will never come: the
         connections are broken, so that the peer fails, too. An operation that was refused has not reached the
         backend. Where another rank meant something else by an operation that is under way, that is the error.
+        Where it is known which rank has not come to a collective that has timed out, the error names it.
         """
         if self.configuration.reason is not None:
             return self._aborted()
-        if isinstance(error, CollectiveRefusedError | NotImplementedError):
+        if is_refusal(error):
             return None
         own = type(error)(*error.args)  # a copy, because the frames of the original would keep the backend
         if self._failure is None:
-            self.ask_why()
+            self.ask_why(is_timeout(error) and not is_message)
             own = self._with_culprits(own)
         self.fail(own)
         found = self._failure
-        if isinstance(found, CollectiveMismatchError):
+        is_explained = isinstance(found, CollectiveTimeoutError | PeerLostError) and own.args == error.args
+        if is_explained or isinstance(found, CollectiveMismatchError):
             return type(found)(*found.args)
         return None if own.args == error.args else own
 
     def _with_culprits(self, error: Exception) -> Exception:
         """Return the error of an operation whose time is up, with what the backend finds out about links."""
         backend = self._backend
-        if backend is None or type(error) is not RuntimeError or TIMED_OUT not in str(error).lower():
+        if backend is None or type(error) is not RuntimeError or not is_timeout(error):
             return error
         who = backend.out_of_reach()
         return type(error)(f"{error}; {who}") if who else error
@@ -459,7 +467,7 @@ class Generation:
             if backend is not None:
                 backend.break_off()
         if is_first and backend is not None:
-            run_aside(_ASIDE, self._rest, backend, type(error)(*error.args), in_any_case=False)
+            run_in_background(_THREAD_NAME, self._rest, backend, type(error)(*error.args), in_any_case=False)
 
     def error(self) -> Exception | None:
         """Return the error that ended the generation; None while it is usable."""
@@ -476,7 +484,7 @@ class Generation:
         with self._lock:
             backend, self._backend, self._methods = self._backend, None, None
         if backend is not None:
-            run_aside(_ASIDE, self._dispose, backend)
+            run_in_background(_THREAD_NAME, self._dispose, backend)
         self._settled.set()
 
     def wait_gone(self, seconds: float) -> bool:
@@ -522,7 +530,7 @@ class Generation:
                 if was_aborted and not self._rest(backend, self._aborted()):
                     _logger.warning("%s was aborted, and did not come to rest: %s", self.members, backend)
             finally:
-                self.ask_why = lambda: None  # the backend's
+                self.ask_why = lambda _: None  # the backend's
                 backend.close()  # else the thread that drops the last reference would destroy the backend
         except Exception:
             _logger.exception("cleaning up after %s", self.members)
@@ -544,12 +552,12 @@ class Generation:
 
 # The destructors of backends, sockets included, would wait for the parent's threads.
 _living: weakref.WeakSet[Generation] = left_to_parent(Turn.LOCKS, keep_for_ever)
-_ASIDE = "torchft-process-group"
+_THREAD_NAME = "torchft-process-group"
 
 
 @atexit.register
 def _end_all() -> None:
-    """End all generations at exit, and with them what other threads wait for; `asides` waits for those.
+    """End all generations at exit, and with them what other threads wait for; `background` waits for those.
 
     A backend's thread that drops a tensor in a finished interpreter ends the process with a crash.
     """

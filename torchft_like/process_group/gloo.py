@@ -58,6 +58,7 @@ from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import (
     BY_NAME,
     JOINING,
+    PEER_NAMES,
     POINT_TO_POINT,
     Call,
     Collective,
@@ -784,7 +785,10 @@ COPIED_LATER = frozenset(
         "gather",
     }
 )
+_OVERLAPS = 1  # of torch's answers: no, yes, not known
 _SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the operations
+_BITWISE = frozenset(map(hash, (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)))
+_ORDERING = frozenset(map(hash, (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)))
 
 # The dtypes that Gloo has code for; of complex numbers it reduces and broadcasts the two parts.
 MOVABLE = REDUCIBLE | {torch.bool}
@@ -812,8 +816,9 @@ class GlooGaps:
     * For a tensor that is not contiguous it moves the memory from the first element on, gaps included, and
       overwrites what lies between the elements, without an error. Such a tensor is copied here.
     * In an average of several tensors it divides only the first, and it takes no average of sparse tensors.
-    * It has begun when it finds that it has no code for a dtype, or no average of integers, and then the
-      group is of no use. Such a call is refused here.
+    * It has begun when it finds that it has no code for a dtype, or none for an operation on it, or that an
+      alltoall is not split into parts that fit, and then the group is of no use. Such a call is refused here.
+    * A message from a rank that there is not ends the process, and one to it asks the store: refused, too.
     * For a view that negates, it moves the values before negation, and it refuses a view that conjugates only
       after its peers have begun. Such a view is copied, too.
     """
@@ -831,6 +836,8 @@ class GlooGaps:
             joined = functools.partial(self._gather, run) if name in gathers else run
             is_simple = not BY_NAME[name].tensor_places
             methods[name] = run if is_simple else functools.partial(_run_contiguous, BY_NAME[name], joined)
+            if name in ("send", "recv"):
+                methods[name] = functools.partial(self._to_peer, BY_NAME[name], methods[name])
         own = (
             self.allreduce,
             self.alltoall_base,
@@ -868,19 +875,39 @@ class GlooGaps:
         pairs = list(map(self._joined, outputs, sources))
         return gather([output for output, _ in pairs], [source for _, source in pairs], *options)
 
+    def _to_peer(self, row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
+        """Send a message to another rank, or receive one from it."""
+        peer = Call(row, args, kwargs, None, None).argument(1, *PEER_NAMES)
+        if isinstance(peer, int) and (peer == self._rank or not 0 <= peer < self._world_size):
+            raise ProcessGroupError(
+                f"{row.name}: rank {peer} is no other rank of the group, which has {self._world_size}"
+            )
+        return run(*args, **kwargs)
+
     def alltoall_base(self, *args: Any, **kwargs: Any) -> Work:
         """Refuse wrong splits, which Gloo finds only after it has begun, and then the group is of no use."""
         call = BY_NAME["alltoall_base"].bind(args, kwargs)
-        for tensor, sizes in zip((call.outputs, call.inputs), call.split_sizes, strict=True):
-            rows = tensor.shape[0] if tensor.dim() else 0
-            if sum(sizes) != rows if sizes else rows % self._world_size:
-                raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or self._world_size}")
+        own = [
+            self._own_part(*each) for each in zip((call.outputs, call.inputs), call.split_sizes, strict=True)
+        ]
+        if own[0] != own[1]:
+            raise ProcessGroupError(
+                f"rank {self._rank} would send {own[1]} numbers to itself, and receive {own[0]} of them"
+            )
         if share_memory(call.outputs, call.inputs):  # Gloo would send what it has just received
             args = call.outputs, call.inputs.clone(), *args[2:]
             kwargs = {
                 name: value for name, value in kwargs.items() if name not in call.collective.tensor_names
             }
         return _run_contiguous(call.collective, self._gloo["alltoall_base"], *args, **kwargs)
+
+    def _own_part(self, tensor: Tensor, sizes: list[int]) -> int:
+        """Return how many numbers of a tensor that is split into rows are this rank's own."""
+        rows, ranks = tensor.shape[0] if tensor.dim() else 0, self._world_size
+        parts = sizes or [rows // ranks] * ranks
+        if len(parts) != ranks or sum(parts) != rows or min(parts) < 0:
+            raise ProcessGroupError(f"{rows} rows cannot be split into {sizes or ranks} for {ranks} ranks")
+        return math.prod(tensor.shape[1:]) * parts[self._rank]
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
         """Reduce lists of parts; each rank gets its own part."""
@@ -1011,6 +1038,12 @@ def _run_contiguous(row: Collective, run: Callable[..., Work], *args: Any, **kwa
         else:
             number = hash(call.reduce_op) if row.name in REDUCING else _SUM
             _refuse_dtypes(row, tensors_of((call.outputs, call.inputs)), number)
+        for output in tensors_of(call.outputs):
+            if torch._debug_has_internal_overlap(output) == _OVERLAPS:
+                raise CollectiveRefusedError(
+                    f"{row.name} cannot write to a tensor whose elements share memory, as one that was "
+                    "expanded: pass a clone"
+                )
         copies: dict[int, Tensor] = {}
 
         def simple(tensor: Tensor) -> Tensor:
@@ -1050,7 +1083,9 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
     if len(args) < len(row.tensor_places):
         return False  # an argument is missing, which `bind` reports best
     is_copied = row.name in COPIED_LATER
-    dtypes = _FLOATS if row.name in REDUCING else MOVABLE  # of integers the operation counts, too
+    # Of integers the operation counts, too. To look for a bitwise one of floats takes a microsecond: Gloo
+    # refuses it before it sends anything (`errors.is_refusal`).
+    dtypes = _FLOATS if row.name in REDUCING else MOVABLE
     for place in row.tensor_places:
         nested = args[place]
         if type(nested) is list and len(nested) > 1 and row.name in JOINING:
@@ -1091,8 +1126,12 @@ def _refuse_dtypes(row: Collective, tensors: Iterable[Tensor], operation: int) -
         if dtype not in MOVABLE and not (dtype.is_complex and row.name in TAKING_COMPLEX):
             cure = "another dtype" if row.name in REDUCING else "its bytes, `.view(torch.uint8)`"
             raise ProcessGroupError(f"Gloo has no {row.name} of {dtype}: pass {cure}")
-        if operation == _AVERAGE and not (dtype.is_floating_point or dtype.is_complex):
+        is_integer = not (dtype.is_floating_point or dtype.is_complex)
+        if operation == _AVERAGE and is_integer:
             raise ProcessGroupError(f"{row.name}: Gloo has no average of {dtype}: sum, or pass floats")
+        if (operation in _BITWISE and not is_integer) or (operation in _ORDERING and dtype.is_complex):
+            name = next(name for name, op in ReduceOp.RedOpType.__members__.items() if hash(op) == operation)
+            raise ProcessGroupError(f"{row.name}: there is no {name} of {dtype}")
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

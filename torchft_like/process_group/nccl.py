@@ -196,7 +196,7 @@ class _NcclBackend:
 
     def __init__(self, store: Store, members: GroupMembers, abort: AbortSignal, device: torch.device) -> None:
         self.abort_signal = abort
-        self.watch = DeviceWatch(self._failure, abort.set, lambda: beside_captures(device))
+        self.watch: DeviceWatch = DeviceWatch(self._failure, abort.set, lambda: beside_captures(device))
         self._members = members
         self._device = device
         self._timeout = members.timeout

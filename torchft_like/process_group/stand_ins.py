@@ -190,7 +190,7 @@ class ProcessGroupDummy(ProcessGroup):
         super().__init__()
         self.calls: Counter[str] = Counter()
         self._timeout = DEFAULT_TIMEOUT
-        self.configure_count = 0
+        self.configure_count: int = 0
         self.wait_count = 0
         self.get_future_count = 0
 

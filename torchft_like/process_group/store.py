@@ -39,7 +39,7 @@ from lighthouse.listening import listen_tcp
 from torchft_like.core.quorum_secret import shared_key
 from torchft_like.core.store import READY, VALIDATION_MAGIC, Query
 from torchft_like.errors import AddressError, PlainDataError, ProcessGroupAbortedError, ProcessGroupError
-from torchft_like.futures import aside
+from torchft_like.futures import in_background
 from torchft_like.plain_data import decode, encode
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.runtime.connecting import RECONNECT_S, REFUSED, connect_tcp, shut
@@ -203,7 +203,7 @@ def ask_within(limit: timedelta, store: Store, question: Callable[[], T]) -> T:
     Raises:
         ProcessGroupError: the store does not answer.
     """
-    asked = aside("torchft-store", question)
+    asked = in_background("torchft-store", question)
     limit_s = limit.total_seconds() + ANSWER_S
     if not wait_for_futures([asked], limit_s).done:
         raise ProcessGroupError(f"the store at {server_of(store)} did not answer within {limit_s:g} s")

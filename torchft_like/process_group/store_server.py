@@ -38,7 +38,7 @@ from torchft_like.process_group.store import StoreAddress
 from torchft_like.runtime.connecting import shut
 from torchft_like.runtime.event_loop import coordination_loop
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 KEY_S = 5.0
 SILENT_S = 0.25
@@ -66,7 +66,8 @@ class StoreServer:
     def __init__(self, bind: Address, *, awaits_quorums: bool = False) -> None:
         is_tls = process_identity() is not None
         listener = listen_guarded(bind)
-        self.address = StoreAddress(Address(bind.host, listener.getsockname()[1]), is_tls=is_tls)
+        bound = Address(bind.host, listener.getsockname()[1])
+        self.address: StoreAddress = StoreAddress(bound, is_tls=is_tls)
         self._serving = _Serving(listener, KeyValueStore(awaits_quorums=awaits_quorums))
         self._end = weakref.finalize(self, self._serving.stop)
         self._end.atexit = False
@@ -185,7 +186,7 @@ class _Serving:
                 finally:
                     self._loop.remove_reader(self._listener)
             except OSError as error:
-                logger.warning("the store at %s accepts nobody: %s", self._listener.getsockname(), error)
+                _logger.warning("the store at %s accepts nobody: %s", self._listener.getsockname(), error)
                 await asyncio.sleep(RETRY_S)
             else:
                 self._take(peer)
@@ -210,7 +211,7 @@ class _Serving:
                 ssl_handshake_timeout=None if identity is None else KEY_S,
             )
         except OSError as error:  # an ssl.SSLError is one, too
-            logger.debug("a connection to a store has failed: %s", error)
+            _logger.debug("a connection to a store has failed: %s", error)
             self.lost(connection)
 
     async def _until_there_is_room(self) -> None:
@@ -264,7 +265,7 @@ class _Connection(asyncio.Protocol):
         try:
             is_held = self._do_requests()
         except StoreRequestError as error:
-            logger.debug("%s is refused by the store: %s", self._transport.get_extra_info("peername"), error)
+            _logger.debug("%s is refused by the store: %s", self._transport.get_extra_info("peername"), error)
             self.end()
             return
         before, self._partial_bytes = self._partial_bytes, len(self._requests)

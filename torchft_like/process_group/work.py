@@ -29,7 +29,7 @@ from torchft_like.devices import after, beside_captures
 from torchft_like.errors import ProcessGroupError
 from torchft_like.futures import copy_outcome, empty_future, fail
 from torchft_like.process_group.uncompiled import uncompiled
-from torchft_like.runtime.asides import run_aside
+from torchft_like.runtime.background import run_in_background
 from torchft_like.runtime.durations import seconds_of
 
 FOREVER = math.inf
@@ -92,7 +92,7 @@ class Operation(Work):
         By default a thread that waits completes it.
         """
         future = empty_future()
-        run_aside("torchft-operation", self._complete_by_waiting, future)
+        run_in_background("torchft-operation", self._complete_by_waiting, future)
         return future
 
     def _complete_by_waiting(self, future: Future[Any]) -> None:
@@ -282,7 +282,7 @@ class DeferredOperation(FollowingOperation):
 
         def complete(done: Future[Any]) -> None:
             if threading.get_ident() == beginner:
-                run_aside("torchft-operation", copy, done)
+                run_in_background("torchft-operation", copy, done)
             else:
                 copy(done)
 

@@ -30,7 +30,7 @@ from torchft_like.process_group.store import (
     create_store_client,
     parse_store_address,
 )
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 from torchft_like.runtime.durations import as_timedelta
 
 T = TypeVar("T")
@@ -156,7 +156,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         self._members: GroupMembers | None = None  # the members of the last generation that was made
         self._store: Store | None = None  # the store that those share, once a caller has asked for it
         self._set_up()
-        living.lives(self)
+        resources.track(self)
 
     def _set_up(self) -> None:
         """Do what groups of a class need besides; runs at the end of the constructor."""

@@ -28,8 +28,8 @@ class LoopThread:
     """
 
     def __init__(self, name: str) -> None:
-        self.loop = asyncio.new_event_loop()
-        self.clock = SilenceClock(self.loop, LATE_S)
+        self.loop: asyncio.AbstractEventLoop = asyncio.new_event_loop()
+        self.clock: SilenceClock = SilenceClock(self.loop, LATE_S)
         self._process = os.getpid()
         threading.Thread(target=self._run, name=name, daemon=True).start()
 

@@ -57,7 +57,7 @@ class LongWait:
     def __init__(self, began: float | None = None, *, is_expected: bool = False) -> None:
         self._began = time.monotonic() if began is None else began
         self._is_expected = is_expected
-        self.next_line = self._began + LONG_WAIT_S
+        self.next_line: float = self._began + LONG_WAIT_S
 
     def look(self, now: float, what: Callable[[], str]) -> None:
         """Log a line, if one is due.
@@ -111,4 +111,4 @@ class _Watch:
 
 
 _watch = _Watch()
-watch_calls = _watch.begin
+watch_calls: Callable[[], None] = _watch.begin

@@ -11,6 +11,7 @@ import pytest
 
 from torchft_like.core.agreement.prediction import HISTORY_MAX, NO_AGREEMENT, Predictor
 from torchft_like.core.agreement.referee import (
+    ANSWER_S_MAX,
     ENOUGH,
     NO_TICKET,
     Answer,
@@ -257,10 +258,10 @@ def test_a_call_that_is_wrong_among_known_ones_is_refused_and_ends_the_group() -
 
 def test_a_rank_whose_backend_has_failed_hears_the_verdict_before_anything_else() -> None:
     game = Game([[CALLS[1]] * 5 + [CALLS[2]], [CALLS[1]] * 6])
-    assert game.referee.why(1) == [Ruling(1, NO_TICKET)]  # nothing is known
+    assert game.referee.why(1, 0, 0.0, 0.0) == [Ruling(1, NO_TICKET)]  # nothing is known
     game.play(keeps_in_step=True)
     problem = game.players[1].problems[0]
-    assert game.referee.why(1) == [Ruling(1, NO_TICKET, problem, is_final=True)]
+    assert game.referee.why(1, 0, 0.0, 0.0) == [Ruling(1, NO_TICKET, problem, is_final=True)]
 
 
 def test_a_rank_that_does_not_come_to_a_call_that_others_have_begun_is_named_to_all() -> None:
@@ -274,6 +275,43 @@ def test_a_rank_that_does_not_come_to_a_call_that_others_have_begun_is_named_to_
     game.play()
     zero, one, _ = game.players
     assert zero.problems == one.problems == [Missing((2,), {0: ("allreduce #6 float32[2]",)}, seconds=60.0)]
+
+
+@pytest.mark.parametrize(
+    ("how", "missing"), [("behind", (2,)), ("silent", (3,)), ("lost", (3,)), ("not known", ())]
+)
+def test_the_rank_that_a_predicted_call_waits_for_is_named_to_all_that_are_in_it(
+    how: str, missing: tuple[int, ...]
+) -> None:
+    """Two ranks are in a predicted call, which times out; rank 2 is not, or rank 3 is stopped, or gone."""
+    call = CALLS[1]
+    game = Game([[call] * (5 + (rank != 2 or how != "behind")) for rank in range(4)])
+    game.play(keeps_in_step=True)
+    heard: dict[int, list[Ruling]] = {rank: [] for rank in range(4)}
+
+    def take(answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            if isinstance(answer, Ruling):
+                heard[answer.rank].append(answer)
+            elif how == "lost" and answer.rank == 3:
+                take(game.referee.lose(3))
+            elif not (how == "silent" and answer.rank == 3):
+                take(game.referee.passed(answer.rank, len(game.players[answer.rank].started)))
+
+    take(game.referee.why(1, 6, 3.0, now_s=10.0))
+    take(game.referee.why(0, 6, 3.0, now_s=10.1))
+    assert (game.referee.next_deadline_s() is None) == (how != "silent")
+    take(game.referee.expire(10.0 + ANSWER_S_MAX))
+    own = heard[1][0]
+    assert all(ruling == replace(own, rank=ruling.rank) for ruling in heard[0] + heard[1])
+    assert own.is_final is bool(missing)
+    if isinstance(own.problem, Missing):
+        assert own.problem.ranks == missing
+        assert own.problem.lost is (how == "lost")
+        assert own.problem.seconds == 3.0
+        assert own.problem.waiting[0] == ("collective #6",)
+    else:
+        assert missing == ()
 
 
 def test_a_lost_rank_is_told_of_to_who_waits() -> None:

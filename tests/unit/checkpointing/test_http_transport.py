@@ -441,12 +441,12 @@ class TestSeveralSources:
         addresses = {rank: Address(LOOPBACK, rank + 1) for rank in range(2)}
         fetch = Fetch(addresses, 5, 1, 60.0, 60.0, Expectation().limits, Destination())
         slow = _Line(fetch, fetch._sources[0])
-        slow.is_robbed = True
+        slow.has_lost_stripe = True
         fetch._sums = b""
         fetch._open.append(Stripe(0, 1))
         fetch.lose(1, "it is gone")
         assert fetch._next(slow, 1.0) == Stripe(0, 1)
-        assert not slow.is_robbed
+        assert not slow.has_lost_stripe
 
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("other", ["another state", "another form", "a flipped bit", "no state"])

@@ -26,7 +26,7 @@ from torchft_like.in_process import function
 from torchft_like.in_process.function import RestartOptions
 from torchft_like.in_process.meeting import RestartGroup
 from torchft_like.in_process.spare import Place
-from torchft_like.runtime import living
+from torchft_like.runtime import resources
 
 PLACE = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -169,7 +169,7 @@ class Thing:
 
     def __init__(self, name: str, ended: list[str]) -> None:
         self.name, self.ended = name, ended
-        living.lives(self)
+        resources.track(self)
 
     def shutdown(self) -> None:
         self.ended.append(self.name)

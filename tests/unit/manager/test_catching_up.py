@@ -19,6 +19,7 @@ from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import RankJoin, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ShutdownError
+from torchft_like.manager import state_exchange
 from torchft_like.manager.attempt import Attempt
 from torchft_like.optim import GradientReplay
 
@@ -202,4 +203,18 @@ def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch,
         a.step(12, dict.fromkeys("bc", Version(6, 12)))
         assert a.exchange._beside is not beside
         assert beside.done()
+    a.driver.stop(ShutdownError("over"), LIMIT_S)
+
+
+def test_a_fetch_without_a_thread_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(*_: object) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    a = Catching(monkeypatch)
+    monkeypatch.setattr(state_exchange, "in_background", no_thread)
+    assert not a.step(10, OTHERS)
+    assert "new thread" in str(a.protocol.failure)
+    assert a.exchange.source == ""
+    a.exchange.end_fetch("nothing is ended")
+    assert not a.transport._aborted.is_set()
     a.driver.stop(ShutdownError("over"), LIMIT_S)

@@ -117,6 +117,18 @@ def test_a_job_that_fails_is_told_and_the_next_one_runs(error: BaseException) ->
 
 
 @pytest.mark.progress
+def test_an_operation_that_does_not_begin_fails(driver: QuorumDriver) -> None:
+    def exit_here() -> Any:
+        raise SystemExit("in the middle of it")
+
+    with pytest.raises(StepLostError, match="in the middle of it"):
+        driver.defer(exit_here, []).wait(LIMIT_S)
+    driver.stop(ShutdownError("over"), LIMIT_S)
+    with pytest.raises(ShutdownError):
+        driver.defer(exit_here, []).wait(LIMIT_S)
+
+
+@pytest.mark.progress
 def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: QuorumDriver) -> None:
     driver.raise_if_over()
     driver.hear(GroupLostNotice("rank 0 is gone"))

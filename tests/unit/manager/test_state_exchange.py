@@ -359,12 +359,15 @@ def test_a_helper_that_cannot_be_reached_is_left_out(
         def __init__(self, address: str) -> None:
             self.close = ignore
 
-        def _checkpoint_metadata(self, *_: object) -> str:
+        def _checkpoint_metadata(self, _: int, limit: timedelta) -> str:
+            limits_s.append(limit.total_seconds())
             return "there"
 
     def check(self: Transport, source: Source, _: timedelta) -> None:
         if source.rank in unreachable:
             raise CheckpointError("set TORCHFT_HOSTNAME")
+
+    limits_s: list[float] = []
 
     monkeypatch.setattr(state_exchange, "ManagerClient", Client)
     monkeypatch.setattr(Transport, "check_source", check)
@@ -373,6 +376,7 @@ def test_a_helper_that_cannot_be_reached_is_left_out(
     result, unreachable = quorum(5, a=2, b=3, c=3), {2}
     assert replica.exchange._ask(result, LIMIT_S) == [Source(1, "there")]
     assert "fewer replicas: set TORCHFT_HOSTNAME" in caplog.text
+    assert sorted(limits_s) == [state_exchange.REACH_S, LIMIT_S], "a helper that is silent is waited for less"
     unreachable.add(1)
     with pytest.raises(CheckpointError, match="TORCHFT_HOSTNAME"):
         replica.exchange._ask(result, LIMIT_S)

@@ -400,6 +400,24 @@ def test_another_shape_later_reaches_no_backend_and_ends_the_configuration_on_al
     party.together(groups, lambda _, group: step(group, *BUCKETS))
 
 
+def test_a_predicted_call_that_times_out_names_the_rank_that_did_not_come(party: Party) -> None:
+    groups = party.meet(3, usual)
+    for _ in range(STEPS):
+        party.together(groups, lambda _, group: step(group, *BUCKETS))
+
+    def act(rank: int, group: ProcessGroup) -> Exception | None:
+        group.set_timeout(timedelta(seconds=1))
+        return None if rank == 1 else error_of(group.allreduce([torch.ones(BUCKETS[0])]).wait)
+
+    errors = party.together(groups, act)
+    for error in errors[::2]:
+        assert isinstance(error, CollectiveTimeoutError)
+        assert str(error) == "timed out after 1 s: rank 1 did not come; waiting: ranks 0, 2: collective #16"
+        assert error.__cause__ is not None, "the backend's error"
+    party.configure(groups)
+    party.together(groups, lambda _, group: step(group, *BUCKETS))
+
+
 def test_a_future_of_a_call_under_way_gets_the_mismatch(party: Party) -> None:
     groups = party.meet(2, usual)
     for _ in range(STEPS):

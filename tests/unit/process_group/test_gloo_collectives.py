@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 from torch.distributed import ReduceOp
 
 from torchft_like.errors import ProcessGroupError
@@ -107,6 +107,43 @@ def test_a_dtype_that_gloo_does_not_take_is_refused_and_the_group_goes_on(
     assert party.together(members, act) == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.parametrize("check", ["new", False])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda group: group.allreduce([own(0)], reducing(ReduceOp.BAND)),
+        lambda group: group.reduce([own(0)], reducing(ReduceOp.BXOR, ReduceOptions())),
+        lambda group: group._reduce_scatter_base(
+            own(0, 1), own(0), reducing(ReduceOp.BOR, ReduceScatterOptions())
+        ),
+        lambda group: group.allreduce([own(0).to(torch.complex64)], reducing(ReduceOp.MAX)),
+        lambda group: group.allreduce([own(0).to(torch.complex64).to_sparse()], reducing(ReduceOp.SUM)),
+        lambda group: group.allreduce([own(0)], "sum"),
+        lambda group: group.allgather([[blank(1).expand(2)] * 2], [own(0)]),
+        lambda group: group.alltoall_base(own(0), own(0), [2], [2]),
+        lambda group: group.alltoall_base(own(0), own(0), [3, -1], [3, -1]),
+        lambda group: group.alltoall_base(own(0), own(0, 4), [], []),
+        lambda group: group.alltoall_base(blank(2, 2), blank(2, 3), [1, 1], [1, 1]),
+        lambda group: group.recv([own(0)], 2, 0),
+        lambda group: group.send([own(0)], -1, 0),
+        lambda group: group.send([own(0)], group.rank(), 0),
+    ],
+)
+def test_arguments_that_are_wrong_on_all_ranks_are_refused_and_the_group_goes_on(
+    party: Party, check: Any, call: Any
+) -> None:
+    def act(rank: int, group: Any) -> list[float]:
+        with pytest.raises((RuntimeError, TypeError)):
+            call(group).wait()
+        assert group.errored() is None
+        tensor = own(rank)
+        group.allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    members = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
+    assert party.together(members, act) == [[3.0, 3.0]] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64])
 def test_a_dtype_whose_parts_gloo_takes_is_reduced_and_broadcast(party: Party, dtype: torch.dtype) -> None:
     def act(rank: int, group: Any) -> list[Any]:
@@ -119,10 +156,14 @@ def test_a_dtype_whose_parts_gloo_takes_is_reduced_and_broadcast(party: Party, d
     assert party.together(party.meet(2), act) == [wanted] * 2
 
 
-def average(options: Any = None) -> Any:
+def reducing(operation: Any, options: Any = None) -> Any:
     options = AllreduceOptions() if options is None else options
-    options.reduceOp = ReduceOp(ReduceOp.AVG)
+    options.reduceOp = ReduceOp(operation)
     return options
+
+
+def average(options: Any = None) -> Any:
+    return reducing(ReduceOp.AVG, options)
 
 
 @pytest.mark.agreement

@@ -29,7 +29,7 @@ class Predictor:
         self._loop = ""  # the end of the history, which is predicted over and over
         self._confirmed = 0  # how many calls were as predicted since the history was written
         # The number of the agreement that is predicted.
-        self.next = NO_AGREEMENT
+        self.next: int = NO_AGREEMENT
 
     def confirm(self, calls: int = 1) -> None:
         """Count calls that were as predicted."""

@@ -15,6 +15,9 @@ as predicted: its part is the one that it had in the agreement that was predicte
 Collectives have a deadline. A send or a receive has none until its rank says that it has waited long enough
 (`overdue`): one for which no rank waits may stay open for as long as its group lives.
 
+A rank in whose backend a call has timed out asks why. Where nothing else is known, the referee asks all ranks
+how far they are, and names those that do not answer, or else those that have made the fewest calls.
+
 After a ruling that a rank is missing, every call is refused: some ranks have given up on collectives that
 others may still call, so their numbers differ. So is every call after a disagreement with a rank whose call,
 as predicted, was under way already.
@@ -37,6 +40,7 @@ from torchft_like.core.agreement.statements import PAIRED, Statement
 
 COMPARED_MAX = 1000  # calls that ranks which predict have compared, until they compare no more
 ENOUGH = COMPARED_MAX + 1  # the agreement of a call that was not compared, as none is from then on
+ANSWER_S_MAX = 0.5  # seconds that ranks have to answer how far they are, when a call has timed out
 NO_TICKET = 0
 _LOST = -1
 
@@ -131,6 +135,12 @@ class Referee:
     _sends: list[Call] = field(default_factory=list)
     _receives: list[Call] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
+    _asking: set[int] = field(
+        default_factory=set
+    )  # ranks that wait for the reason of their backends' failure
+    _silent: set[int] = field(default_factory=set)  # those that have not answered how far they are
+    _waited_s: float = 0.0  # how long the first that asked had waited for its call
+    _answers_by_s: float = 0.0
     _verdict: Problem | None = None
 
     def __post_init__(self) -> None:
@@ -160,28 +170,44 @@ class Referee:
 
     def passed(self, rank: int, number: int) -> list[Answer]:
         """Handle a rank's answer: it has made its collectives up to this one."""
+        self._silent.discard(rank)
         if number > self._called[rank] != _LOST and self._predictor.next != NO_AGREEMENT:
             self._advance(rank, number)
-        return self._compare_all()
+        answers = self._compare_all()
+        return answers if self._silent else [*answers, *self._name_missing()]
 
-    def why(self, rank: int) -> list[Answer]:
+    def why(self, rank: int, number: int, waited_s: float, now_s: float) -> list[Answer]:
         """Answer a rank whose backend has failed: with the verdict, if there is one.
 
         It hears so before it goes on: a rank that was told earlier may have broken its connections.
+
+        Args:
+            number: the last collective that the rank has called, if one has timed out; else 0.
+            waited_s: how long that took.
         """
-        return [Ruling(rank, NO_TICKET, self._verdict, is_final=self._verdict is not None)]
+        if self._verdict is not None or self._is_enough() or not (number or self._asking):
+            return [Ruling(rank, NO_TICKET, self._verdict, is_final=self._verdict is not None)]
+        questions: list[Answer] = []
+        if not self._asking:
+            self._waited_s, self._answers_by_s = waited_s, now_s + ANSWER_S_MAX
+            self._silent = {*range(self.world_size)} - self._lost - {rank}
+            questions = [Question(other, number) for other in sorted(self._silent)]
+        self._asking.add(rank)
+        return [*questions, *self.passed(rank, number)]
 
     def lose(self, rank: int) -> list[Answer]:
         """Handle the loss of a rank: other ranks wait for it in vain, even in what it has called, as it gets
         no ruling.
         """
         self._lost.add(rank)
+        self._asking.discard(rank)
+        self._silent.discard(rank)
         self._called[rank] = _LOST
         self._collectives[rank].clear()
         self._sends = [call for call in self._sends if call.rank != rank]
         self._receives = [call for call in self._receives if call.rank != rank]
         self._open_next()
-        return self._give_up_lost()
+        return [*self._give_up_lost(), *([] if self._silent else self._name_missing())]
 
     def overdue(self, rank: int, ticket: int, now_s: float) -> list[Answer]:
         """Handle a rank's report that it has waited long enough for a call of its own."""
@@ -190,12 +216,15 @@ class Referee:
 
     def expire(self, now_s: float) -> list[Answer]:
         """Handle the passing of time."""
+        if self._asking and self._answers_by_s <= now_s:
+            return self._name_missing()
         late = [call for call in self._heads() if call.deadline_s <= now_s]
         return self._miss(late[0], now_s) if late else []
 
     def next_deadline_s(self) -> float | None:
-        """Return when `expire` has something to decide; None if no collective waits."""
-        return min((call.deadline_s for call in self._heads()), default=None)
+        """Return when `expire` has something to decide; None if no collective waits, and no rank asks why."""
+        answers_by = [self._answers_by_s] if self._asking else []
+        return min((*answers_by, *(call.deadline_s for call in self._heads())), default=None)
 
     def _heads(self) -> Iterable[Call]:
         """Return the next collective of each rank."""
@@ -285,6 +314,21 @@ class Referee:
     def _miss(self, late: Call, now_s: float) -> list[Answer]:
         seconds = round(now_s - late.since_s, 1)
         return self._refuse_all(Missing(self._missing_for(late), self._texts(), seconds=seconds), self._open)
+
+    def _name_missing(self) -> list[Answer]:
+        """Tell the ranks that ask why their backends have failed who is missing, as far as is known."""
+        asking, self._asking = self._asking, set()
+        if not asking:
+            return []
+        called = {rank: number for rank, number in enumerate(self._called) if rank not in self._lost}
+        least, most = min(called.values()), max(called[rank] for rank in asking)
+        behind = {rank for rank, number in called.items() if number == least < most}
+        missing = self._lost or self._silent or behind
+        if not missing:
+            return [Ruling(rank, NO_TICKET) for rank in sorted(asking)]
+        waiting = {rank: (f"collective #{n}",) for rank, n in called.items() if rank not in missing}
+        problem = Missing(tuple(sorted(missing)), waiting, lost=bool(self._lost), seconds=self._waited_s)
+        return self._refuse_all(problem, min(called[rank] for rank in asking))
 
     def _refuse_all(self, verdict: Problem, number: int) -> list[Answer]:
         """Refuse everything from now on, and tell the ranks that are in this collective already."""

@@ -314,7 +314,7 @@ class CudaExporter(Exporter):
         self._private: list[torch.cuda.Event] = []
         self.running: deque[_CudaCallTensors] = deque()  # until their operations are over
         self.failed: list[_CudaCallTensors] = []  # until the subprocess is dead
-        self.is_dead = False  # or cannot be killed
+        self.is_dead: bool = False  # or cannot be killed
 
     def export(self, call: Call) -> _CudaCallTensors:
         refuse_capture(call.collective.name)
@@ -438,7 +438,7 @@ class _CudaCallTensors(CallTensors):
     def __init__(self, call: Call, exporter: CudaExporter) -> None:
         super().__init__(call, exporter)
         self._lock = threading.Lock()
-        self.is_barrier = call.collective.name == "barrier"
+        self.is_barrier: bool = call.collective.name == "barrier"
         self._stream: torch.cuda.Stream | None = None  # the caller's stream, once it copies the inputs
         self._number = -1  # the number of the event that marks the end
         self._end: int | None = None  # the same number, as long as a stream has to wait for it

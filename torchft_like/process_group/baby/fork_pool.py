@@ -377,7 +377,7 @@ def _start_server() -> tuple[subprocess.Popen[bytes], Channel]:
     return process, Channel(ours)
 
 
-fork_pool = ForkPool()
+fork_pool: ForkPool = ForkPool()
 atexit.register(fork_pool.stop)
 in_each_fork(Turn.OBJECTS, fork_pool.forget)
 
@@ -598,7 +598,7 @@ class _Fork:
                 named = {key: decode(value, importer.tensor) for key, value in kwargs.items()}
                 start = functools.partial(self._methods[name], *arguments, **named)
                 if BY_NAME[name].blocking:
-                    self._wait_aside(request, start)
+                    self._wait_in_background(request, start)
                     return
                 work = start()
                 has_started = True
@@ -610,7 +610,7 @@ class _Fork:
         if answer is not None:
             self._answer(request, Outcome.DONE, *answer)
         elif work is not None and name in POINT_TO_POINT:
-            self._wait_aside(request, work.wait, work)
+            self._wait_in_background(request, work.wait, work)
         elif work is not None and len(self._watched) < WATCHED_MAX:
             self._watched.append((request, work))
         elif work is not None:
@@ -639,7 +639,7 @@ class _Fork:
     def _leave_to_backend(self, request: int, work: Work) -> None:
         work.get_future().add_done_callback(lambda done: self._wait(request, done.value))
 
-    def _wait_aside(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
+    def _wait_in_background(self, request: int, wait: Callable[[], object], work: Work | None = None) -> None:
         """Wait on a new thread: one of many receives must not keep a send from being answered."""
         threading.Thread(target=self._wait, args=(request, wait, work), daemon=True).start()
 

@@ -361,7 +361,8 @@ class RemoteBackend:
             self._end(why)
 
     def _end_silent(self) -> None:
-        self._end(f"it said nothing for {SILENCE_S:g} s longer than an operation may take, and was ended")
+        silent = f"it said nothing for {SILENCE_S:g} s longer than an operation may take, and was ended"
+        self._end(self._requests.last_words or silent)
 
     def _end(self, why: str) -> None:
         if not self._child.has_ended():

@@ -152,9 +152,9 @@ class Channel:
                 os.close(descriptor)
             raise
 
-    def is_ready(self) -> bool:
-        """Do as `has_message`, for the thread that receives: it needs no poller of its own."""
-        return bool(self._readable.poll(0))
+    def is_ready(self, deadline: float = 0.0) -> bool:
+        """Wait for a message until `deadline`, as the thread that receives: it needs no poller of its own."""
+        return bool(self._readable.poll(_milliseconds(deadline)))
 
     def has_message(self) -> bool:
         """Return whether `receive` would return or raise at once; False once this end is closed."""

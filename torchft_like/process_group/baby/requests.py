@@ -9,7 +9,8 @@ A subprocess is silent when it has answered nothing at all for longer than it ma
 Whether it runs is asked every LOOK_EVERY_S seconds of a wait in which no answer comes.
 
 INVARIANT: a request is settled exactly once: by its answer, or because the subprocess is gone. Until then it
-keeps its tensors alive, even if the caller has dropped its work.
+keeps its tensors alive, even if the caller has dropped its work. A reader that Ctrl-C interrupts, wherever it
+is, passes the turn on; if that may have cost an answer, the subprocess is ended.
 """
 
 from __future__ import annotations
@@ -74,13 +75,14 @@ class Requests:
     """The open requests to one subprocess.
 
     Attributes:
-        last_words: the reason that the subprocess sent before it ended itself.
+        last_words: the reason that the subprocess sent before it ended itself, or why it has to be ended.
 
     Args:
         channel: the channel to the subprocess; its answers are read here and nowhere else.
         on_pause: called again and again while a thread waits and no answer comes; it ends a subprocess that
           does not run.
-        on_silence: called when the subprocess is silent; it has to end the subprocess.
+        on_silence: called when the subprocess is silent, or its answers are of no use; it has to end the
+          subprocess.
         on_closed: called when the subprocess's end of the channel is closed; it returns when the subprocess
           cannot touch a tensor any more.
     """
@@ -103,7 +105,8 @@ class Requests:
         # When an answer came, or the subprocess was looked at, or a request was the first.
         self._quiet_since = 0.0
         self._numbers = itertools.count(UNASKED + 1)
-        self._is_being_read = False
+        self._reader: int | None = None  # the thread that reads
+        self._in_hand: Request | None = None  # the last one that an answer came for
         self._waiters = 0
         self._is_over = False
         self.last_words: str | None = None
@@ -124,8 +127,7 @@ class Requests:
     def wait(self, request: Request, deadline: float) -> bool:
         """Wait until the request is settled; return False if `deadline` came first."""
         while not request.is_settled:
-            if self._take_turn(deadline, request):
-                self._read_in_turn(deadline)
+            self._read(deadline, request)
             if not request.is_settled and time.monotonic() >= deadline:
                 return False
         return True
@@ -135,9 +137,8 @@ class Requests:
         while self._open and (
             self._channel.has_message() or time.monotonic() >= self._quiet_since + LOOK_EVERY_S
         ):
-            if not self._take_turn(deadline=0):
+            if not self._read(deadline=0):
                 return
-            self._read_in_turn(deadline=0)
 
     def count(self) -> int:
         return len(self._open)
@@ -146,16 +147,38 @@ class Requests:
         """Settle all open requests, because no answer will come any more; return when no thread reads."""
         self._end()
         with self._lock:
-            self._wait_in_line(lambda: not self._is_being_read)
+            self._wait_in_line(lambda: self._reader is None)
 
-    def _take_turn(self, deadline: float, request: Request = NOT_SENT) -> bool:
-        """Become the thread that reads; return False once `request` is settled, or the deadline has come."""
+    def _read(self, deadline: float, request: Request = NOT_SENT) -> bool:
+        """Read one answer once it is this thread's turn, or find out that there is none; return False if
+        `request` was settled before, or the deadline came first.
+        """
+        try:
+            if is_mine := self._take_turn(deadline, request):
+                self._read_in_turn(deadline)
+                self._pass_turn()
+        except BaseException:  # also Ctrl-C, between any two lines: the others wait for this thread
+            if self._is_over:
+                self._end()
+            self._pass_turn()
+            raise
+        return is_mine
+
+    def _take_turn(self, deadline: float, request: Request) -> bool:
         with self._lock:
-            if self._is_being_read or self._is_over:
+            if not self._is_free():
                 self._wait_in_line(lambda: request.is_settled or self._is_free(), deadline)
-            is_mine = self._is_free() and not request.is_settled
-            self._is_being_read |= is_mine
+            if is_mine := self._is_free() and not request.is_settled:
+                self._reader = threading.get_ident()
             return is_mine
+
+    def _pass_turn(self) -> None:
+        """Let another thread read, if it is this one's turn. A second call does no harm."""
+        with self._lock:
+            if self._reader == threading.get_ident():
+                self._reader = None
+            if self._waiters:
+                self._turn.notify_all()
 
     def _wait_in_line(self, reached: Callable[[], bool], deadline: float = FOREVER) -> None:
         """Wait for a condition, with the lock held, among the waiters that a reader notifies."""
@@ -167,29 +190,22 @@ class Requests:
             self._waiters -= 1
 
     def _is_free(self) -> bool:
-        return not self._is_being_read and not self._is_over
+        return self._reader is None and not self._is_over
 
     def _read_in_turn(self, deadline: float) -> None:
-        """Read one answer, or find out that there is none, and pass the turn on."""
         try:
-            try:
-                # Not longer, as a request that is added meanwhile may have a shorter limit.
-                self._read_one(min(deadline, time.monotonic() + LOOK_EVERY_S))
-            except TimeoutError:
-                now = time.monotonic()
-                if now >= self._quiet_since + LOOK_EVERY_S:
-                    self._quiet_since = now
-                    self._on_pause()
-                with self._lock:
-                    requests = list(self._open.values())
-                limits = (max(r.since, self._heard) + r.patience_s for r in requests)
-                if now >= min(limits, default=FOREVER):  # it is silent, unless an answer comes now
-                    self._give_last_chance()
-        finally:
+            # Not longer, as a request that is added meanwhile may have a shorter limit.
+            self._read_one(min(deadline, time.monotonic() + LOOK_EVERY_S))
+        except TimeoutError:
+            now = time.monotonic()
+            if now >= self._quiet_since + LOOK_EVERY_S:
+                self._quiet_since = now
+                self._on_pause()
             with self._lock:
-                self._is_being_read = False
-                if self._waiters:
-                    self._turn.notify_all()
+                requests = list(self._open.values())
+            limits = (max(r.since, self._heard) + r.patience_s for r in requests)
+            if now >= min(limits, default=FOREVER):  # it is silent, unless an answer comes now
+                self._give_last_chance()
 
     def _give_last_chance(self) -> None:
         try:
@@ -199,32 +215,52 @@ class Requests:
             self._on_silence()
 
     def _read_one(self, deadline: float) -> None:
+        if not self._channel.is_ready(deadline):
+            raise TimeoutError("no answer until the deadline")
         try:
-            number, outcome, answer = _read_answer(*self._channel.receive(deadline))
-        except (ChannelClosedError, ForeignMessageError) as error:
-            if isinstance(error, ForeignMessageError):
-                self.last_words = f"it sent {error}"
-                self._on_silence()  # no message of the subprocess can be relied upon any more
-            self._on_closed()
-            self._end()
-            return
+            self._take_answer()
+        except ChannelClosedError:
+            self._close()
+        except ForeignMessageError as error:  # no message of the subprocess can be relied upon any more
+            self._close(f"it sent {error}")
+        except Exception:
+            raise
+        except BaseException:  # Ctrl-C, with which an answer may be lost
+            if (request := self._in_hand) is not None and not request.is_settled:
+                request.outcome = None
+                self._open[request.number] = request
+            self._close("it was ended, as an interrupt came while an answer of it was read")
+            raise
+
+    def _take_answer(self) -> None:
+        number, outcome, answer = _read_answer(*self._channel.receive())
         self._heard = self._quiet_since = time.monotonic()
         if number == UNASKED:
             self.last_words = str(answer[-1])
             return
         with self._lock:
-            request = self._open.pop(number, None)
-        if request is not None:
-            request.outcome, request.answer = outcome, answer
-            self._settle(request)
+            self._in_hand = request = self._open.get(number)
+            if request is None:
+                return
+            del self._open[number]
+        request.outcome, request.answer = outcome, answer
+        self._settle(request)
+
+    def _close(self, why: str = "") -> None:
+        """Settle all requests once the subprocess has ended, which it is made to if there is a reason."""
+        if why:
+            self.last_words = why
+            self._on_silence()
+        self._on_closed()
+        self._end()
 
     def _end(self) -> None:
         with self._lock:
             self._is_over = True
-            left, self._open = list(self._open.values()), {}
             self._turn.notify_all()
-        for request in left:
+        for request in list(self._open.values()):  # each stays among them until it is settled
             self._settle(request)
+            self._open.pop(request.number, None)
 
     def _settle(self, request: Request) -> None:
         on_settled, request.on_settled = request.on_settled, None

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import linecache
 import os
 import socket
+import sys
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -260,13 +263,70 @@ def test_the_end_waits_for_the_one_who_reads_and_not_for_ever(talk: Corresponden
     request = talk.requests.add(FOREVER)
     reader = threading.Thread(target=talk.requests.wait, args=(request, limit()))
     reader.start()
-    wait_for(lambda: talk.requests._is_being_read)
+    wait_for(lambda: talk.requests._reader is not None)
     end = threading.Thread(target=talk.requests.end, daemon=True)
     end.start()
     end.join(LIMIT_S)
     assert not end.is_alive()
     reader.join(LIMIT_S)
     assert request.outcome is None
+
+
+def test_an_interrupt_between_any_two_lines_of_the_reader_leaves_nobody_waiting() -> None:
+    line = 1
+    while was_interrupted_at(line):
+        line += 1
+    assert line > 20
+
+
+def was_interrupted_at(line: int) -> bool:
+    """Interrupt a thread that reads two answers at a line, while another one waits; return False if the
+    thread has ended before. Everybody gets an answer, or hears that the subprocess was ended.
+    """
+    near, far = map(Channel, Channel.pair())
+    settled: list[Request] = []
+    of_all = Requests(near, lambda: None, far.close, lambda: None)
+    others, own, late = (of_all.add(FOREVER, settled.append) for _ in range(3))
+    waiter = threading.Thread(target=of_all.wait, args=(late, limit()), daemon=True)
+    lines = 0
+
+    def trace(frame: types.FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != requests.__file__:
+            return None
+        if linecache.getline(requests.__file__, frame.f_lineno).lstrip().startswith("with "):
+            return trace  # a signal does not come between a lock's acquisition, or release, and the block
+        if frame.f_code.co_name == "_read_in_turn" and waiter.ident is None:
+            waiter.start()
+            wait_for(lambda: of_all._waiters > 0)
+        lines += event == "line"
+        if event == "line" and lines == line:
+            raise KeyboardInterrupt
+        return trace
+
+    for request in (others, own):
+        far.send((request.number, Outcome.DONE.value))
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        of_all.wait(own, limit())
+        is_interrupted = False
+    except KeyboardInterrupt:
+        is_interrupted = True
+    finally:
+        sys.settrace(before)
+    with contextlib.suppress(ChannelClosedError):
+        far.send((late.number, Outcome.DONE.value))
+    for request in (others, own, late):
+        assert of_all.wait(request, limit()), line
+        assert request.outcome is Outcome.DONE or of_all.last_words, line
+    if waiter.ident is not None:
+        waiter.join(LIMIT_S)
+        assert not waiter.is_alive(), line
+    assert len(set(map(id, settled))) == len(settled), "none is settled twice"
+    for end in (of_all.end, near.close, far.close):
+        end()
+    return is_interrupted
 
 
 def test_one_who_waits_long_does_not_keep_others_from_their_answers(talk: Correspondence) -> None:

@@ -13,7 +13,7 @@ from torchft_like.testing.processes import Processes, RunningProcess
 MULTIPLIES = """
 import os, sys, threading
 import torch
-from torchft_like.futures import aside
+from torchft_like.futures import in_background
 from torchft_like.manager.quorum_driver import QuorumWorker
 
 has_begun = threading.Event()
@@ -28,7 +28,7 @@ def multiply():
 has_begun.wait()
 {then}
 """
-ON_A_THREAD_OF_ITS_OWN = "aside('multiplies', multiply)"
+ON_A_THREAD_OF_ITS_OWN = "in_background('multiplies', multiply)"
 ON_A_THREAD_THAT_GOES_ON = "QuorumWorker().submit(multiply)"
 
 
@@ -57,13 +57,15 @@ def test_a_process_that_ends_amid_a_call_of_torch_keeps_its_exit_status(
 
 
 def test_a_fork_waits_for_no_thread_of_its_parent(run: Callable[[str, str], RunningProcess]) -> None:
-    begin = "aside('waits', threading.Event().wait)\nhas_begun.set()"
+    begin = "in_background('waits', threading.Event().wait)\nhas_begun.set()"
     forks = """
-from torchft_like.runtime import asides
+from torchft_like.runtime import background
 if (child := os.fork()) == 0:
     sys.exit(4)  # after SECONDS_AT_EXIT, if it waits
-asides.SECONDS_AT_EXIT = 0.0
+background.SECONDS_AT_EXIT = 0.0
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
-    done = run(f"from torchft_like.runtime import asides; asides.SECONDS_AT_EXIT = 1e6\n{begin}", forks)
+    done = run(
+        f"from torchft_like.runtime import background; background.SECONDS_AT_EXIT = 1e6\n{begin}", forks
+    )
     assert done.exit_code == 4, done.output

@@ -28,7 +28,7 @@ SECONDS_AT_EXIT = 15.0
 _under_way: set[threading.Event] = set()
 
 
-def run_aside(name: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+def run_in_background(name: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
     """Call `act` on a new daemon thread of that name; the end of the process waits for it."""
     over = _begun()  # here, because the process may end before the thread has run at all
 

@@ -13,10 +13,10 @@ from typing import Protocol, TypeVar
 
 from lighthouse.forks import Turn, in_each_fork
 
-logger = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 
 _numbers = itertools.count()
-_living: weakref.WeakValueDictionary[int, Endable] = weakref.WeakValueDictionary()
+_tracked: weakref.WeakValueDictionary[int, Endable] = weakref.WeakValueDictionary()
 
 
 class Endable(Protocol):
@@ -28,25 +28,25 @@ class Endable(Protocol):
 E = TypeVar("E", bound=Endable)
 
 
-def lives(thing: E) -> E:
+def track(thing: E) -> E:
     """Enter a thing that `end_since` has to end, at the end of its constructor; return it."""
-    _living[next(_numbers)] = thing
+    _tracked[next(_numbers)] = thing
     return thing
 
 
-def now() -> int:
+def mark() -> int:
     """Return a number that is greater than that of everything made so far."""
     return next(_numbers)
 
 
 def end_since(number: int) -> None:
-    """End what was made after `now` returned this number, the last first; what fails is logged."""
-    for made, thing in sorted(_living.items(), reverse=True):
+    """End what was made after `mark` returned this number, the last first; what fails is logged."""
+    for made, thing in sorted(_tracked.items(), reverse=True):
         if made > number:
             try:
                 thing.shutdown()
             except Exception:  # the others have to be ended nevertheless
-                logger.exception("%s could not be ended", thing)
+                _logger.exception("%s could not be ended", thing)
 
 
-in_each_fork(Turn.OBJECTS, _living.clear)  # what is in it is the parent's
+in_each_fork(Turn.OBJECTS, _tracked.clear)  # what is in it is the parent's
