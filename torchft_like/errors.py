@@ -7,6 +7,7 @@ derives from `FaultToleranceError`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from lighthouse.errors import AddressError as AddressError
 from lighthouse.errors import BindError as BindError
@@ -122,7 +123,8 @@ class CollectiveTimeoutError(ProcessGroupError, TimeoutError):
 
     def __init__(self, seconds: float, missing: Sequence[int], waiting: Mapping[int, Sequence[str]]) -> None:
         super().__init__()
-        self.args = seconds, missing, waiting  # as arguments of OSError they would be an errno and a file
+        # As arguments of OSError they would be an errno and a file.
+        self.args: tuple[Any, ...] = seconds, missing, waiting
         self.seconds = seconds
         self.missing: tuple[int, ...] = tuple(missing)
         self.waiting = waiting
@@ -223,7 +225,8 @@ class QueueTimeoutError(QueueError, TimeoutError):
 
     def __init__(self, seconds: float, what: str, ranks: Sequence[int] = ()) -> None:
         super().__init__()
-        self.args = seconds, what, ranks  # as arguments of OSError they would be an errno and a file
+        # As arguments of OSError they would be an errno and a file.
+        self.args: tuple[Any, ...] = seconds, what, ranks
         self.seconds = seconds
         self.what = what
         self.ranks: tuple[int, ...] = tuple(ranks)

@@ -142,7 +142,7 @@ class Change:
         self, member: Member, groups: EpochGroups | None, timeout: timedelta, *, shrink_only: bool = False
     ) -> None:
         self.membership: Membership | None = None
-        self.is_over = False
+        self.is_over: bool = False
         self.shrink_only = shrink_only
         self.groups = groups
         self.timeout = timeout
@@ -290,7 +290,8 @@ class Change:
 
     def end(self, reason: str | None, answer: Answer = Answer.ROLL_BACK) -> None:
         """End the change for a reason; without one, the members stay as they are."""
-        self.is_over, self._reason = True, reason
+        self.is_over = True
+        self._reason = reason
         if reason is not None:
             self.fail(reason)
         self._answer = answer
@@ -569,10 +570,10 @@ class EpochCoordinator(GroupCoordinator):
 
     def _have_no_members(self, device: torch.device | str, group_name: str | None) -> None:
         """Set the attributes as they are before the first epoch."""
-        self.group_name = group_name or ANONYMOUS
-        self.unique_name = unique_name(self.group_name)
-        self.device = torch.device(device)
-        self.local_rank = self.device.index or 0
+        self.group_name: str = group_name or ANONYMOUS
+        self.unique_name: str = unique_name(self.group_name)
+        self.device: torch.device = torch.device(device)
+        self.local_rank: int = self.device.index or 0
         self._count_nobody()
 
     def _count_nobody(self) -> None:
@@ -636,7 +637,7 @@ class ElasticCoordinator(EpochCoordinator):
             )
         self.name = name
         self.membership: Membership | None = None
-        self.options = options or CoordinatorOptions()
+        self.options: CoordinatorOptions = options or CoordinatorOptions()
         self._have_no_members(device, group_name)
         self._groups: EpochGroups | None = None
         self._session = Member(name, lighthouse, self)
@@ -840,7 +841,7 @@ class ManagedCoordinator(EpochCoordinator):
         options: CoordinatorOptions | None = None,
     ) -> None:
         self._manager = manager
-        self.options = options or CoordinatorOptions()
+        self.options: CoordinatorOptions = options or CoordinatorOptions()
         self._have_no_members(device, group_name)
         self._is_destroyed = False
 

@@ -81,7 +81,7 @@ class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
         super().__init__(e)
         self.original_exception: Exception = e
         self.stack_trace: str = "".join(traceback.format_exception(e))
-        self.__cause__ = e
+        self.__cause__: BaseException | None = e
 
     def __str__(self) -> str:
         return f"{type(self.original_exception).__name__}: {self.original_exception}"

@@ -51,7 +51,7 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
         super().__init__(pg=pg)
         self._lock = threading.Lock()
         self._faults: list[_Fault] = []
-        self.injected = 0
+        self.injected: int = 0
 
     def report_future_error(self, e: Exception) -> None:
         """Let the next collective run, and then fail with `e`, in `wait()` and in its future."""

@@ -186,8 +186,16 @@ class TorchInterface:
         self._ask_inner("_set_sequence_number_for_group")
 
     # torch's own groups need these for their options. Here each configuration makes its device itself.
-    create_device = staticmethod(ProcessGroupGloo.create_device)
-    create_default_device = staticmethod(ProcessGroupGloo.create_default_device)
+
+    @staticmethod
+    def create_device(*args: Any, **kwargs: Any) -> Any:
+        """Make a device of torch's Gloo."""
+        return ProcessGroupGloo.create_device(*args, **kwargs)
+
+    @staticmethod
+    def create_default_device(*args: Any, **kwargs: Any) -> Any:
+        """Make the default device of torch's Gloo."""
+        return ProcessGroupGloo.create_default_device(*args, **kwargs)
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the members of this group change."""
@@ -347,8 +355,8 @@ class GroupOptions(Backend.Options):
     def __init__(self, group: Any) -> None:
         super().__init__(group.getBackendName(), group.timeout)
         self._group = group
-        self.group_name = group._name or c10d.GroupName("")
-        self.global_ranks_in_group = list(group._member_ranks())
+        self.group_name: c10d.GroupName = group._name or c10d.GroupName("")
+        self.global_ranks_in_group: list[int] = list(group._member_ranks())
 
     @property
     def _timeout(self) -> timedelta:

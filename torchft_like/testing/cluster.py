@@ -81,11 +81,11 @@ class LighthouseProcess(RunningProcess):
             [*cold, *command], log, {**told, **(variables or {})}, is_fork=not is_cold, namespace=namespace
         )
         try:
-            self.url = self.wait_for_output(LISTENING, START_S_MAX)[1]
+            self.url: str = self.wait_for_output(LISTENING, START_S_MAX)[1]
         except BaseException:
             self.kill()
             raise
-        self.address = self.url.removeprefix("http://")
+        self.address: str = self.url.removeprefix("http://")
 
     def __enter__(self) -> Self:
         return self
@@ -124,9 +124,9 @@ class Rank(RunningProcess):
         is_cold: bool = False,
     ) -> None:
         self.name, _, number = label.rsplit(".", 2)
-        self.number = int(number)
-        self.journal = JournalReader(folder / f"{label}.journal")
-        self.event_file = JournalReader(folder / f"{label}.events")
+        self.number: int = int(number)
+        self.journal: JournalReader = JournalReader(folder / f"{label}.journal")
+        self.event_file: JournalReader = JournalReader(folder / f"{label}.events")
         self._commits: list[Commit] = []
         own = {JOURNAL_ENV: str(self.journal.path), "TORCHFT_EVENT_FILE": str(self.event_file.path)}
         if not is_cold:
@@ -245,7 +245,7 @@ class Cluster:
         self._indices: dict[str, int] = {}
         self.groups: list[Group] = []
         self.lighthouse_address = f"http://{LOOPBACK}:0"
-        self.lighthouse_events = JournalReader(folder / f"{LIGHTHOUSE}.events")
+        self.lighthouse_events: JournalReader = JournalReader(folder / f"{LIGHTHOUSE}.events")
 
     def __enter__(self) -> Self:
         try:

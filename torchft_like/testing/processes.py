@@ -70,9 +70,9 @@ class RunningProcess:
         descriptors: Sequence[int] = (),
         folder: Path | None = None,
     ) -> None:
-        self.command = list(command)
-        self.log = log or self._in_memory()
-        self.may_end = False
+        self.command: list[str] = list(command)
+        self.log: Path = log or self._in_memory()
+        self.may_end: bool = False
         with self.log.open("ab") as output:
             self._begin = output.tell()
             environment = {**os.environ, "PYTHONUNBUFFERED": "1", **(variables or {})}

@@ -39,7 +39,7 @@ class Relay:
         self._request = request
         self._open_filter = open_filter
         self._listener = socket.create_server((target[0], 0))
-        self.port = int(self._listener.getsockname()[1])
+        self.port: int = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 
     def _accept(self) -> None:

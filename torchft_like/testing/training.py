@@ -63,7 +63,7 @@ class Model:
         torch.manual_seed(seed_of(name, "parameters"))
         self.net: nn.Module = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4)).to(device)
         self.optimizer: torch.optim.Optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        self.ballast = torch.zeros(ballast_bytes, dtype=torch.uint8, device=device)
+        self.ballast: torch.Tensor = torch.zeros(ballast_bytes, dtype=torch.uint8, device=device)
         self.taken_over: Callable[[str], object] = str
 
     def use(self, manager: Manager) -> None:

@@ -134,8 +134,8 @@ class ProcessGroupBabyGloo(ProcessGroupBaby):
     """
 
     _backend_name = "torchft-baby-gloo"
-    GROUP = "torchft_like.process_group.gloo:ProcessGroupGloo"
-    IMPORTER = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
+    GROUP: ClassVar[str] = "torchft_like.process_group.gloo:ProcessGroupGloo"
+    IMPORTER: ClassVar[str] = "torchft_like.process_group.baby.tensor_sharing:CpuImporter"
 
     def _set_up(self) -> None:
         require_device()
@@ -166,8 +166,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     divides = True
     _backend_name = "torchft-baby-nccl"
     _device_type = "cuda"
-    GROUP = "torchft_like.process_group.nccl:ProcessGroupNCCL"
-    IMPORTER = "torchft_like.process_group.baby.cuda_sharing:CudaImporter"
+    GROUP: ClassVar[str] = "torchft_like.process_group.nccl:ProcessGroupNCCL"
+    IMPORTER: ClassVar[str] = "torchft_like.process_group.baby.cuda_sharing:CudaImporter"
 
     def _set_up(self) -> None:
         require_nccl()

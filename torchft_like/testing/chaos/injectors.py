@@ -374,7 +374,7 @@ class SmallDisk:
         script = f'mount -t tmpfs -o {options} chaos "$0" && touch "$0/mounted" && exec sleep infinity'
         command = ["unshare", "-m", "sh", "-c", script, str(mount_point)]
         self._holder = RunningProcess(command, folder / "disk.log", {})
-        self.path = f"/proc/{self._holder.pid}/root{mount_point}"
+        self.path: str = f"/proc/{self._holder.pid}/root{mount_point}"
         self._filler = Path(self.path) / "filler"
         if not holds_within(_READY_S_MAX, (Path(self.path) / "mounted").exists):
             self.close()

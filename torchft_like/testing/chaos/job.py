@@ -86,7 +86,7 @@ class ChaosJob(Cluster):
         self.settings = settings
         self.network = network
         self._tell = tell
-        self.log = Log()
+        self.log: Log = Log()
         self.crashes: list[str] = []
         self.replicas: list[Group] = []
         self.spares: list[Rank] = []
@@ -99,7 +99,7 @@ class ChaosJob(Cluster):
         self._told: dict[str, Told] = defaultdict(Told)
         self._members: dict[tuple[str, ...], frozenset[str]] = {}
         self._ends = False
-        self.triggers = folder / "triggers"
+        self.triggers: Path = folder / "triggers"
         self.triggers.mkdir()
 
     # -------------------------------------------------------------------------- starting

@@ -86,7 +86,7 @@ class Network:
     def __init__(self, names: Sequence[str], folder: Path, seed: int, packet_bytes: int = 1500) -> None:
         if reason := why_unavailable():
             raise NetworkUnavailableError(reason)
-        self.hosts = tuple(names)
+        self.hosts: tuple[str, ...] = tuple(names)
         self._addresses = {name: f"{_NETWORK}.{index + 1}" for index, name in enumerate(names)}
         self._holders: dict[str, RunningProcess] = {}
         self._packet_bytes = packet_bytes
@@ -173,7 +173,7 @@ class Switch:
     """A switch that carries packets between descriptors, which it owns, on a thread of its own."""
 
     def __init__(self, seed: int) -> None:
-        self.rules = Rules()
+        self.rules: Rules = Rules()
         self.counts: Counter[str] = Counter()
         self._descriptors: dict[str, int] = {}
         self._by_address: dict[bytes, str] = {}
