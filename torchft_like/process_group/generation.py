@@ -443,8 +443,9 @@ class Generation:
             own = self._with_culprits(own)
         self.fail(own)
         found = self._failure
-        is_explained = isinstance(found, CollectiveTimeoutError | PeerLostError) and own.args == error.args
-        if is_explained or isinstance(found, CollectiveMismatchError):
+        if isinstance(found, CollectiveMismatchError) or (
+            isinstance(found, CollectiveTimeoutError | PeerLostError) and own.args == error.args
+        ):
             return type(found)(*found.args)
         return None if own.args == error.args else own
 
