@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -172,6 +173,29 @@ def test_a_quorum_forms_beside_silent_members_once_their_processes_are_gone() ->
             assert not c.has_message()
             process.close()
             assert ids_of(c.quorum()) == ["c"]
+
+
+def test_silent_members_are_gone_once_their_successors_have_their_addresses() -> None:
+    never = "--standing_lease_ms=3600000"
+    with LighthouseProcess(never) as daemon, socket.create_server(("127.0.0.1", 0)) as process:
+        address, url = daemon.address, "http://{}:{}".format(*process.getsockname())
+
+        def come(stack: ExitStack, *names: str, **said: object) -> list[SessionClient]:
+            clients = [stack.enter_context(SessionClient(address, name, serves_at=url)) for name in names]
+            for client in clients:
+                client.registered()
+            for client in clients:
+                client.join(**said)
+            return clients
+
+        with ExitStack() as lost:
+            assert come(lost, "a:1", "b:1", step=1, may_stand=True)[0].quorum().stands
+        with ExitStack() as new:
+            (c,) = come(new, "c:1")
+            process.accept()[0].close()  # the lighthouse looks for them, and finds that somebody listens
+            assert not c.has_message(), "the address of another replica may be wrong"
+            come(new, "a:2", "b:2")
+            assert "c:1" in ids_of(c.quorum())
 
 
 # -- bad input
