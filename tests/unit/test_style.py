@@ -167,16 +167,23 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
+@functools.cache
+def nodes(path: Path) -> list[ast.AST]:
+    """All nodes of a file's tree, in the order of `ast.walk`, which takes longer than most tests of them."""
+    return list(ast.walk(parse(path)))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _trees() -> Iterator[None]:
     """Parse all files while the collector stands still: it would look at each node again and again."""
     gc.disable()
     for path in FILES:
-        parse(path)
+        nodes(path)
     gc.freeze()
     gc.enable()
     yield
-    parse.cache_clear()
+    for cached in (parse, nodes, functions_of):
+        cached.cache_clear()
 
 
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
@@ -188,9 +195,14 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
         yield from functions(child, name)
 
 
+@functools.cache
+def functions_of(path: Path) -> list[tuple[str, Function]]:
+    return list(functions(parse(path)))
+
+
 def imports(path: Path) -> Iterator[str]:
     """Every module imported anywhere in the file, for type checking too; absolute names."""
-    for node in ast.walk(parse(path)):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -214,7 +226,7 @@ def test_functions_fit_a_screen() -> None:
     assert_none(
         f"{name_of(path)}:{function.lineno} {name} has {length} lines, {FUNCTION_LINES_MAX} at most"
         for path in FILES
-        for name, function in functions(parse(path))
+        for name, function in functions_of(path)
         if (length := (function.end_lineno or function.lineno) - function.lineno + 1) > FUNCTION_LINES_MAX
     )
 
@@ -223,7 +235,7 @@ def test_no_function_wants_an_object_instead_of_its_arguments() -> None:
     assert_none(
         f"{name_of(path)}:{function.lineno} {name} has {count} parameters, {PARAMETERS_MAX} at most"
         for path in LIBRARY
-        for name, function in functions(parse(path))
+        for name, function in functions_of(path)
         if (count := parameter_count(function)) > PARAMETERS_MAX
         if not {f"*.{function.name}", f"{name_of(path)}:{name}"} & set(MANY_PARAMETERS)
     )
@@ -242,7 +254,7 @@ def test_docstrings_begin_with_a_verb_or_a_subject() -> None:
     assert_none(
         f"{name_of(path)}:{node.body[0].lineno} the docstring is no sentence: {text.splitlines()[0]}"
         for path in LIBRARY
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Module | ast.ClassDef | Function) and (text := ast.get_docstring(node))
         if is_fragment(node, text)
     )
@@ -270,7 +282,7 @@ def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() ->
     calls = [
         (path, node, ast.unparse(made).rpartition(".")[2])
         for path in files
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call | ast.ClassDef)
         for made in (node.bases if isinstance(node, ast.ClassDef) else [node.func])
     ]
@@ -278,7 +290,7 @@ def test_channels_servers_and_listeners_are_made_where_tokens_are_asked_for() ->
     assert_none(
         f"{name_of(path)}:{node.lineno} calls {alias.name} {alias.asname}, which hides it from this test"
         for path in files
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
         if alias.name in MAKERS and alias.asname
@@ -306,7 +318,7 @@ def test_connections_are_plain_only_where_the_documentation_says_so() -> None:
     plain = {
         name_of(path)
         for path in LIBRARY
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call)
         for word in node.keywords
         if word.arg == "is_plain" and ast.unparse(word.value) == "True"
@@ -351,7 +363,7 @@ def test_libraries_never_print() -> None:
         f"{name_of(path)}:{node.lineno} prints"
         for path in LIBRARY
         if path.stem not in ("cli", "__main__")
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
     )
 
@@ -362,7 +374,7 @@ def test_every_test_shows_what_it_asserts() -> None:
         f"{name_of(path)}:{function.lineno} {name} asserts nothing in its own body"
         for path in FILES
         if path.name.startswith("test_")
-        for name, function in functions(parse(path))
+        for name, function in functions_of(path)
         if function.name.startswith("test_") and not any(map(asserts, ast.walk(function)))
     )
 
@@ -379,7 +391,7 @@ def test_no_exception_is_swallowed_without_a_word() -> None:
     assert_none(
         f"{name_of(path)}:{node.lineno} swallows every exception"
         for path in FILES
-        for node in ast.walk(parse(path))
+        for node in nodes(path)
         if isinstance(node, ast.ExceptHandler)
         if node.type is None
         or (ast.unparse(node.type) in ("Exception", "BaseException") and is_empty(node.body))
