@@ -677,7 +677,7 @@ def _mutant(core: type[Any], lacks: str, seed: int, invariant: str, name: str = 
 
 MUTANTS = (
     *map(_read, re.split(r"^(?=[a-z])", CHANGED, flags=re.MULTILINE)[1:]),
-    _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 32, "progress"),
+    _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 1, "progress"),
     _mutant(_ReleasesTheSameStepOnly, "a no releases ranks that have healed, too", 1325, "progress"),
     _mutant(_HealsFromManyGroups, "all ranks of a group heal from the same one", 0, "progress"),
     _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
