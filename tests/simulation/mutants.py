@@ -449,6 +449,15 @@ hides broken groups: who needs a new process group says so (0, no_zombie)
 StepProtocol.begin
 - failures = max(self.commit_failures, int(broken > 0))
 + failures = broken = 0
+takes any answer: a rank takes the answer to its last request only (4648, progress)
+StepProtocol.awaits
+- and result.request in (0, self._attempts)
+forgets what it missed: who asked again before it heard of a quorum gives that up (18752, progress)
+ReplicaGroup._with_what_it_missed
+- if join.answered >= self._answered.get(join.group_rank, 0)
++ if True
+meets nobody: the others are told of a quorum in which nobody here is (384, progress)
+ReplicaGroup._meet_nobody = []
 forgets the healed version: a heal takes over the whole version (2, progress)
 StepProtocol.heal
 - self._take_over(counters)

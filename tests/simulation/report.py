@@ -131,21 +131,22 @@ def _mutant(name: str) -> Cores:
 
 
 def mutants(seeds: range, jobs: int) -> int:
-    """Hunt every mutant in the first of these seeds; return 1 if one got away."""
+    """Hunt every mutant in the first of these seeds, and in its own one; return 1 if one got away."""
     numbers = seeds[:SEEDS_MAX]
     catches = list(_map(partial(_hunt, numbers), range(len(MUTANTS)), jobs))
     print(f"{'mutant':32} {'seeds':>6}  caught as")
     for catch, mutant in sorted(
         zip(catches, MUTANTS, strict=True), key=lambda pair: pair[0].seeds or SEEDS_MAX + 1
     ):
-        print(f"{mutant.name:32} {catch.seeds or '-':>6}  {(catch.violation or 'NOT CAUGHT')[:80]}")
+        count = "-" if catch.seeds is None else "own" if catch.seeds > len(numbers) else str(catch.seeds)
+        print(f"{mutant.name:32} {count:>6}  {(catch.violation or 'NOT CAUGHT')[:80]}")
     caught = sum(catch.seeds is not None for catch in catches)
     print(f"{caught} of {len(catches)} caught")
     return 1 if caught < len(catches) else 0
 
 
 def _hunt(seeds: range, number: int) -> Catch:
-    return hunt(MUTANTS[number], seeds)
+    return hunt(MUTANTS[number], [*seeds, MUTANTS[number].seed])
 
 
 def _map(work: Callable[[Item], Result], items: Iterable[Item], jobs: int) -> Iterator[Result]:

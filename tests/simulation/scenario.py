@@ -319,13 +319,23 @@ def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
 def _with_what_is_rare(scenario: Scenario, place: int) -> Scenario:
     """Return the job with one more kind of fault, or another rule for who takes part in a step."""
     if place == TIMING_OUT and not scenario.fragments:  # an exception of such a script gives no sync up
-        return replace(scenario, kinds=(*scenario.kinds, "time_out"))
+        is_crowded = scenario.restarts or scenario.seed // 41 % 2 == 0
+        return replace(scenario, kinds=(*scenario.kinds, "time_out")) if is_crowded else _in_haste(scenario)
     if place == STARTING_LATE and not scenario.restarts:
         return replace(scenario, ranks=max(scenario.ranks, 2), starts_late=True)
     if place == DEMANDING:
         few = scenario.without(["foreign"])  # which could be a quorum by itself
         return replace(few, min_replicas=1, min_replica_size=few.replicas // 2 + 1, is_named=True)
     return replace(scenario, is_fixed=place == FIXED)
+
+
+def _in_haste(scenario: Scenario) -> Scenario:
+    """Return a job in which requests for quorums are made again just as they are answered, and members come
+    and go meanwhile.
+    """
+    kinds = ("delay", "crash", "leave", "time_out", *["restore"] * (scenario.seed // 82 % 2))
+    few = replace(scenario, kinds=kinds, gap_s=0.2 * scenario.compute_s, bad_link=None)
+    return replace(few, ranks=max(few.ranks, 2), is_named=few.is_named or "restore" in kinds)
 
 
 def _with_few_kinds(scenario: Scenario) -> Scenario:
