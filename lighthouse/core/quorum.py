@@ -50,8 +50,8 @@ that is not believed is a member as one without a state is: it is the newest now
 
 A spare (`Spares`) is none of those that the rules speak of. When the others have all but formed a quorum,
 and fewer than `replicas` of them are healthy, spares take the free places in it, also where there are fewer
-than `min_replicas` without them. Before the first quorum, where others may be about to come, a spare waits
-for `join_timeout`.
+than `min_replicas` without them; not in one that shrinks. Before the first quorum, where others may be about
+to come, a spare waits for `join_timeout`.
 
 A quorum id stands for one set of process groups that are connected to each other. It is kept as long
 as these can be used on, so a new one is given when the members differ, when a participant reports a
@@ -659,7 +659,7 @@ class QuorumCore:
         while len(self._healthy) < self._places and (spare := self._spares.first_joined()) is not None:
             state, is_known = self._state(now), self._last or now >= spare.since + self._join_timeout
             is_due = state.forms or (self._is_short_of_spares(state) and not self._would_go_back(now))
-            if spare.member is None or not is_known or not is_due:
+            if spare.member is None or not is_known or not is_due or self._is_shrinking(now):
                 return self._hold(spare.replica_id, decisions)
             self._spares.close(spare.session.number)
             self._open(spare.replica_id, spare.session, now, decisions)

@@ -468,7 +468,10 @@ QuorumCore.register
 + if False and
 leaves places empty: a spare takes a free place (4, progress)
 QuorumCore._fill_places = None
-holds nobody for spares: a free place ends a quorum that stands (4604, progress)
+lets spares in too early: no spare is let in while members wish to shrink (116, spares_wait)
+QuorumCore._fill_places
+- or self._is_shrinking(now)
+holds nobody for spares: a free place ends a quorum that stands (1636, progress)
 QuorumCore._fill_places
 - return self._hold(spare.replica_id, decisions)
 + return None

@@ -362,9 +362,8 @@ def _with_long_steps(scenario: Scenario) -> Scenario:
 def _with_spares(scenario: Scenario) -> Scenario:
     is_whole = scenario.bad_link is None and scenario.sick is None and scenario.stopped is None
     is_vacant = is_whole and scenario.idle == 0 and random.Random(scenario.seed * 3 + 2).random() < 0.7
-    # A wish to shrink keeps a spare that was let in waiting, until the member is back whose place it has; and
-    # members whose scripts do as they please end a quorum that stands without being asked to.
-    kinds = [*ORDER_KINDS, "give_up"]
+    # Members whose scripts do as they please end a quorum that stands without being asked to.
+    kinds = [kind for kind in (*ORDER_KINDS, "give_up") if kind != "shrink"]
     return replace(scenario, spares=1 if is_vacant else 2, is_vacant=is_vacant, is_even=True).without(kinds)
 
 
