@@ -405,10 +405,13 @@ ReplicaGroup.step_stalled
 ReplicaGroup.probed
 - [*effects, self._give_up(out_of_reach)]
 + effects
-reports links once: links are reported again after a reconnect (65, progress)
+reports links once: links are reported again, after a reconnect or in a quorum (65, progress)
 ReplicaGroup.lighthouse_connected
 - [BrokenLinks(unreachable)] if unreachable else []
 + []
+ReplicaGroup.quorum_formed
+- [*answers, *report]
++ answers
 applies late errors: an error belongs to its quorum (34, no_zombie)
 StepProtocol.fail
 - if quorum_id < self.quorum_id
