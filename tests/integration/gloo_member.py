@@ -9,6 +9,8 @@ import signal
 from datetime import timedelta
 from typing import Any
 
+import torch
+
 from tests.stores import serve_store
 from torchft_like.process_group import ProcessGroupGloo
 from torchft_like.process_group.store import AbortableStore
@@ -35,6 +37,12 @@ class Member:
 
     def configure(self, address: str, rank: int, world_size: int) -> None:
         self.group.configure(address, rank, world_size)
+
+    def receive_and_stop(self, count: int) -> None:
+        """Begin to receive so many numbers from rank 0, of which this process reads nothing."""
+        self.tensor = torch.zeros(count)
+        self.receiving = self.group.recv([self.tensor], 0, 0)
+        os.kill(os.getpid(), signal.SIGSTOP)
 
     def stop_once_published(self) -> None:
         """Let the next `configure` stop this process once its address is in the store."""

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.process_group.conftest import Party, allreduced, wait_until
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
@@ -26,6 +27,7 @@ from .gloo_member import LIMIT_S, Member, StoreHost
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("no_operator")]
 
+LARGE = 20_000_000  # numbers: more than the buffers of a connection hold
 FELT_S = 0.3  # what still blocks after this time was really blocked by the fault
 Groups = list[ProcessGroup]
 
@@ -105,6 +107,26 @@ def test_an_abort_ends_a_configure_with_a_peer_that_stopped_before_it(
     assert_felt(blocked)
     abort(survivors)
     assert_aborted(blocked)
+    assert_go_on(party, survivors)
+
+
+@pytest.mark.parametrize("ends_by", ["an abort", "the receiver's end"])
+def test_a_large_message_that_is_on_its_way_is_given_up_with_the_group(
+    party: Party, victim: Rank, survivors: Groups, ends_by: str
+) -> None:
+    """Gloo forgets it when its connection ends."""
+    sender, prefix = survivors[0], party.prefix()
+    victim.tell(Member.configure, prefix, 1, 2)
+    sender.configure(prefix, 0, 2)
+    victim.answer()
+    victim.tell(Member.receive_and_stop, LARGE)
+    victim.wait_stopped()
+    blocked = party.aside(lambda: sender.send([torch.ones(LARGE)], 1, 0).wait())
+    assert_felt([blocked])
+    if ends_by != "an abort":
+        victim.kill()
+    sender.abort("a member is lost")
+    assert_aborted([blocked])
     assert_go_on(party, survivors)
 
 

@@ -259,7 +259,8 @@ class CheckedBackend:
         if error is not None:
             operation.refuse(error)
         else:
-            operation.follow(None if started is None else self._generation.take(call.collective, started))
+            taken = None if started is None else self._generation.take(call.collective, started, call.args)
+            operation.follow(taken)
 
     def say_when_passed(self, number: int) -> None:
         """Say which collective was the last, and say so again with each one until this number."""

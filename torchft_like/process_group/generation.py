@@ -70,6 +70,7 @@ SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
 LOOKS_S_MAX = 10.0
 ISSUED_MIN = 128
+LARGE_BYTES = 1024 * 1024  # of a message
 
 _logger = logging.getLogger(__name__)
 
@@ -89,15 +90,21 @@ class Operations:
         """Make an operation for a call that the backend is about to get; its holder may wait for it."""
         operation = GroupOperation()
         operation.operations, operation.explain = self, explain
+        self._issue(operation)
+        return operation
+
+    def _issue(self, operation: GroupOperation) -> None:
         if len(self._issued) >= self._issued_max:
             self._forget_those_done()  # before the new one is added: without a work it would pass for done
         self._issued.append(weakref.ref(operation))  # no lock: append is atomic
-        return operation
 
-    def message(self, work: Work, explain: Explain) -> MessageOperation:
+    def message(self, work: Work, explain: Explain, *, is_large: bool = False) -> MessageOperation:
         """Make the operation of a send or a receive that the backend has begun."""
         operation = MessageOperation()
         operation.operations, operation.explain, operation.inner = self, explain, work
+        if is_large:
+            operation.is_large = True
+            self._issue(operation)
         return operation
 
     def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
@@ -248,9 +255,14 @@ class GroupOperation(FollowingOperation):
 
 
 class MessageOperation(GroupOperation):
-    """A send or a receive, which moves its message in `wait`: that single wait, without slices, is never
-    given up."""
+    """A send or a receive. Its wait is a single one, without slices.
 
+    Gloo forgets a message that is on its way when the connection ends, as in an abort or by a death: that
+    wait lasts until its timeout. So one for a large message, which may be on its way for long, has a thread
+    of its own, and is given up with the group's other operations. A small one is not worth a thread.
+    """
+
+    is_large = False
     _was_waited = False
 
     def wait_until(self, deadline: float) -> None:
@@ -258,8 +270,29 @@ class MessageOperation(GroupOperation):
 
     def _wait_for_backend(self, deadline: float) -> None:
         if not self._was_waited:  # a second wait would be for another message
-            wait_until(self.inner, deadline)
+            if self.is_large:
+                self._wait_aside(deadline)
+            else:
+                wait_until(self.inner, deadline)
             self._was_waited = True
+
+    def _wait_aside(self, deadline: float) -> None:
+        ended, errors, inner = threading.Event(), list[Exception](), self.inner
+
+        def wait() -> None:
+            try:
+                wait_until(inner, deadline)
+            except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
+                errors.append(error)
+            ended.set()
+
+        # Not `run_in_background`: the end of the process would wait for it, too, and in vain.
+        threading.Thread(target=wait, name="torchft-message", daemon=True).start()
+        while not ended.wait(SLICE_S):
+            if self.operations.given_up is not None:
+                raise self.operations.given_up
+        if errors:
+            raise errors[0].with_traceback(None)
 
 
 class AbandonableOperation(FollowingOperation):
@@ -314,6 +347,12 @@ def _is_over(work: Work, deadline: float) -> bool:
         return work.is_completed()
     finally:
         del work
+
+
+def _is_large(args: tuple[Any, ...]) -> bool:
+    """Return whether a message, the first of the arguments, moves for longer than a thread takes to start."""
+    tensors = args[0] if args else ()
+    return any(tensor.device.type == "cpu" and tensor.nbytes >= LARGE_BYTES for tensor in tensors)
 
 
 class Backend(Protocol):
@@ -408,19 +447,21 @@ class Generation:
             return None
         # The first question is the usual case: the metaclass of torch's classes makes `isinstance` slow.
         if (type(work) is not Work and isinstance(work, ExplainedOperation)) or name in POINT_TO_POINT:
-            return self.take(collective, work)
+            return self.take(collective, work, args)
         operation.inner = work
         return operation
 
-    def take(self, collective: Collective, work: Work) -> Operation:
-        """Return an operation for a work of the backend, which raises errors in the group's words."""
+    def take(self, collective: Collective, work: Work, args: tuple[Any, ...] = ()) -> Operation:
+        """Return an operation for a work of the backend, which raises errors in the group's words; the
+        arguments of the call tell large messages from small ones.
+        """
         is_message = collective.name in POINT_TO_POINT
         explain = partial(self.explain, is_message=True) if is_message else self.explain
         if isinstance(work, ExplainedOperation):
             work.explain = explain
             return work
         if is_message:
-            return self.operations.message(work, explain)
+            return self.operations.message(work, explain, is_large=_is_large(args))
         operation = self.operations.begin(self.explain)
         operation.inner = work
         return operation
