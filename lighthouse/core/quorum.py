@@ -25,7 +25,9 @@ counts as little as one that answers no PING.
 But the job does not begin anew while steps are left. Where the last quorum had some, and no member of it that
 still has them has joined, others wait for the members that are there, however long they hang. They wait for
 those that are silent, too, which may be training, cut off from here: until it is known that their processes
-are gone, or for as long as such members go on (`standing_lease_ms`).
+are gone, or for as long as such members go on (`standing_lease_ms`). So they do for a member of an earlier
+quorum that was silent when the others went on without it, and these are gone now: it lacks a few steps, and
+newcomers lack all.
 
 A quorum takes all replicas that have joined, or, if a member of the last quorum asked to `shrink_only`,
 those that were in that; the others stay joined for the next round. The wish is void where too few of these
@@ -241,6 +243,7 @@ class QuorumCore:
         self._given_up: set[str] = set()
         self._told_at: float | None = None
         self._silent: set[str] = set()  # members of the last quorum that were lost, and may live
+        self._missed: dict[str, float] = {}  # those of earlier quorums, and until when they are awaited
         self._ended_at: float | None = None  # when the first of its members had joined, or was gone
         # Its members that heal in it, as far as they are awaited, and until when.
         self._healing: set[str] = set()
@@ -377,6 +380,7 @@ class QuorumCore:
         self._spares.close(session)
         if replica_id is not None:
             self._forget(replica_id)
+            self._missed.pop(replica_id, None)
             if replica_id in self._last:
                 if quorum_id not in (0, self._number.quorum_id):
                     self._break(replica_id, decisions)
@@ -400,6 +404,7 @@ class QuorumCore:
         """Handle that the process of a member that was silent is gone."""
         decisions = self.advance(now)
         self._silent.discard(replica_id)
+        self._missed.pop(replica_id, None)
         self._form(now, decisions)
         return decisions
 
@@ -509,7 +514,7 @@ class QuorumCore:
             spares=[spare.replica_id for spare in self._spares],
             refused=self._refused,
             late_s=self._late_at() - now if self._joined else math.inf,
-            lease_s=self._heard_at + self._lease - now if self._awaits_silent(now) else math.inf,
+            lease_s=max(self._silence_ends(now), default=math.inf) - now,
             expiry_s=self._healthy.next_expiry() - now,
         )
 
@@ -532,12 +537,22 @@ class QuorumCore:
         if newest[0] == 0 or any(member.version >= newest for member in joined):
             return False
         is_there = any(i in self._healthy and i not in self._joined for i in self._last)
-        return is_there or self._awaits_silent(now)
+        return is_there or bool(self._silence_ends(now))
 
     def _awaits_silent(self, now: float) -> bool:
         """Return whether members of the last quorum may be alive of which nothing is heard."""
         may_live = self._lease > 0 and any(i not in self._healthy for i in self._silent)
         return may_live and (self._find_at is None or now < self._heard_at + self._lease)
+
+    def _silence_ends(self, now: float) -> list[float]:
+        """Return when those are awaited no more that may be alive, and have steps, and of which nothing is
+        heard: members of the last quorum, and of earlier ones, whose steps are nearly as many.
+        """
+        ends = [self._heard_at + self._lease] if self._awaits_silent(now) else []
+        return ends + [self._missed[i] for i in self._still_missed(now)]
+
+    def _still_missed(self, now: float) -> list[str]:
+        return [i for i, until in self._missed.items() if now < until and i not in self._healthy]
 
     def _state_of_any_job(self, now: float) -> QuorumState:
         joined, healthy = len(self._joined), len(self._healthy)
@@ -644,8 +659,8 @@ class QuorumCore:
             late_at = self._late_at()
             waits = [late_at] if now < late_at else self._awaited(now).values()
             self._deadline = min([self._deadline, *waits])
-        if self._find_at is not None and self._is_behind(now) and self._awaits_silent(now):
-            self._deadline = min(self._deadline, self._find_at, self._heard_at + self._lease)
+        if self._find_at is not None and self._is_behind(now) and (until := self._silence_ends(now)):
+            self._deadline = min(self._deadline, self._find_at, *until)
 
     def _look_for_end(self, now: float) -> None:
         """Note when the first member of the last quorum has joined, or is gone."""
@@ -696,6 +711,7 @@ class QuorumCore:
     def _refuse(self, replica_id: str, why: str, decisions: list[Decision]) -> None:
         session = self.session_of(replica_id)
         self._forget(replica_id)
+        self._missed.pop(replica_id, None)
         self._refused[replica_id] = why
         if len(self._refused) > _REFUSED_TOLD_MAX:
             del self._refused[next(iter(self._refused))]
@@ -704,13 +720,12 @@ class QuorumCore:
 
     def _find_members(self, now: float, decisions: list[Decision]) -> None:
         """Tell members that go on, and those whose quorum has silent ones, to give it up; look for these."""
-        is_looking = self._awaits_silent(now)
-        if self._standing is not None or is_looking:
+        if self._standing is not None or self._awaits_silent(now):
             self._tell_to_give_up(now, decisions)
-        if is_looking and (self._find_at is None or now >= self._find_at):
+        if self._silence_ends(now) and (self._find_at is None or now >= self._find_at):
             self._find_at = now + _FIND_EVERY_S
-            silent = sorted(i for i in self._silent if i not in self._healthy)
-            decisions.append(FindMembers(tuple(silent)))
+            silent = {i for i in self._silent if i not in self._healthy}
+            decisions.append(FindMembers(tuple(sorted({*silent, *self._still_missed(now)}))))
 
     def _is_held_back(self, now: float) -> bool:
         """Return whether members of the last quorum do not ask for another one, although no member can get on
@@ -1029,6 +1044,8 @@ class QuorumCore:
     def _adopt(self, number: QuorumNumber, ids: frozenset[str], now: float) -> None:
         self._number, self._last = number, ids
         self._heard_at, self._find_at = now, None
+        missed = {**self._missed, **dict.fromkeys(self._silent, now + self._lease)}
+        self._missed = {i: until for i, until in missed.items() if now < until and i not in ids}
         self._departed, self._silent = set(), set()
         self._given_up, self._told_at, self._ended_at, self._healing = set(), None, None, set()
         self._alarms = 0

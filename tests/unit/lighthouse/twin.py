@@ -87,6 +87,7 @@ class Twin:
         self.last: tuple[QuorumNumber, frozenset[str]] = (QuorumNumber(NO_QUORUM, 0), frozenset())
         self.departed: list[str] = []
         self.silent: set[str] = set()  # members whose sessions have ended
+        self.missed: dict[str, float] = {}  # those of earlier quorums, and when the others went on
         self.alarms = 0
         self.highest_id = first_quorum_id - 1
         self.leap = first_quorum_id % 1_000_003
@@ -195,6 +196,7 @@ class Twin:
     ) -> None:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
+        self.miss(ids, now)
         self.last, self.departed, self.silent, self.alarms = (last, ids), [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.standing = Standing() if stands else None
@@ -208,9 +210,15 @@ class Twin:
         for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
             self.end_standing(joined.member.replica_id, joined.member.step, now, out)
 
+    def miss(self, ids: frozenset[str], now: float) -> None:
+        """The others go on without those that are silent."""
+        self.missed |= dict.fromkeys(self.silent, now)
+        self.missed = {i: t for i, t in self.missed.items() if i not in ids}
+
     def gone(self, replica_id: str, now: float) -> list[Decision]:
         out = self.advance(now)
         self.silent.discard(replica_id)
+        self.missed.pop(replica_id, None)
         return out + self.form(now)
 
     def end_standing(self, replica_id: str, step: int, now: float, out: list[Decision]) -> None:
@@ -295,6 +303,7 @@ class Twin:
     def refuse(self, replica_id: str, why: str, out: list[Decision]) -> None:
         out += [Refused(number, replica_id, why) for number in self.numbers({replica_id})]
         self.clear(replica_id)
+        self.missed.pop(replica_id, None)
 
     def foreign(self) -> dict[str, str]:
         """Return why some of those that have joined are not of the job that most of them are of."""
@@ -359,6 +368,7 @@ class Twin:
         if replica_id is not None:
             self.clear(replica_id)
             self.silent.discard(replica_id)
+            self.missed.pop(replica_id, None)
             if replica_id in self.last[1]:
                 if quorum_id not in (0, self.last[0].quorum_id):
                     self.break_quorum(replica_id, out)
@@ -430,8 +440,7 @@ class Twin:
         self.healing = awaited, self.healing[1]
         if self.lacks_majority(now) and self.is_late(now) and not self.expected:
             out += self.tell_to_give_up(now)
-        is_ready = self.has_majority(now) and self.all_have_joined(now) and not self.is_divided()
-        if is_ready and self.would_go_back(now):
+        if self.is_ready(now) and not self.is_divided() and self.would_go_back(now):
             out += self.look_for_members(now)
         while self.is_quorum(now) and not self.is_divided():
             if foreign := self.foreign():
@@ -522,12 +531,13 @@ class Twin:
         return self.joined if is_void else members
 
     def is_quorum(self, now: float) -> bool:
+        return self.is_ready(now) and not self.would_go_back(now)
+
+    def is_ready(self, now: float) -> bool:
         joined, last = {j.member.replica_id for j in self.joined}, self.last[1]
         if last and last <= joined and len(self.chosen(now)) >= self.config.min_replicas:
             return True
-        if not self.has_majority(now) or self.would_go_back(now):
-            return False
-        return self.all_have_joined(now)
+        return self.has_majority(now) and self.all_have_joined(now)
 
     def would_go_back(self, now: float) -> bool:
         """Return whether the last quorum had steps that nobody who has joined has, and others may have."""
@@ -537,15 +547,22 @@ class Twin:
         newest = max(known, default=(0, 0))
         joined = {j.member.replica_id: (j.member.step, j.member.commit_quorum_id) for j in self.joined}
         have = [i for i in self.last[1] if i in joined and joined[i] >= newest]
-        are_there = bool((self.last[1] & self.healthy()) - joined.keys()) or self.awaits_silent(now)
+        are_there = bool((self.last[1] & self.healthy()) - joined.keys())
+        are_there = are_there or self.awaits_silent(now) or bool(self.awaited_still(now))
         return newest[0] > 0 and not have and are_there
 
     def awaits_silent(self, now: float) -> bool:
         """Return whether there are members without a session whose processes may live."""
+        has_time = self.looked is None or now < self.heard + self.lease_s()
+        return self.config.standing_lease_ms > 0 and has_time and bool(self.silent - self.healthy())
+
+    def lease_s(self) -> float:
         ping = self.config.keepalive_time_ms + self.config.keepalive_timeout_ms
-        until = self.heard + (self.config.standing_lease_ms + 2 * ping) / 1000
-        has_time = self.config.standing_lease_ms > 0 and (self.looked is None or now < until)
-        return has_time and bool(self.silent - self.healthy())
+        return (self.config.standing_lease_ms + 2 * ping) / 1000 if self.config.standing_lease_ms > 0 else 0.0
+
+    def awaited_still(self, now: float) -> set[str]:
+        """Return the silent ones of earlier quorums whose lease has not passed."""
+        return {i for i, t in self.missed.items() if now < t + self.lease_s()} - self.healthy()
 
     def has_majority(self, now: float) -> bool:
         return self.is_large_enough(now) and len(self.joined) > len(self.counted(now)) // 2
@@ -573,9 +590,10 @@ class Twin:
     def look_for_members(self, now: float) -> list[Decision]:
         is_looking = self.awaits_silent(now)
         out = self.tell_to_give_up(now) if is_looking or self.standing is not None else []
-        if is_looking and (self.looked is None or now >= self.looked + 1):
+        missed = self.awaited_still(now)
+        if (is_looking or missed) and (self.looked is None or now >= self.looked + 1):
             self.looked = now
-            out.append(FindMembers(tuple(sorted(self.silent - self.healthy()))))
+            out.append(FindMembers(tuple(sorted((self.silent - self.healthy()) | missed))))
         return out
 
     def tell_to_give_up(self, now: float) -> list[Decision]:
@@ -617,6 +635,7 @@ class Twin:
         began = [self.identities[i].first_quorum_id for i in sorted(ids) if i in self.identities]
         self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
+        self.miss(ids, now)
         self.departed, self.silent, self.alarms = [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.formed = True
