@@ -1,7 +1,8 @@
-"""Listening TCP sockets, and why there can be none."""
+"""Listening TCP sockets, why there can be none, and whether a peer has one."""
 
 from __future__ import annotations
 
+import asyncio
 import socket
 
 from lighthouse.address import Address
@@ -10,6 +11,7 @@ from lighthouse.forks import disown
 from lighthouse.trust import refuse_if_open, warn_if_open
 
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
+_ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
 
 def listen_tcp(bind: Address) -> socket.socket:
@@ -63,3 +65,39 @@ def why_unbindable(bind: Address) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+async def why_unreachable(address: Address, timeout_s: float) -> OSError | None:
+    """Return why a connection fails, a TimeoutError after so many seconds; None where a process listens."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            _, writer = await asyncio.open_connection(address.host, address.port)
+    except OSError as error:  # a TimeoutError is one, too
+        return error
+    writer.transport.abort()
+    return None
+
+
+async def until_refused(address: Address) -> None:
+    """Return once the host answers that no process listens at this address; never, as long as one does.
+
+    Between two questions a connection stays open: the kernel ends it together with the process, even one that
+    is stopped and accepts nothing.
+    """
+    disown(address)
+    while True:
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                reader, writer = await asyncio.open_connection(address.host, address.port)
+        except ConnectionRefusedError:
+            return
+        except OSError:  # no answer says nothing; a TimeoutError is one, too
+            pass
+        else:
+            try:
+                await reader.read()
+            except OSError:
+                pass
+            finally:
+                writer.close()
+        await asyncio.sleep(_ASK_EVERY_S)

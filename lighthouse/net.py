@@ -10,7 +10,6 @@ or a host that is gone is found within `Keepalive.time_ms + Keepalive.timeout_ms
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import os
 import resource
@@ -34,7 +33,6 @@ from lighthouse.trust import ROLES, authorization, process_trust, refuse_if_open
 
 prepare_for_forks()
 _KEEPALIVE_MS_MIN = 10
-_ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 AUTHORIZATION = "authorization"
 DISTRUST = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
 
@@ -288,42 +286,6 @@ def caller_of(context: grpc.aio.ServicerContext[Any, Any]) -> str:
     """Return the IP address from which a call comes, "" if it has none."""
     _, _, place = unquote(context.peer()).partition(":")
     return place.rpartition(":")[0].strip("[]")
-
-
-async def why_unreachable(address: Address, timeout_s: float) -> OSError | None:
-    """Return why a connection fails, a TimeoutError after so many seconds; None where a process listens."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            _, writer = await asyncio.open_connection(address.host, address.port)
-    except OSError as error:  # a TimeoutError is one, too
-        return error
-    writer.transport.abort()
-    return None
-
-
-async def until_refused(address: Address) -> None:
-    """Return once the host answers that no process listens at this address; never, as long as one does.
-
-    Between two questions a connection stays open: the kernel ends it together with the process, even one that
-    is stopped and accepts nothing.
-    """
-    disown(address)
-    while True:
-        try:
-            async with asyncio.timeout(_ANSWER_S):
-                reader, writer = await asyncio.open_connection(address.host, address.port)
-        except ConnectionRefusedError:
-            return
-        except OSError:  # no answer says nothing; a TimeoutError is one, too
-            pass
-        else:
-            try:
-                await reader.read()
-            except OSError:
-                pass
-            finally:
-                writer.close()
-        await asyncio.sleep(_ASK_EVERY_S)
 
 
 def allow_many_files() -> int:

@@ -47,6 +47,7 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from lighthouse.errors import AddressError
 from lighthouse.events import Event, EventLog, printable
+from lighthouse.listening import why_unreachable
 from lighthouse.net import (
     Keepalive,
     ServerLimits,
@@ -54,7 +55,6 @@ from lighthouse.net import (
     make_aio_channel,
     make_aio_server,
     unary,
-    why_unreachable,
 )
 from lighthouse.session import (
     Context,

@@ -96,7 +96,7 @@ MAKERS = {
     "Context": {"torchft_like/message_queue/remote.py"},
     "create_connection": set(),
     "open_connection": {
-        "lighthouse/net.py",  # to see who listens
+        "lighthouse/listening.py",  # to see who listens
         "torchft_like/process_group/store.py",  # torch's own, to hear whether it answers
     },
     "HTTPConnection": {"lighthouse/page/cli.py", "torchft_like/parameter_server.py"},

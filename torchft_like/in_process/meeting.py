@@ -26,7 +26,7 @@ from datetime import timedelta
 from typing import Self, TypeVar
 
 from lighthouse.address import Address, is_loopback, parse_address
-from lighthouse.net import until_refused
+from lighthouse.listening import until_refused
 from torchft_like.core.meeting import (
     Ask,
     Check,

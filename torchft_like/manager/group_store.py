@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
 from lighthouse.address import Address, parse_address
-from lighthouse.net import why_unreachable
+from lighthouse.listening import why_unreachable
 from torchft_like.errors import ConnectError, ProcessGroupError
 from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from lighthouse.address import Address, parse_address
 from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
-from lighthouse.net import until_refused
+from lighthouse.listening import until_refused
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from torchft_like.core.peer_links import Probe
 from torchft_like.runtime import reach

@@ -6,7 +6,7 @@ import asyncio
 import errno
 
 from lighthouse.address import Address
-from lighthouse.net import why_unreachable
+from lighthouse.listening import why_unreachable
 
 # All attempts together take far less than the timeout of a process group, and are enough where packets are
 # lost. The kernel would try again only after a second.

@@ -16,7 +16,7 @@ import pytest
 
 from lighthouse import wire
 from lighthouse.address import Address, parse_address
-from lighthouse.net import until_refused
+from lighthouse.listening import until_refused
 from lighthouse.session import RefusedError
 from lighthouse.wire import torchft_pb2 as pb
 from tests.ports import free_ports
