@@ -455,7 +455,7 @@ StepProtocol.begin
 takes any answer: a rank takes the answer to its last request only (4648, progress)
 StepProtocol.awaits
 - and result.request in (0, self._attempts)
-forgets what it missed: who asked again before it heard of a quorum gives that up (18752, progress)
+forgets what it missed: who asked again before it heard of a quorum gives that up (2926, progress)
 ReplicaGroup._with_what_it_missed
 - if join.answered >= self._answered.get(join.group_rank, 0)
 + if True

@@ -90,13 +90,10 @@ class Operations:
         """Make an operation for a call that the backend is about to get; its holder may wait for it."""
         operation = GroupOperation()
         operation.operations, operation.explain = self, explain
-        self._issue(operation)
-        return operation
-
-    def _issue(self, operation: GroupOperation) -> None:
         if len(self._issued) >= self._issued_max:
             self._forget_those_done()  # before the new one is added: without a work it would pass for done
         self._issued.append(weakref.ref(operation))  # no lock: append is atomic
+        return operation
 
     def message(self, work: Work, explain: Explain, *, is_large: bool = False) -> MessageOperation:
         """Make the operation of a send or a receive that the backend has begun."""
@@ -104,7 +101,7 @@ class Operations:
         operation.operations, operation.explain, operation.inner = self, explain, work
         if is_large:
             operation.is_large = True
-            self._issue(operation)
+            self._issued.append(weakref.ref(operation))
         return operation
 
     def follow(self, work: Work, explain: Explain = lambda _: None) -> Future[Any]:
@@ -271,12 +268,12 @@ class MessageOperation(GroupOperation):
     def _wait_for_backend(self, deadline: float) -> None:
         if not self._was_waited:  # a second wait would be for another message
             if self.is_large:
-                self._wait_aside(deadline)
+                self._wait_in_thread(deadline)
             else:
                 wait_until(self.inner, deadline)
             self._was_waited = True
 
-    def _wait_aside(self, deadline: float) -> None:
+    def _wait_in_thread(self, deadline: float) -> None:
         ended, errors, inner = threading.Event(), list[Exception](), self.inner
 
         def wait() -> None:

@@ -1122,8 +1122,9 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _refuse_dtypes(row: Collective, tensors: Iterable[Tensor], operation: int) -> None:
     """Refuse a dtype that Gloo has no code for, and an average of integers. `operation` is an op's hash."""
-    for dtype in {tensor.dtype for tensor in tensors}:
-        if dtype not in MOVABLE and not (dtype.is_complex and row.name in TAKING_COMPLEX):
+    for tensor in tensors:
+        dtype, takes_complex = tensor.dtype, row.name in TAKING_COMPLEX and tensor.layout is torch.strided
+        if dtype not in MOVABLE and not (dtype.is_complex and takes_complex):
             cure = "another dtype" if row.name in REDUCING else "its bytes, `.view(torch.uint8)`"
             raise ProcessGroupError(f"Gloo has no {row.name} of {dtype}: pass {cure}")
         is_integer = not (dtype.is_floating_point or dtype.is_complex)

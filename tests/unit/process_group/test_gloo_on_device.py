@@ -155,7 +155,7 @@ def test_a_message_from_a_device_is_refused_with_the_cure(name: str) -> None:
             return asked.append
 
     gloo: Any = Gloo()
-    where = () if name == "recv_anysource" else (0,)
+    where = () if name == "recv_anysource" else (1,)
     with pytest.raises(
         CollectiveRefusedError, match=f"on cuda:1: move it to the CPU, or {name} it over NCCL"
     ):
