@@ -301,10 +301,9 @@ def _waiting(waiting: Mapping[int, Sequence[str]]) -> str:
 
 
 OWN_FAILURE_MAX = 400  # characters of an error that go to the lighthouse
-# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors, when something took too long, and
-# when a peer or its host is why.
+# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors: where something took too long,
+# where a call was wrong, which Gloo has found before it sent anything, or where a peer or its host is why.
 _TIMED_OUT = "timed out"
-# And when a call was wrong, which Gloo has found before it has sent anything.
 _OF_CALLS = ("cannot use reduceop",)
 _OF_PEERS = ("connect", "peer", "pipe", "socket", "remote", "store", _TIMED_OUT, "timeout")
 

@@ -274,17 +274,8 @@ class MessageOperation(GroupOperation):
             self._was_waited = True
 
     def _wait_in_thread(self, deadline: float) -> None:
-        ended, errors, inner = threading.Event(), list[Exception](), self.inner
-
-        def wait() -> None:
-            try:
-                wait_until(inner, deadline)
-            except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
-                errors.append(error)
-            ended.set()
-
-        # Not `run_in_background`: the end of the process would wait for it, too, and in vain.
-        threading.Thread(target=wait, name="torchft-message", daemon=True).start()
+        ended = threading.Event()
+        errors = _wait_beside(self.inner, deadline, ended)
         while not ended.wait(SLICE_S):
             if self.operations.given_up is not None:
                 raise self.operations.given_up
@@ -303,19 +294,9 @@ class AbandonableOperation(FollowingOperation):
     def wait_until(self, deadline: float) -> None:
         """Block until the operation is over, or the group was aborted; the other thread then waits on."""
         ended = threading.Event()
-        errors: list[Exception] = []
-
-        def wait_in_background() -> None:
-            try:
-                wait_until(self.inner, deadline)
-            except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
-                errors.append(error)
-            ended.set()
-
         try:
             with self._abort.ends(ended.set):
-                # Not `run_in_background`: the end of the process would wait for it, too, and in vain.
-                threading.Thread(target=wait_in_background, name="torchft-abandonable", daemon=True).start()
+                errors = _wait_beside(self.inner, deadline, ended)
                 ended.wait()
             self._abort.check()
         except ProcessGroupAbortedError as error:
@@ -325,6 +306,24 @@ class AbandonableOperation(FollowingOperation):
             if self.is_completed():
                 self.let_go(errors[0])
             raise errors[0].with_traceback(None)
+
+
+def _wait_beside(work: Work, deadline: float, ended: threading.Event) -> list[Exception]:
+    """Wait for a work on a thread of its own, which sets the event then; return where an error is put.
+
+    It is not `run_in_background`: the end of the process would wait for it, too, and in vain.
+    """
+    errors: list[Exception] = []
+
+    def wait() -> None:
+        try:
+            wait_until(work, deadline)
+        except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
+            errors.append(error)
+        ended.set()
+
+    threading.Thread(target=wait, name="torchft-abandonable", daemon=True).start()
+    return errors
 
 
 def _is_open(entry: weakref.ref[GroupOperation]) -> bool:

@@ -72,6 +72,21 @@ def test_one_member_alone_needs_no_store(party: Party) -> None:
     assert (group.rank(), group.size()) == (0, 1)
 
 
+def assert_refused(party: Party, check: Any, call: Any, errors: Any, match: str | None = None) -> None:
+    """Fail unless both members refuse a call, and their group goes on."""
+
+    def act(rank: int, group: Any) -> list[float]:
+        with pytest.raises(errors, match=match):
+            call(group).wait()
+        assert group.errored() is None
+        tensor = own(rank)
+        group.allreduce([tensor]).wait()
+        return tensor.tolist()
+
+    members = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
+    assert party.together(members, act) == [[3.0, 3.0]] * 2
+
+
 def party_of_one() -> ProcessGroup:
     group = ProcessGroupGloo(30)
     group.configure("127.0.0.1:1/nobody-listens-there", 0, 1)
@@ -95,16 +110,10 @@ def party_of_one() -> ProcessGroup:
 def test_a_dtype_that_gloo_does_not_take_is_refused_and_the_group_goes_on(
     party: Party, check: Any, dtype: torch.dtype, call: Any
 ) -> None:
-    def act(rank: int, group: Any) -> list[float]:
-        with pytest.raises(ProcessGroupError, match=str(dtype)):
-            call(group, torch.ones(2).to(dtype)).wait()
-        assert group.errored() is None
-        tensor = own(rank)
-        group.allreduce([tensor]).wait()
-        return tensor.tolist()
+    def act(group: Any) -> Any:
+        return call(group, torch.ones(2).to(dtype))
 
-    members = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
-    assert party.together(members, act) == [[3.0, 3.0]] * 2
+    assert_refused(party, check, act, ProcessGroupError, str(dtype))
 
 
 @pytest.mark.parametrize("check", ["new", False])
@@ -132,16 +141,7 @@ def test_a_dtype_that_gloo_does_not_take_is_refused_and_the_group_goes_on(
 def test_arguments_that_are_wrong_on_all_ranks_are_refused_and_the_group_goes_on(
     party: Party, check: Any, call: Any
 ) -> None:
-    def act(rank: int, group: Any) -> list[float]:
-        with pytest.raises((RuntimeError, TypeError)):
-            call(group).wait()
-        assert group.errored() is None
-        tensor = own(rank)
-        group.allreduce([tensor]).wait()
-        return tensor.tolist()
-
-    members = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
-    assert party.together(members, act) == [[3.0, 3.0]] * 2
+    assert_refused(party, check, call, (RuntimeError, TypeError))
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64])

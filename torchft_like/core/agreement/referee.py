@@ -135,9 +135,7 @@ class Referee:
     _sends: list[Call] = field(default_factory=list)
     _receives: list[Call] = field(default_factory=list)
     _lost: set[int] = field(default_factory=set)
-    _asking: set[int] = field(
-        default_factory=set
-    )  # ranks that wait for the reason of their backends' failure
+    _asking: set[int] = field(default_factory=set)  # ranks whose backends have failed, and that wait for why
     _silent: set[int] = field(default_factory=set)  # those that have not answered how far they are
     _waited_s: float = 0.0  # how long the first that asked had waited for its call
     _answers_by_s: float = 0.0
