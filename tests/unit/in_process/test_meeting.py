@@ -25,7 +25,7 @@ from lighthouse.server import Lighthouse
 from tests.conftest import WAIT_LIMIT_S
 from tests.faults import raising
 from tests.waiting import soon
-from torchft_like.core.meeting import MeetingProtocol, Record, Steps
+from torchft_like.core.meeting import MeetingProtocol, Open, Read, Record, Steps
 from torchft_like.core.restarts import (
     OF_THE_RUN,
     Ending,
@@ -135,6 +135,26 @@ def test_ranks_that_answer_one_after_the_other_when_a_cut_is_over_are_not_passed
     found = [(1, "silent"), (2, "silent"), (1, ""), (2, ""), (2, "silent"), (1, "")]
     passed_over = [cut_off.silent(ranks[rank], why) for rank, why in found]
     assert passed_over == [False] * 5 + [True], "only the one that is silent again"
+
+
+def test_a_spare_that_finds_nobody_left_on_its_way_gives_up() -> None:
+    """Another spare on its way may be as alone, and they do not know each other."""
+    last, own = RankProcess(0, "host:1"), RankProcess(1, "spare:1", since=1)
+    protocol = MeetingProtocol(own, [own])
+    said = [
+        Record(Ending.SECONDHAND.value, "", last.address),
+        Record(Ending.GONE.value, "its process has ended"),
+    ]
+    visit = protocol.visit(last.address, 2)
+    assert [next(visit), next(visit)] == [
+        Open(last.address, briefly=True),
+        Read({0: "0/ended/0", 1: "0/ended/1"}),
+    ]
+    with pytest.raises(StopIteration):
+        visit.send([record.text().encode() for record in said])
+    assert protocol.ended(last)
+    with pytest.raises(GroupLostError, match="all ranks that were there have ended"):
+        next(protocol.enter())
 
 
 def test_a_rank_that_has_not_answered_yet_is_not_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
