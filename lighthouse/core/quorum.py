@@ -140,7 +140,6 @@ class Spare:
     replica_id: str
     session: Session
     since: float
-    identity: Identity | None = None
     member: Member | None = None
 
 
@@ -180,10 +179,9 @@ class Spares:
         """Forget the spare that speaks through a session, and return it."""
         return self._spares.pop(self._names.pop(session, ""), None)
 
-    @property
-    def joined(self) -> int:
-        """How many spares ask for a quorum."""
-        return sum(spare.member is not None for spare in self)
+    def joined(self) -> list[Member]:
+        """Return what those say that ask for a quorum."""
+        return [spare.member for spare in self if spare.member is not None]
 
     def first_joined(self) -> Spare | None:
         """Return the first spare that asks for a quorum."""
@@ -329,7 +327,7 @@ class QuorumCore:
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if (spare := self._spares.of_session(session)) is not None:
-            spare.identity = identity
+            self._identities.describe(spare.replica_id, identity)
         if replica_id is not None:
             self._identities.describe(replica_id, identity)
             if replica_id in self._last:
@@ -377,7 +375,8 @@ class QuorumCore:
         """
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
-        self._spares.close(session)
+        if (spare := self._spares.close(session)) is not None:
+            self._identities.forget(spare.replica_id)
         if replica_id is not None:
             self._forget(replica_id)
             self._missed.pop(replica_id, None)
@@ -394,6 +393,7 @@ class QuorumCore:
         decisions = self.advance(now)
         replica_id = self._healthy.owner_of(session)
         if (spare := self._spares.close(session)) is not None:
+            self._identities.forget(spare.replica_id)
             decisions.append(MemberLost(NO_QUORUM, spare.replica_id, reason, ()))
         if replica_id is not None:
             self._lose(replica_id, reason, now, decisions)
@@ -671,22 +671,26 @@ class QuorumCore:
         """Let spares take the free places in the quorum that is about to be formed; what they have said is
         heard now. Where a quorum stands and lacks one, its members have to ask for another first.
         """
-        while len(self._healthy) < self._places and (spare := self._spares.first_joined()) is not None:
+        while (spare := self._spares.first_joined()) is not None:
             state, is_known = self._state(now), self._last or now >= spare.since + self._join_timeout
+            foreign = self._of_one_job()[1] if state is QuorumState.DIVIDED else ()
+            if len(self._healthy) - len(foreign) >= self._places:
+                return None
             is_due = state.forms or (self._is_short_of_spares(state) and not self._would_go_back(now))
             if spare.member is None or not is_known or not is_due or self._is_shrinking(now):
                 return self._hold(spare.replica_id, decisions)
             self._spares.close(spare.session.number)
             self._open(spare.replica_id, spare.session, now, decisions)
-            if spare.identity is not None:
-                self._identities.describe(spare.replica_id, spare.identity)
             self._ask(spare.member, now, decisions)
         return None
 
     def _is_short_of_spares(self, state: QuorumState) -> bool:
-        """Return whether all others have joined, and there are enough with spares."""
-        have_all_joined = state is QuorumState.TOO_FEW and len(self._joined) == len(self._healthy)
-        return have_all_joined and len(self._joined) + self._spares.joined >= self._min_replicas
+        """Return whether all others have joined, and there are enough of one job with spares."""
+        is_short = state in (QuorumState.TOO_FEW, QuorumState.DIVIDED)
+        if not is_short or len(self._joined) < len(self._healthy):
+            return False
+        spares, at_least = self._spares.joined(), self._min_replicas
+        return len(self._joined) + len(spares) >= at_least and self._of_one_job(spares)[0] >= at_least
 
     def _is_behind(self, now: float) -> bool:
         """Return whether there would be a quorum, perhaps with spares, if it did not have to wait for members
@@ -695,9 +699,12 @@ class QuorumCore:
         state = self._state(now)
         return state is QuorumState.BEHIND or (self._is_short_of_spares(state) and self._would_go_back(now))
 
-    def _of_one_job(self) -> tuple[int, dict[str, str]]:
-        """Return how many of those that have joined are of one job, and why each of the others is not."""
-        return self._identities.choose([join.member for join in self._joined.values()], self._last)
+    def _of_one_job(self, spares: Iterable[Member] = ()) -> tuple[int, dict[str, str]]:
+        """Return how many of those that have joined, and of these spares, are of one job, and why each of the
+        others is not.
+        """
+        joined = (join.member for join in self._joined.values())
+        return self._identities.choose([*joined, *spares], self._last)
 
     def _refuse_foreign(self, replica_id: str, decisions: list[Decision]) -> bool:
         """Refuse a newcomer that is foreign to the members of the last quorum; return whether it is."""

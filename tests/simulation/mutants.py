@@ -14,6 +14,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+from lighthouse.core.decisions import Member
 from lighthouse.core.quorum import QuorumCore
 from tests.simulation.cores import Cores
 from tests.simulation.replica import JoinMessage
@@ -58,8 +59,8 @@ def hunt(mutant: Mutant, seeds: Iterable[int]) -> Catch:
 
 
 class _TakesTheFarthestForTheJob(QuorumCore):
-    def _of_one_job(self) -> tuple[int, dict[str, str]]:
-        count, foreign = super()._of_one_job()
+    def _of_one_job(self, spares: Iterable[Member] = ()) -> tuple[int, dict[str, str]]:
+        count, foreign = super()._of_one_job(spares)
         farthest = max(self._joined.values(), key=lambda join: join.member.step).member.replica_id
         others = {i: foreign[farthest] for i in self._joined if i != farthest} if farthest in foreign else {}
         return (1, others) if others else (count, foreign)
@@ -474,6 +475,10 @@ QuorumCore._fill_places = None
 lets spares in too early: no spare is let in while members wish to shrink (116, spares_wait)
 QuorumCore._fill_places
 - or self._is_shrinking(now)
+lets spares in for strangers: a spare helps others of its job only (700516, spares_wait)
+QuorumCore._is_short_of_spares
+- self._of_one_job(spares)[0] >= at_least
++ True
 holds nobody for spares: a free place ends a quorum that stands (1636, progress)
 QuorumCore._fill_places
 - return self._hold(spare.replica_id, decisions)
