@@ -772,17 +772,19 @@ def _is_socket(fd: int, inode: int) -> bool:
 
 # -- what Gloo lacks or gets wrong
 
-# Collectives whose results Gloo copies into the outputs once they have come. The others write into the
-# outputs' memory.
-COPIED_LATER = frozenset(
+# Collectives after which torch writes to the outputs: it copies results into them, or divides them for an
+# average. The others only write into the outputs' memory.
+WRITTEN_LATER = frozenset(
     {
         "allgather",
         "_allgather_base",
         "allgather_coalesced",
         "allgather_into_tensor_coalesced",
+        "allreduce",
         "allreduce_coalesced",
         "alltoall",
         "gather",
+        "reduce",
     }
 )
 _OVERLAPS = 1  # of torch's answers: no, yes, not known
@@ -1082,7 +1084,7 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
     operation pays for them."""
     if len(args) < len(row.tensor_places):
         return False  # an argument is missing, which `bind` reports best
-    is_copied = row.name in COPIED_LATER
+    is_written = row.name in WRITTEN_LATER
     # Of integers the operation counts, too. To look for a bitwise one of floats takes a microsecond: Gloo
     # refuses it before it sends anything (`errors.is_refusal`).
     dtypes = _FLOATS if row.name in REDUCING else MOVABLE
@@ -1100,9 +1102,9 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
                     and not item.requires_grad
                 )
                 if not (is_plain and not item.is_neg() and not item.is_conj()):
-                    if is_copied or not _is_simple(item, dtypes):
+                    if is_written or not _is_simple(item, dtypes):
                         return False
-                elif is_copied and item.is_inference():
+                elif is_written and item.is_inference():
                     return False  # `_run_contiguous` sets the mode for such tensors
     return True
 

@@ -52,6 +52,26 @@ def test_tensors_of_inference_mode_are_written_by_any_thread(party: Party, is_aw
         assert all(map(torch.equal, result, wanted))
 
 
+@pytest.mark.parametrize("name", ["allreduce", "reduce"])
+@pytest.mark.parametrize("is_called_inside", [True, False])
+def test_an_average_of_tensors_of_inference_mode_is_divided_by_any_thread(
+    party: Party, name: str, is_called_inside: bool
+) -> None:
+    """Each call is the first of its group, so it is compared, and the thread that hears so begins it."""
+
+    def act(rank: int, group: Any) -> Tensor:
+        with torch.inference_mode():
+            tensor = torch.full((2,), 1.0 + rank)
+        options = AllreduceOptions() if name == "allreduce" else ReduceOptions()
+        options.reduceOp = ReduceOp.AVG
+        with torch.inference_mode(is_called_inside):
+            assert getattr(group, name)([tensor], options).wait()
+        assert group.errored() is None
+        return tensor
+
+    assert party.together(party.meet(2), act)[0].tolist() == [1.5, 1.5]
+
+
 def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:
     def act(rank: int, group: Any) -> list[float]:
         output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank
