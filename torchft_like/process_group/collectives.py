@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -122,9 +123,12 @@ class Call(NamedTuple):
 
     @property
     def split_sizes(self) -> tuple[list[int], list[int]]:
-        """How an `alltoall_base` splits its output and its input; an empty list is an even split."""
+        """How an `alltoall_base` splits its output and its input; an empty list is an even split.
+
+        torch takes any sequence of what stands for whole numbers, such as tensors and numpy's arrays.
+        """
         found = (self.argument(place, name) for place, name in enumerate(SPLIT_SIZES, start=2))
-        output, input_ = (list(sizes) if isinstance(sizes, list | tuple) else [] for sizes in found)
+        output, input_ = ([] if sizes is None else [*map(operator.index, sizes)] for sizes in found)
         return output, input_
 
     def argument(self, index: int, *names: str) -> Any:

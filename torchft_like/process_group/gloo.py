@@ -18,6 +18,7 @@ import errno
 import functools
 import logging
 import math
+import operator
 import os
 import platform
 import select
@@ -879,8 +880,8 @@ class GlooGaps:
 
     def _to_peer(self, row: Collective, run: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
         """Send a message to another rank, or receive one from it."""
-        peer = Call(row, args, kwargs, None, None).argument(1, *PEER_NAMES)
-        if isinstance(peer, int) and (peer == self._rank or not 0 <= peer < self._world_size):
+        peer = operator.index(Call(row, args, kwargs, None, None).argument(1, *PEER_NAMES))
+        if peer == self._rank or not 0 <= peer < self._world_size:
             raise ProcessGroupError(
                 f"{row.name}: rank {peer} is no other rank of the group, which has {self._world_size}"
             )

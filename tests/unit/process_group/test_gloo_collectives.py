@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -63,13 +66,30 @@ def test_an_average_of_tensors_of_inference_mode_is_divided_by_any_thread(
         with torch.inference_mode():
             tensor = torch.full((2,), 1.0 + rank)
         options = AllreduceOptions() if name == "allreduce" else ReduceOptions()
-        options.reduceOp = ReduceOp.AVG
+        options.reduceOp = ReduceOp(ReduceOp.AVG)
         with torch.inference_mode(is_called_inside):
             assert getattr(group, name)([tensor], options).wait()
         assert group.errored() is None
         return tensor
 
     assert party.together(party.meet(2), act)[0].tolist() == [1.5, 1.5]
+
+
+def test_split_sizes_may_be_whatever_torch_takes_for_whole_numbers(party: Party) -> None:
+    """And the two sides of a call need not have the same form."""
+    forms: list[Callable[[list[int]], Any]] = [list, tuple, np.array, lambda sizes: list(torch.tensor(sizes))]
+
+    def act(rank: int, group: Any) -> list[list[float]]:
+        found = []
+        for out, into in itertools.permutations(forms, 2):
+            output, source = torch.zeros(1 + 2 * rank), torch.arange(2.0) + 10 * rank
+            outputs, inputs = ([1, 0] if rank == 0 else [1, 2]), ([1, 1] if rank == 0 else [0, 2])
+            dist.all_to_all_single(output, source, out(outputs), into(inputs), group=group)
+            found.append(output.tolist())
+        return found
+
+    first, second = party.together(party.meet(2), act)
+    assert (first, second) == ([[0.0]] * len(first), [[1.0, 10.0, 11.0]] * len(first))
 
 
 def test_splits_by_name_are_told_apart_by_their_names(party: Party) -> None:

@@ -435,6 +435,8 @@ def _encode_rare(value: Any, tensor: EncodeTensor) -> bytes:
         return encoded_bytes(tensor(value))
     if isinstance(value, list | tuple):
         return list_of([encode(item, tensor) for item in value])
+    if hasattr(value, "tolist"):  # a number or an array of numpy's, which torch takes for its own
+        return encode(value.tolist(), tensor)
     if isinstance(value, timedelta):
         return encode_plain([(_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)])
     if type(value) is ReduceOp:  # torch's isinstance counts RedOpType as ReduceOp, too

@@ -47,7 +47,7 @@ from torchft_like.process_group.baby.messages import (
     tensor_at,
 )
 from torchft_like.process_group.baby.requests import RemoteOperation, Request
-from torchft_like.process_group.collectives import Call, tensors_of
+from torchft_like.process_group.collectives import POINT_TO_POINT, Call, tensors_of
 from torchft_like.shared_memory import Segment
 from torchft_like.writing import writing_to
 
@@ -132,8 +132,14 @@ class CallTensors(ABC):
 
     @functools.cached_property
     def _places(self) -> tuple[set[int], set[int]]:
+        """The tensors that the subprocess writes to, and those of them whose values it does not need.
+
+        It needs those of tensors that are sizes. A message may be shorter than the tensor that receives it.
+        """
         call = self._call
-        return set(map(id, tensors_of(call and call.inputs))), set(map(id, tensors_of(call and call.outputs)))
+        written, read = (set(map(id, tensors_of(each))) for each in (call and call.outputs, call and call.inputs))
+        is_message = call is not None and call.collective.name in POINT_TO_POINT
+        return written, set() if is_message else written - read
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """Return where the subprocess finds the tensor, from now on until `settle`."""
@@ -143,10 +149,10 @@ class CallTensors(ABC):
             block, spec = self._exporter.stage(tensor)
             self._blocks.append(block)
             staged = tensor_at(block.storage, spec)
-            inputs, outputs = self._places
-            if id(tensor) in inputs:
+            written, only_written = self._places
+            if id(tensor) not in only_written:
                 self._inputs.append((staged, tensor))
-            if id(tensor) in outputs:
+            if id(tensor) in written:
                 self._outputs.append((tensor, staged))
         self._located[id(tensor)] = spec
         return spec

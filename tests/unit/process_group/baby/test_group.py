@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 import torch
@@ -306,6 +307,30 @@ def test_inputs_that_repeat_an_element_and_inference_tensors_work(party: Party) 
         return [output.tolist() for output in outputs]
 
     assert party.together(party.meet(2, baby), gather)[0] == [[0, 0, 0], [1, 1, 1]]
+
+
+def test_numbers_of_other_libraries_and_tensors_that_are_sizes_are_handed_over(party: Party) -> None:
+    def exchange(rank: int, group: ProcessGroup) -> list[float]:
+        output, sizes = torch.zeros(2), [1, 1]
+        dist.all_to_all_single(
+            output, torch.tensor([1.0, 2.0]) + rank, np.array(sizes), list(torch.tensor(sizes)), group=group
+        )
+        return output.tolist()  # type: ignore[no-any-return] # torch's
+
+    assert party.together(party.meet(2, baby), exchange) == [[1.0, 2.0], [2.0, 3.0]]
+
+
+def test_a_message_shorter_than_its_tensor_leaves_the_rest_as_it_was(party: Party) -> None:
+    def exchange(rank: int, group: ProcessGroup) -> list[float]:
+        tensor = torch.full((4,), 5.0)
+        group.allreduce([torch.full((4,), 7.0)]).wait()  # in the memory that the message passes through
+        if rank == 0:
+            group.send([torch.ones(2)], 1, 0).wait()
+        else:
+            group.recv([tensor], 0, 0).wait()
+        return tensor.tolist()  # type: ignore[no-any-return] # torch's
+
+    assert party.together(party.meet(2, baby), exchange)[1] == [1.0, 1.0, 5.0, 5.0]
 
 
 def test_a_refused_call_gives_its_memory_back_and_the_next_one_works(party: Party) -> None:
