@@ -136,10 +136,12 @@ class CallTensors(ABC):
 
         It needs those of tensors that are sizes. A message may be shorter than the tensor that receives it.
         """
-        call = self._call
-        written, read = (set(map(id, tensors_of(each))) for each in (call and call.outputs, call and call.inputs))
-        is_message = call is not None and call.collective.name in POINT_TO_POINT
-        return written, set() if is_message else written - read
+        if (call := self._call) is None:
+            return set(), set()
+        written = set(map(id, tensors_of(call.outputs)))
+        if call.collective.name in POINT_TO_POINT:
+            return written, set()
+        return written, written.difference(map(id, tensors_of(call.inputs)))
 
     def locate(self, tensor: Tensor) -> TensorSpec:
         """Return where the subprocess finds the tensor, from now on until `settle`."""
