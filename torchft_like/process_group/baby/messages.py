@@ -439,11 +439,11 @@ def _encode_rare(value: Any, tensor: EncodeTensor) -> bytes:
         return encode(value.tolist(), tensor)
     if isinstance(value, timedelta):
         return encode_plain([(_Kind.TIMEDELTA.value, value.days, value.seconds, value.microseconds)])
-    if type(value) is ReduceOp:  # torch's isinstance counts RedOpType as ReduceOp, too
+    if isinstance(value, ReduceOp.RedOpType):
+        value = ReduceOp(value)
+    if type(value) is ReduceOp:
         operation, factor = cast("tuple[ReduceOp.RedOpType, float | None]", value.__getstate__())
         return encode_plain([(_Kind.REDUCE_OP.value, operation.value, factor)])
-    if isinstance(value, ReduceOp.RedOpType):
-        return encode_plain([(_Kind.REDUCE_OP.value, value.value, None)])
     if isinstance(value, torch.device):
         return encode_plain([(_Kind.DEVICE.value, str(value))])
     raise NotSupportedError(
