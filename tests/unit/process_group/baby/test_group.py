@@ -315,7 +315,7 @@ def test_numbers_of_other_libraries_and_tensors_that_are_sizes_are_handed_over(p
         dist.all_to_all_single(
             output, torch.tensor([1.0, 2.0]) + rank, np.array(sizes), list(torch.tensor(sizes)), group=group
         )
-        return output.tolist()  # type: ignore[no-any-return] # torch's
+        return output.tolist()
 
     assert party.together(party.meet(2, baby), exchange) == [[1.0, 2.0], [2.0, 3.0]]
 
@@ -328,7 +328,7 @@ def test_a_message_shorter_than_its_tensor_leaves_the_rest_as_it_was(party: Part
             group.send([torch.ones(2)], 1, 0).wait()
         else:
             group.recv([tensor], 0, 0).wait()
-        return tensor.tolist()  # type: ignore[no-any-return] # torch's
+        return tensor.tolist()
 
     assert party.together(party.meet(2, baby), exchange)[1] == [1.0, 1.0, 5.0, 5.0]
 
