@@ -52,6 +52,7 @@ from torchft_like.process_group.store import (
     AbortableStore,
     StoreAddress,
     answers,
+    known_to_be_served,
     serve_store,
     wait_for_ranks,
 )
@@ -176,6 +177,7 @@ class RestartGroup:
                 if self._meeting is not None:
                     self._meeting.run(self._meeting.protocol.publish(attempt, str(address)))
                     stack.enter_context(self._meeting.noticing(attempt, lost))
+            stack.enter_context(known_to_be_served(address))
             of_try = {"MASTER_ADDR": address.host, "MASTER_PORT": str(address.port), AGENT_STORE_ENV: "True"}
             stack.enter_context(environment(of_try))
             yield

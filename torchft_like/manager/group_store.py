@@ -25,11 +25,17 @@ from torch.distributed import DistError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import why_unreachable
-from torchft_like.errors import ConnectError, ProcessGroupError
+from torchft_like.errors import ConnectError, GroupLostError, ProcessGroupError
 from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import ManagerServer
-from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store, store_client
+from torchft_like.process_group.store import (
+    AbortableStore,
+    StoreAddress,
+    is_known_to_be_served,
+    serve_store,
+    store_client,
+)
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -114,6 +120,7 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
 
     Raises:
         ConnectError: rank 0's store did not answer within `connect_timeout`.
+        GroupLostError: it is served no more, as the try of `restartable` to which it belongs is over.
         BindError: rank 0 cannot listen at the address of one of them.
     """
     shared: Store = HashStore()
@@ -124,6 +131,7 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
         try:
             shared = store_client(store, timedelta(seconds=config.connect_timeout_s))
         except (DistError, RuntimeError) as error:
+            _raise_if_over(store, error)
             raise ConnectError(
                 f"no TCPStore answered at {store} within {config.connect_timeout_s:g} s; check MASTER_ADDR "
                 "and MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group is running"
@@ -151,11 +159,18 @@ def find_manager(config: ManagerConfig, limit_s: float) -> tuple[Address, str]:
             store.connect()
             return find_start(store, config.run, config)
     except (ProcessGroupError, TimeoutError) as error:
+        _raise_if_over(shared.server, error)
         raise ConnectError(
             f"rank 0 of this replica group did not publish its ManagerServer in the store at {config.store} "
             f"within {config.connect_timeout_s:g} s ({error}); check that rank 0 has started and its log for "
             "errors"
         ) from error
+
+
+def _raise_if_over(store: Address, error: Exception) -> None:
+    """Raise a GroupLostError where the store of a try of `restartable` is gone: another rank has ended it."""
+    if is_known_to_be_served(store) and not is_listening(store):
+        raise GroupLostError(f"this try is over, as its store at {store} is served no more") from error
 
 
 def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Address, str]:

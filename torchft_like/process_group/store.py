@@ -56,6 +56,8 @@ VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECEIVE_BYTES = 64 * 1024
 WAIT_S_MIN, WAIT_S_MAX = 0.001, (2**31 - 1) / 1000  # what sockets take: 0 is no wait, and the rest a C int
 
+_served: list[Address] = []
+
 _TLS = "tls://"
 _SECRET = re.compile(r"\bsecret=([^/]*)")
 
@@ -163,6 +165,23 @@ def store_client(server: Address, timeout: timedelta) -> TCPStore:
         raise DistNetworkError(str(error)) from error
     disown(server)
     return TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=timeout)
+
+
+@contextlib.contextmanager
+def known_to_be_served(server: Address) -> Iterator[None]:
+    """Take this store, for the time of a block, for one that was served before: it is gone where it refuses
+    connections, and no client waits for it to begin.
+    """
+    _served.append(server)
+    try:
+        yield
+    finally:
+        _served.remove(server)
+
+
+def is_known_to_be_served(server: Address) -> bool:
+    """Return whether this store was served before."""
+    return server in _served
 
 
 def serve_store(host: str, timeout: timedelta, port: int = 0) -> tuple[TCPStore, Address]:
@@ -283,6 +302,7 @@ class AbortableStore(Store):
     def connect(self, *, insists: bool = True) -> None:
         """Connect to the store; if this insists, try again while it refuses: it may be about to start."""
         limit_s = self._left_s(self._deadline())
+        insists = insists and not is_known_to_be_served(self._server)
         try:
             connection = connect_tcp(
                 self._server,

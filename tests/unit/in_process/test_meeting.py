@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from datetime import timedelta
 from itertools import islice, repeat
 from pathlib import Path
@@ -50,8 +50,14 @@ from torchft_like.errors import (
 from torchft_like.in_process import health, meeting, spare
 from torchft_like.in_process.meeting import Meeting, RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk, take_place
-from torchft_like.manager.config import LIGHTHOUSE_ENV, GroupPlace
-from torchft_like.manager.group_store import is_listening
+from torchft_like.manager.config import (
+    AGENT_STORE_ENV,
+    LIGHTHOUSE_ENV,
+    GroupPlace,
+    ManagerArguments,
+    resolve,
+)
+from torchft_like.manager.group_store import is_listening, open_group_store
 from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -507,4 +513,30 @@ def test_ranks_meet_though_their_agents_count_other_restarts() -> None:
                     meet(rank, starts[rank])  # a second process with that rank
             for group in groups:
                 group.__exit__(None, None, None)
+    del agents
+
+
+@pytest.mark.progress
+def test_a_rank_that_comes_to_a_try_whose_rank_0_has_ended_does_not_wait_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    agents, at = serve_store("127.0.0.1", LIMIT)
+    for name in ("MASTER_ADDR", "MASTER_PORT", AGENT_STORE_ENV):
+        monkeypatch.setenv(name, "put back at the end")
+
+    def meet(rank: int) -> RestartGroup:
+        place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start="0")
+        return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
+
+    monkeypatch.setattr(meeting, "_runs", repeat(0))  # each of these threads stands for a process
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(meet, range(2))
+    with first, second, ExitStack() as of_first, ExitStack() as of_second:
+        of_first.enter_context(first.begin(0))
+        of_second.enter_context(second.begin(0))
+        given = ManagerArguments(rank=1, world_size=2, connect_timeout=1)
+        config = resolve(given, {**os.environ, LIGHTHOUSE_ENV: "http://127.0.0.1:1"})
+        of_first.close()
+        with pytest.raises(GroupLostError, match="this try is over"):
+            open_group_store(config)
     del agents
