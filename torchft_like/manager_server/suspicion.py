@@ -18,7 +18,6 @@ finds out whether a process lives.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 from collections.abc import Callable
 
@@ -78,32 +77,18 @@ async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
     """
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
-    silent: set[str] = set()
-    free = asyncio.Semaphore(reach.PEERS_AT_ONCE)
-
-    async def ask(replica_id: str, address: str) -> None:
-        async with free:
-            if not await _answers(address):
-                silent.add(replica_id)
-
-    began = asyncio.get_running_loop().time()
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(LIMIT_S):
-            await asyncio.gather(*[ask(*peer) for peer in probe.peers])
-    return frozenset() if clock.last_starved > began else frozenset(silent)
+    silent = await reach.ask_all(probe.peers, _why_silent, LIMIT_S, clock)
+    return frozenset(replica_id for replica_id, _ in silent)
 
 
-async def _answers(text: str) -> bool:
+async def _why_silent(peer: tuple[str, str]) -> OSError | None:
     try:
-        address = parse_address(text)
+        address = parse_address(peer[1])
     except AddressError:
-        return True  # without an address nothing can be said about the link
-    addresses = await _resolve(address)
-    if not addresses:
-        return True  # the name server is at fault, not the link
-
+        return None  # without an address nothing can be said about the link
+    addresses = await _resolve(address)  # none: the name server is at fault, not the link
     failure = await reach.why_out_of_reach(*addresses)
-    return failure is None or not reach.is_silence(failure)
+    return failure if failure is not None and reach.is_silence(failure) else None
 
 
 async def _resolve(address: Address) -> tuple[Address, ...]:

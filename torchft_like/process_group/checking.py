@@ -41,7 +41,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch._C._distributed_c10d import AllreduceOptions, DebugLevel, ReduceOp, Work, get_debug_level
+from torch._C._distributed_c10d import AllreduceOptions, DebugLevel, Work, get_debug_level
 from torch.futures import Future
 
 from lighthouse.address import Address, parse_address
@@ -73,6 +73,7 @@ from torchft_like.process_group.collectives import (
     ALLREDUCE,
     BY_NAME,
     PEER_NAMES,
+    REDUCE_OPS,
     ROOTED,
     Argument,
     Call,
@@ -142,7 +143,7 @@ def check_wanted(check_collectives: Check | None) -> Check:
 _CHOICES: Mapping[str, Check] = {"0": False, "1": True, "new": "new"}
 
 
-class CheckedBackend:
+class CheckedBackend(Backend):
     """A backend whose collectives run once the ranks have agreed on them, for one configuration of a group.
 
     The caller's thread describes its call, sends the description and returns. The link's thread receives the
@@ -176,7 +177,7 @@ class CheckedBackend:
     ) -> None:
         members = generation.members
         self._backend = backend
-        self.rest_s_max: float | None = backend.rest_s_max
+        self.rest_s_max = backend.rest_s_max
         self._generation = generation
         self._methods = dict(backend.methods())
         self._link = link
@@ -469,7 +470,7 @@ def describe(row: Collective, args: Sequence[Any], kwargs: Mapping[str, Any], wo
         inputs = _parts(call.inputs, input_sizes, world_size)
         outputs = _parts(call.outputs, output_sizes, world_size)
     root = call.root if row.name in ROOTED else None
-    reduce_op = _REDUCE_OPS[hash(call.reduce_op)] if "reduce" in row.name else None
+    reduce_op = REDUCE_OPS[hash(call.reduce_op)] if "reduce" in row.name else None
     return _statement(row.name, row.agreement, inputs, outputs, root, reduce_op)
 
 
@@ -481,7 +482,7 @@ def _sum_of_one(
     dtype: torch.dtype, shape: tuple[int, ...], layout: torch.layout, device: torch.device, reduce_op: int
 ) -> Statement:
     inputs = (_specification(dtype, shape, layout, device),)
-    return _statement(ALLREDUCE.name, ALLREDUCE.agreement, inputs, (), None, _REDUCE_OPS[reduce_op])
+    return _statement(ALLREDUCE.name, ALLREDUCE.agreement, inputs, (), None, REDUCE_OPS[reduce_op])
 
 
 def _specifications(argument: Argument | None, nested: Any) -> tuple[str, ...]:
@@ -507,10 +508,6 @@ def _parts(tensor: torch.Tensor, sizes: Sequence[int], world_size: int) -> tuple
     fits = sum(lengths) == rows
     shapes = [(length, *tensor.shape[1:]) for length in lengths] if fits else [tensor.shape]
     return tuple([_specification(tensor.dtype, shape, tensor.layout, tensor.device) for shape in shapes])
-
-
-# The keys are hashes, because an operation's hash is its number, and its name takes long to find.
-_REDUCE_OPS = {hash(op): name for name, op in ReduceOp.RedOpType.__members__.items()}
 
 
 def _error_for(problem: Problem) -> Exception:

@@ -428,6 +428,9 @@ POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 # Collectives that make one result of several tensors, while they write to them.
 JOINING = frozenset({"allreduce", "broadcast"})
 
+# The keys are hashes, because an operation's hash is its number, and its name takes long to find.
+REDUCE_OPS = {hash(op): name for name, op in ReduceOp.RedOpType.__members__.items()}
+
 # Collectives that begin or end at one rank; torch takes rank 0 if a call names none.
 ROOTED = frozenset({"broadcast", "reduce", "gather", "scatter"})
 

@@ -95,12 +95,12 @@ class Operations:
         self._issued.append(weakref.ref(operation))  # no lock: append is atomic
         return operation
 
-    def message(self, work: Work, explain: Explain, *, is_large: bool = False) -> MessageOperation:
+    def message(self, work: Work, explain: Explain, *, has_thread: bool) -> MessageOperation:
         """Make the operation of a send or a receive that the backend has begun."""
         operation = MessageOperation()
         operation.operations, operation.explain, operation.inner = self, explain, work
-        if is_large:
-            operation.is_large = True
+        if has_thread:
+            operation.has_thread = True
             self._issued.append(weakref.ref(operation))
         return operation
 
@@ -254,12 +254,13 @@ class GroupOperation(FollowingOperation):
 class MessageOperation(GroupOperation):
     """A send or a receive. Its wait is a single one, without slices.
 
-    Gloo forgets a message that is on its way when the connection ends, as in an abort or by a death: that
-    wait lasts until its timeout. So one for a large message, which may be on its way for long, has a thread
-    of its own, and is given up with the group's other operations. A small one is not worth a thread.
+    Gloo forgets a message that is on its way when the connection ends, as in an abort or by a death, and
+    notices no end of a connection in a receive from any rank: that wait lasts until its timeout. So a receive
+    from any rank, and one for a large message, which may be on its way for long, has a thread of its own, and
+    is given up with the group's other operations. Other messages are not worth a thread.
     """
 
-    is_large = False
+    has_thread = False
     _was_waited = False
 
     def wait_until(self, deadline: float) -> None:
@@ -267,63 +268,31 @@ class MessageOperation(GroupOperation):
 
     def _wait_for_backend(self, deadline: float) -> None:
         if not self._was_waited:  # a second wait would be for another message
-            if self.is_large:
+            if self.has_thread:
                 self._wait_in_thread(deadline)
             else:
                 wait_until(self.inner, deadline)
             self._was_waited = True
 
     def _wait_in_thread(self, deadline: float) -> None:
-        ended = threading.Event()
-        errors = _wait_beside(self.inner, deadline, ended)
-        while not ended.wait(SLICE_S):
+        ended, errors = threading.Event(), list[Exception]()
+        # It is not `run_in_background`: the end of the process would wait for it, too, and in vain.
+        about = self.inner, deadline, ended, errors
+        threading.Thread(target=_wait_beside, args=about, name="torchft-message", daemon=True).start()
+        del about
+        while not ended.wait(LOOK_PAUSE_S):
             if self.operations.given_up is not None:
                 raise self.operations.given_up
         if errors:
             raise errors[0].with_traceback(None)
 
 
-class AbandonableOperation(FollowingOperation):
-    """An operation whose wait nothing can end, so another thread waits: `abort` ends the caller's wait."""
-
-    def __init__(self, work: Work, abort: AbortSignal) -> None:
-        super().__init__()
-        self.inner = work
-        self._abort = abort
-
-    def wait_until(self, deadline: float) -> None:
-        """Block until the operation is over, or the group was aborted; the other thread then waits on."""
-        ended = threading.Event()
-        try:
-            with self._abort.ends(ended.set):
-                errors = _wait_beside(self.inner, deadline, ended)
-                ended.wait()
-            self._abort.check()
-        except ProcessGroupAbortedError as error:
-            self.let_go(error)
-            raise
-        if errors:
-            if self.is_completed():
-                self.let_go(errors[0])
-            raise errors[0].with_traceback(None)
-
-
-def _wait_beside(work: Work, deadline: float, ended: threading.Event) -> list[Exception]:
-    """Wait for a work on a thread of its own, which sets the event then; return where an error is put.
-
-    It is not `run_in_background`: the end of the process would wait for it, too, and in vain.
-    """
-    errors: list[Exception] = []
-
-    def wait() -> None:
-        try:
-            wait_until(work, deadline)
-        except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
-            errors.append(error)
-        ended.set()
-
-    threading.Thread(target=wait, name="torchft-abandonable", daemon=True).start()
-    return errors
+def _wait_beside(work: Work, deadline: float, ended: threading.Event, errors: list[Exception]) -> None:
+    try:
+        wait_until(work, deadline)
+    except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
+        errors.append(error)
+    ended.set()
 
 
 def _is_open(entry: weakref.ref[GroupOperation]) -> bool:
@@ -345,18 +314,23 @@ def _is_over(work: Work, deadline: float) -> bool:
         del work
 
 
-def _is_large(args: tuple[Any, ...]) -> bool:
-    """Return whether a message, the first of the arguments, moves for longer than a thread takes to start."""
+def _needs_thread(collective: Collective, args: tuple[Any, ...]) -> bool:
+    """Return whether a message, the first of the arguments, is one that `MessageOperation` waits for in a
+    thread.
+    """
     tensors = args[0] if args else ()
-    return any(tensor.device.type == "cpu" and tensor.nbytes >= LARGE_BYTES for tensor in tensors)
+    is_large = any(tensor.device.type == "cpu" and tensor.nbytes >= LARGE_BYTES for tensor in tensors)
+    return is_large or collective.name == "recv_anysource"
 
 
 class Backend(Protocol):
-    """The object on which a generation runs its collectives."""
+    """The object on which a generation runs its collectives.
 
-    @property
-    def rest_s_max(self) -> float | None:
-        """How many seconds it may take to come to rest after an abort; None for the usual time."""
+    Attributes:
+        rest_s_max: how many seconds it may take to come to rest after an abort; None for the usual time.
+    """
+
+    rest_s_max: float | None = None
 
     @property
     def inner(self) -> object:
@@ -376,6 +350,7 @@ class Backend(Protocol):
 
     def out_of_reach(self) -> str:
         """Return who does not reach whom, "" if nothing is known of that; this may take seconds."""
+        return ""
 
     def close(self) -> None:
         """Release everything; this may block for a moment."""
@@ -457,7 +432,7 @@ class Generation:
             work.explain = explain
             return work
         if is_message:
-            return self.operations.message(work, explain, is_large=_is_large(args))
+            return self.operations.message(work, explain, has_thread=_needs_thread(collective, args))
         operation = self.operations.begin(self.explain)
         operation.inner = work
         return operation

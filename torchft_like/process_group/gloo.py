@@ -58,9 +58,11 @@ from torchft_like.process_group import links
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import (
     BY_NAME,
+    COLLECTIVES,
     JOINING,
     PEER_NAMES,
     POINT_TO_POINT,
+    REDUCE_OPS,
     Call,
     Collective,
     is_made_of_others,
@@ -69,7 +71,7 @@ from torchft_like.process_group.collectives import (
     tensors_of,
 )
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, AbandonableOperation
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, Backend
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
@@ -122,10 +124,8 @@ class ProcessGroupGloo(ReconfigurableProcessGroup):
             return _GlooBackend(heard, host, members, abort)
 
 
-class _GlooBackend:
+class _GlooBackend(Backend):
     """One Gloo group, and the device that its connections belong to."""
-
-    rest_s_max = None
 
     def __init__(self, store: Store, host: str, members: GroupMembers, abort: AbortSignal) -> None:
         self._abort = abort
@@ -136,7 +136,8 @@ class _GlooBackend:
         self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
         abort.add(self._device.cut)
         try:
-            with _explained(store, self._device, members, abort), _broken_off(self._device, members, abort):
+            store.set(f"{LISTENS}/{members.rank}", str(self._device.address or ""))
+            with _broken_off(store, self._device, members, abort):
                 self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
             self._listeners = _listeners_in(store, members.world_size)
             # Only Gloo's group keeps torch's device now. The last owner destroys it, which takes Gloo up to
@@ -159,13 +160,7 @@ class _GlooBackend:
     def methods(self) -> Mapping[str, Callable[..., Work]]:
         if (gloo := self._gloo) is None:
             return {}
-        found = GlooGaps(gloo, self._shell, self._members.rank, self._members.world_size).methods()
-        found["recv_anysource"] = functools.partial(self._receive, found["recv_anysource"])
-        return found
-
-    def _receive(self, receive: Callable[..., Work], *args: Any, **kwargs: Any) -> Work:
-        """Receive from any rank, and end at an abort: Gloo notices no broken connection in this operation."""
-        return AbandonableOperation(receive(*args, **kwargs), self._abort)
+        return GlooGaps(gloo, self._shell, self._members.rank, self._members.world_size).methods()
 
     def set_timeout(self, timeout: timedelta) -> None:
         if (gloo := self._gloo) is not None:
@@ -234,17 +229,19 @@ def _shell_around(gloo: TorchGloo, members: GroupMembers) -> TorchProcessGroup:
 
 
 @contextlib.contextmanager
-def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -> Iterator[None]:
+def _broken_off(
+    store: Store, device: GlooDevice, members: GroupMembers, abort: AbortSignal
+) -> Iterator[None]:
     """Break every connection at an abort, again and again, while Gloo connects in the block.
 
     Once is not enough: Gloo tries again, and goes on to the next peer. The group's timeout does not end it
     either: Gloo takes it for each attempt.
 
     Raises:
-        TimeoutError: the timeout is over.
+        TimeoutError: the timeout is over; the text says which members do not reach each other.
     """
     done, is_late = threading.Event(), threading.Event()
-    # The rest of the grace is for `_explained`.
+    # The rest of the grace is for the explanation.
     limit_s = members.timeout.total_seconds() + max(CONFIGURE_GRACE_S - links.EXPLAIN_S, 0.0)
 
     def sweep() -> None:
@@ -273,33 +270,16 @@ def _broken_off(device: GlooDevice, members: GroupMembers, abort: AbortSignal) -
     finally:
         done.set()
     if is_late.is_set():  # also if Gloo took a connection made by `knock` for the peer
-        raise TimeoutError(f"not all peers were connected after {limit_s:g} s") from failure
-
-
-@contextlib.contextmanager
-def _explained(store: Store, device: GlooDevice, members: GroupMembers, abort: AbortSignal) -> Iterator[None]:
-    """Say in the error who does not reach whom, if the members are not connected in time in the block.
-
-    This member's listener is still there then: others may be about to ask it, too.
-    """
-    if not isinstance(store, ExchangeStore):
-        yield
-        return
-    store.set(f"{LISTENS}/{members.rank}", str(device.address or ""))
-    try:
-        yield
-    except TimeoutError as error:
+        late = f"not all peers were connected after {limit_s:g} s"
         abort.check()
-        if not store.is_gathered:  # a member has not come, or the store is lost: the error says so
-            raise
-        why = links.explain(store.inner, members, _listeners_in(store, members.world_size))
-        raise TimeoutError(f"{error}: {why}") from error
+        # This member's listener is still there: others may be about to ask it, too.
+        if isinstance(store, ExchangeStore) and store.is_gathered:  # else the store is lost
+            late += f": {links.explain(store.inner, members, _listeners_in(store, members.world_size))}"
+        raise TimeoutError(late) from failure
 
 
 def _listeners_in(store: Store, world_size: int) -> dict[int, Address]:
     """Return where the members listen, as far as they know."""
-    if not isinstance(store, ExchangeStore):
-        return {}
     said = {rank: store.get(f"{LISTENS}/{rank}").decode() for rank in range(world_size)}
     return {rank: parse_address(text) for rank, text in said.items() if text}
 
@@ -452,7 +432,7 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
                 _logger.warning("torch's group could not leave its peers: %s", error)
 
 
-class _NativeBackend:
+class _NativeBackend(Backend):
     """torch's group in one configuration."""
 
     rest_s_max = math.inf  # torch ends every operation at its timeout, and nothing ends one before
@@ -477,10 +457,6 @@ class _NativeBackend:
 
     def break_off(self) -> None:
         """Do nothing before an abort: alone, the next operation would succeed, with a wrong result."""
-
-    def out_of_reach(self) -> str:
-        """Return nothing: torch knows where its peers listen."""
-        return ""
 
     def is_still(self) -> bool:
         """Return False: only torch knows when it is done with its operations."""
@@ -790,23 +766,18 @@ WRITTEN_LATER = frozenset(
 )
 _OVERLAPS = 1  # of torch's answers: no, yes, not known
 _SUM, _AVERAGE = hash(ReduceOp.SUM), hash(ReduceOp.AVG)  # the numbers of the operations
-_BITWISE = frozenset(map(hash, (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)))
-_ORDERING = frozenset(map(hash, (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)))
 
-# The dtypes that Gloo has code for; of complex numbers it reduces and broadcasts the two parts.
+# The dtypes that Gloo has code for; of complex numbers it sums and broadcasts the two parts.
 MOVABLE = REDUCIBLE | {torch.bool}
 _FLOATS = frozenset(dtype for dtype in MOVABLE if dtype.is_floating_point)
-REDUCING = frozenset(
-    {
-        "allreduce",
-        "allreduce_coalesced",
-        "reduce",
-        "reduce_scatter",
-        "_reduce_scatter_base",
-        "reduce_scatter_tensor_coalesced",
-    }
-)
+_COMPLEX = frozenset({torch.complex64, torch.complex128})
+_ALL = MOVABLE | _COMPLEX | {torch.complex32}
+REDUCING = frozenset(row.name for row in COLLECTIVES if "reduce" in row.name)
 TAKING_COMPLEX = REDUCING | {"broadcast"}
+# Those that each other operation than a sum takes, by its number.
+_TAKEN = {_AVERAGE: _FLOATS | _COMPLEX}
+_TAKEN |= dict.fromkeys(map(hash, (ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PRODUCT)), MOVABLE)
+_TAKEN |= dict.fromkeys(map(hash, (ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR)), MOVABLE - _FLOATS)
 
 
 class GlooGaps:
@@ -1124,18 +1095,14 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _refuse_dtypes(row: Collective, tensors: Iterable[Tensor], operation: int) -> None:
-    """Refuse a dtype that Gloo has no code for, and an average of integers. `operation` is an op's hash."""
+    """Refuse a dtype that Gloo has no code for. `operation` is that of a reduction, as a hash."""
     for tensor in tensors:
-        dtype, takes_complex = tensor.dtype, row.name in TAKING_COMPLEX and tensor.layout is torch.strided
-        if dtype not in MOVABLE and not (dtype.is_complex and takes_complex):
-            cure = "another dtype" if row.name in REDUCING else "its bytes, `.view(torch.uint8)`"
-            raise ProcessGroupError(f"Gloo has no {row.name} of {dtype}: pass {cure}")
-        is_integer = not (dtype.is_floating_point or dtype.is_complex)
-        if operation == _AVERAGE and is_integer:
-            raise ProcessGroupError(f"{row.name}: Gloo has no average of {dtype}: sum, or pass floats")
-        if (operation in _BITWISE and not is_integer) or (operation in _ORDERING and dtype.is_complex):
-            name = next(name for name, op in ReduceOp.RedOpType.__members__.items() if hash(op) == operation)
-            raise ProcessGroupError(f"{row.name}: there is no {name} of {dtype}")
+        moved = _ALL if row.name in TAKING_COMPLEX and tensor.layout is torch.strided else MOVABLE
+        if (dtype := tensor.dtype) not in moved or dtype not in _TAKEN.get(operation, _ALL):
+            name, cure = row.name, "its bytes, `.view(torch.uint8)`"
+            if name in REDUCING:
+                name, cure = f"{name} by {REDUCE_OPS[operation]}", "another dtype"
+            raise ProcessGroupError(f"Gloo has no {name} of {dtype}: pass {cure}")
 
 
 def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:

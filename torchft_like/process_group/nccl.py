@@ -67,7 +67,7 @@ from torchft_like.futures import context_timeout
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, SPLIT_SIZES, methods_of
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, Backend
 from torchft_like.process_group.store import GroupMembers, meet, meeting_store
 from torchft_like.process_group.work import FOREVER, ExplainedOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
@@ -189,10 +189,8 @@ class ProcessGroupNCCL(ReconfigurableProcessGroup):
         return backend
 
 
-class _NcclBackend:
+class _NcclBackend(Backend):
     """One communicator, and the watch over its operations."""
-
-    rest_s_max = None
 
     def __init__(self, store: Store, members: GroupMembers, abort: AbortSignal, device: torch.device) -> None:
         self.abort_signal = abort
@@ -240,9 +238,6 @@ class _NcclBackend:
         """Abort the communicator on a thread of its own, because ncclCommAbort can take long."""
         if self._end_begins.acquire(blocking=False):
             threading.Thread(target=self._end, name="torchft-nccl-abort", daemon=True).start()
-
-    def out_of_reach(self) -> str:
-        return ""
 
     def is_still(self) -> bool:
         with beside_captures(self._device):

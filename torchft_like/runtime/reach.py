@@ -1,20 +1,47 @@
-"""Whether a host can be reached: within a second, and also where packets are lost."""
+"""Whether hosts can be reached: within a second, and also where packets are lost."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
+from collections.abc import Awaitable, Callable, Iterable
+from typing import TypeVar
 
 from lighthouse.address import Address
 from lighthouse.listening import why_unreachable
+from lighthouse.starvation import SilenceClock
+
+Peer = TypeVar("Peer")
+Found = TypeVar("Found")
 
 # All attempts together take far less than the timeout of a process group, and are enough where packets are
 # lost. The kernel would try again only after a second.
 ATTEMPTS = 6
 ATTEMPT_EVERY_S = 0.12
 ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
-PEERS_AT_ONCE = 32  # of whom a caller asks many
+PEERS_AT_ONCE = 32
 _NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+
+
+async def ask_all(
+    peers: Iterable[Peer], ask: Callable[[Peer], Awaitable[Found | None]], limit_s: float, clock: SilenceClock
+) -> dict[Peer, Found]:
+    """Return what is found out about peers in so many seconds, apart from None; nothing if this process was
+    starved meanwhile: it may not have heard the answers.
+    """
+    found: dict[Peer, Found] = {}
+    free, began = asyncio.Semaphore(PEERS_AT_ONCE), asyncio.get_running_loop().time()
+
+    async def ask_one(peer: Peer) -> None:
+        async with free:
+            if (answer := await ask(peer)) is not None:
+                found[peer] = answer
+
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(limit_s):
+            await asyncio.gather(*map(ask_one, peers))
+    return {} if clock.last_starved > began else found
 
 
 async def why_out_of_reach(*addresses: Address) -> OSError | None:

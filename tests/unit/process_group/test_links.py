@@ -15,7 +15,7 @@ from torchft_like.process_group import links
 from torchft_like.process_group.store import AbortableStore, GroupMembers, parse_store_address
 
 pytestmark = pytest.mark.usefixtures("no_operator")
-HOSTS = {rank: f"10.0.0.{rank}" for rank in range(5)}
+LISTENERS = {rank: Address(f"10.0.0.{rank}", 1) for rank in range(5)}
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ HOSTS = {rank: f"10.0.0.{rank}" for rank in range(5)}
     ],
 )
 def test_the_text_names_those_who_do_not_reach_each_other(found: links.Links, text: str) -> None:
-    assert links.describe(4, found, [], HOSTS).startswith(text)
+    assert links.describe(4, found, [], LISTENERS).startswith(text)
 
 
 def test_a_split_of_many_is_told_in_few_words() -> None:

@@ -45,6 +45,7 @@ from torchft_like.process_group.baby.tensor_sharing import CpuExporter, Exporter
 from torchft_like.process_group.base import About
 from torchft_like.process_group.collectives import BY_NAME, Call, Collective, refuse_unfit
 from torchft_like.process_group.configuration import AbortSignal
+from torchft_like.process_group.generation import Backend
 from torchft_like.process_group.gloo import require_device
 from torchft_like.process_group.nccl import require_nccl
 from torchft_like.process_group.store import GroupMembers
@@ -220,10 +221,8 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
         return (ToChild.WARM_UP.value, UNASKED, dict(os.environ), device)
 
 
-class RemoteBackend:
-    """A `generation.Backend` that runs collectives in a subprocess of its own, which the signal ends."""
-
-    rest_s_max = None
+class RemoteBackend(Backend):
+    """A backend that runs collectives in a subprocess of its own, which the signal ends."""
 
     def __init__(self, child: Child, exporter: Exporter, abort: AbortSignal) -> None:
         self._child = child
@@ -269,10 +268,6 @@ class RemoteBackend:
 
     def break_off(self) -> None:
         self._end("it was ended because an operation had failed")
-
-    def out_of_reach(self) -> str:
-        """Return nothing: the subprocess says it in its errors."""
-        return ""
 
     def is_still(self) -> bool:
         return self._child.has_ended()
