@@ -66,6 +66,19 @@ def test_an_abort_ends_a_blocked(party: Party, name: str, operate: Operate) -> N
 
 
 @pytest.mark.usefixtures("no_operator")
+def test_a_receive_from_any_rank_ends_as_another_operation_of_the_group_fails(party: Party) -> None:
+    group, other = party.meet(2, lambda: ProcessGroupGloo(100 * LIMIT_S, check_collectives=False))
+    blocked = party.aside(lambda: group.recv_anysource([torch.ones(4)], 0).wait())
+    with pytest.raises(TimeoutError):
+        blocked.result(0.2)
+    other.abort("it leaves")
+    with pytest.raises(RuntimeError):
+        group.allreduce([torch.ones(4)]).wait()
+    with pytest.raises(RuntimeError):
+        blocked.result(LIMIT_S)
+
+
+@pytest.mark.usefixtures("no_operator")
 def test_an_abort_needs_no_descriptor_that_is_free(party: Party) -> None:
     group, _ = party.meet(2, unchecked)
     blocked = party.aside(lambda g: g.allreduce([torch.ones(4)]).wait(), group)
