@@ -60,7 +60,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed were
-          given, or a parameter is a DTensor.
+          given, a parameter is a DTensor, or torch is to use its reducer in Python.
     """
 
     def __init__(
@@ -76,6 +76,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         for name, problem in _UNFIT.items():
             if ddp_kwargs.get(name) is not None and ddp_kwargs[name] is not False:
                 raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
+        if torch._dynamo.utils.get_optimize_ddp_mode() == "python_reducer":
+            raise NotSupportedError(
+                "torch's reducer in Python, for compiled autograd, reduces past the Manager: use "
+                "PureDistributedDataParallel, which compiled autograd takes"
+            )
         for name, parameter in module.named_parameters():
             if is_dtensor(parameter):
                 raise NotSupportedError(

@@ -327,6 +327,42 @@ def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
     assert on_both(train) == [1, 1]
 
 
+@pytest.mark.filterwarnings("ignore")  # Dynamo and what it traces warn of each other
+def test_a_whole_step_may_be_compiled() -> None:
+    torch._dynamo.reset()
+    model = nn.Linear(1, 1)
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(lighthouse, "a", model, min_replica_size=1) as manager,
+    ):
+        average, optimizer = (
+            DistributedDataParallel(manager, model),
+            Optimizer(manager, torch.optim.SGD(model.parameters())),
+        )
+
+        @torch.compile(backend="eager")
+        def step(inputs: torch.Tensor) -> bool:
+            optimizer.zero_grad()
+            loss = average(inputs).sum()
+            loss.backward()
+            manager.allreduce(loss.detach()).wait()
+            return optimizer.step()
+
+        weights = [model.weight.item()]
+        for number in (1, 2):
+            assert step(torch.ones(1, 1))
+            assert manager.current_step() == number
+            weights.append(model.weight.item())
+    assert len(set(weights)) == 3
+
+
+def test_gradients_are_not_reduced_past_the_manager(lighthouse: LighthouseServer) -> None:
+    model, in_python = nn.Linear(1, 1), torch._dynamo.config.patch(optimize_ddp="python_reducer")
+    refused = pytest.raises(NotSupportedError, match="PureDistributedDataParallel")
+    with make_manager(lighthouse, "a", model) as manager, in_python, refused:
+        DistributedDataParallel(manager, model)
+
+
 def test_a_transport_without_a_host_serves_where_the_manager_does(lighthouse: LighthouseServer) -> None:
     transport: HTTPTransport[object] = HTTPTransport(timedelta(seconds=60))
     settings = {"checkpoint_transport": transport, "hostname": "127.0.0.2"}

@@ -56,6 +56,7 @@ from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.otel import followed
 from torchft_like.process_group import ProcessGroup
+from torchft_like.process_group.uncompiled import uncompiled
 from torchft_like.quantization import FP8, format_named
 from torchft_like.runtime import resources
 from torchft_like.runtime.durations import SECONDS_MAX, seconds_of
@@ -95,6 +96,7 @@ class ExceptionWithTraceback(Exception):  # noqa: N818 - torchft's name
         return hash(self.original_exception)
 
 
+@uncompiled  # a step in compiled code ends its graph at each call
 class Manager:
     """Keeps one rank of one replica group in step with its peers. A TORCHFT_* variable overrides its
     argument.
