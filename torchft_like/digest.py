@@ -11,8 +11,10 @@ import hashlib
 from collections.abc import Mapping
 from operator import itemgetter
 
+import torch
 from torch import Tensor, nn
 
+from torchft_like.instances import parts_of
 from torchft_like.plain_data import (
     DICT,
     PLAIN_KEYS,
@@ -28,6 +30,8 @@ from torchft_like.plain_data import (
     refuse,
     settled,
     write,
+    write_dtype,
+    write_instance,
     write_tensor,
 )
 
@@ -37,9 +41,10 @@ def state_digest(state_dict: Mapping[str, object]) -> str:
     digits.
 
     It may hold None, bool, int, float, str, bytes, dense tensors, and dicts, lists and tuples of
-    these, as the state dicts of modules and optimizers do. Neither the order of a dict nor the
-    device, strides or `requires_grad` of a tensor counts; `-0.0` and `0.0`, `1` and `True`, a
-    list and a tuple all differ. Digests of different versions of this package differ.
+    these, as the state dicts of modules and optimizers do; and enums, dataclasses and tensors of a
+    library's own class that tell what they are made of (`__tensor_flatten__`). Neither the order of a
+    dict nor the device, strides or `requires_grad` of a tensor counts; `-0.0` and `0.0`, `1` and
+    `True`, a list and a tuple all differ. Digests of different versions of this package differ.
 
     Raises:
         TypeError: a value or a key is of another type; the text says where.
@@ -60,6 +65,8 @@ def _write_other(value: object, sheet: Sheet, depth: int) -> None:
             return
     if isinstance(value, Mapping):
         _write_sorted(value, sheet, depth)
+    elif (parts := parts_of(value)) is not None:
+        write_instance(value, parts, sheet, depth)
     else:
         refuse(value, sheet, depth)
 
@@ -85,7 +92,13 @@ def _write_sorted(value: Mapping[object, object], sheet: Sheet, depth: int) -> N
 
 # A digest is never read, so only the depth is limited.
 _DIGESTED = Schema(
-    writers={**SIMPLE, dict: _write_sorted, Tensor: write_tensor, nn.Parameter: write_tensor},
+    writers={
+        **SIMPLE,
+        dict: _write_sorted,
+        Tensor: write_tensor,
+        nn.Parameter: write_tensor,
+        torch.dtype: write_dtype,
+    },
     other=_write_other,
     keys=PLAIN_KEYS | {bytes},
     tags_end=TAGS_END,

@@ -12,7 +12,8 @@ of uint8 on the same memory.
 Values are kept bit for bit, and so are types, the order of keys, dtypes and shapes. Gradients and identity
 are not: tensors arrive without requires_grad, a Parameter arrives as its tensor, and a value that occurs
 twice arrives twice. In a state, equal views of the same memory (tied weights) are one memory again, tensors
-arrive on the CPU, and a DTensor arrives as a `Shard`.
+arrive on the CPU, a DTensor arrives as a `Shard`, and a value of a library's own class as one
+(`instances`).
 
 INVARIANT of reading: no length is used before it was compared with what is there and with what the reader
 takes (`Limits`), so a corrupt structure costs an error, and never more memory than a small multiple of its
@@ -35,6 +36,7 @@ from torch import Tensor
 
 from torchft_like.dtypes import DTYPES, as_bytes, is_numpy_number, numpy_dtype
 from torchft_like.errors import FaultToleranceError, PlainDataError
+from torchft_like.instances import TensorInstance, is_taken, name_of_class, parts_of, together
 
 ALLOWED = (
     "None, bool, int, float, str, bytes, list, tuple, dict, dense torch tensors, numpy arrays of numbers"
@@ -146,7 +148,7 @@ class Layout:
 class Shard:
     """A rank's part of a DTensor between replica groups; `mesh` numbers the meshes of the sender's state."""
 
-    local: Tensor
+    local: Any  # a tensor, or while none has come the TensorInstance of one
     layout: Layout
     mesh: int
 
@@ -172,8 +174,8 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 (
     NONE, TRUE, FALSE, SMALL_INT, SHORT_STR, SHORT_BYTES, INT64, LONG, DOUBLE, STR, BYTES, LIST, TUPLE, DICT,
     LEAF_STR, LEAF_BYTES, LEAF_TENSOR, LEAF_ARRAY,
-    SAME_TENSOR, COMPLEX, SCALAR, DTYPE, DEVICE, SIZE, COUNTER, ORDERED_DICT, SHARD, TAGS_END,
-) = range(28)  # fmt: skip
+    SAME_TENSOR, COMPLEX, SCALAR, DTYPE, DEVICE, SIZE, COUNTER, ORDERED_DICT, SHARD, INSTANCE, TAGS_END,
+) = range(29)  # fmt: skip
 
 TAGS = [bytes([tag]) for tag in range(TAGS_END)]
 # Encodings of small numbers, and of the heads of short texts, bytes and lists, are made once.
@@ -610,8 +612,23 @@ def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
     if isinstance(value, np.generic):
         code = _number_code(value)
         sheet.put(SHORT.pack(SCALAR, len(code)) + code + value.tobytes())
-    else:
+    elif (isinstance(value, Tensor) and _problem_of(value)) or (parts := parts_of(value)) is None:
         refuse(value, sheet, depth)
+    elif not is_taken(type(value)):
+        name = name_of_class(type(value))
+        raise UnfitType(
+            f"is a {name}, a class that torch does not know as one of plain data, so it does not travel: "
+            f"call torch.serialization.add_safe_globals([{type(value).__qualname__}]) on every replica"
+        )
+    else:
+        write_instance(value, parts, sheet, depth)
+
+
+def write_instance(value: object, parts: Sequence[object], sheet: Sheet, depth: int) -> None:
+    """Write a value of a library's own class, which `parts_of` has taken apart."""
+    sheet.open(INSTANCE, 1 + len(parts), depth)
+    for part in (name_of_class(type(value)), *parts):
+        sheet.write(part, depth + 1)
 
 
 def _require_readable(shape: Sequence[int]) -> None:
@@ -728,6 +745,7 @@ class Reader:
     specs: Sequence[TensorSpec] = ()
     leaves: LeafSource | None = None
     copies_left = 0
+    puts_together = True  # tensors of a library's own class; or else leaves them as a TensorInstance
 
     def __init__(self, data: bytes, schema: Schema, limits: Limits) -> None:
         self.data = data
@@ -943,10 +961,17 @@ def _read_shard(reader: Reader, at: int, depth: int) -> tuple[Shard, int]:
     if len(items) != 6:
         raise ValueError("a shard has other parts")
     local, mesh, shape, mesh_shape, names, placements = items
-    if not isinstance(local, Tensor) or type(mesh) is not int:
+    if not isinstance(local, Tensor | TensorInstance) or type(mesh) is not int:
         raise ValueError("a shard is no tensor, or its mesh no number")
     layout = Layout(_sizes(shape), _sizes(mesh_shape), _texts(names), _texts(placements))
     return Shard(local, layout, mesh), at
+
+
+def _read_instance(reader: Reader, at: int, depth: int) -> tuple[object, int]:
+    (name, *parts), at = reader.inner_values(at, depth)
+    if type(name) is not str:
+        raise ValueError("a class has no name")
+    return together(name, tuple(parts), leaves_tensors=not reader.puts_together), at
 
 
 def _sizes(value: object) -> tuple[int, ...]:
@@ -990,6 +1015,7 @@ _READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
     COUNTER: _read_counter,
     ORDERED_DICT: _read_ordered_dict,
     SHARD: _read_shard,
+    INSTANCE: _read_instance,
 }
 
 # --------------------------------------------------------------------------------------------- schemas
@@ -1050,7 +1076,8 @@ STATES = Schema(
     tags_end=TAGS_END,
     allowed=(
         "None, bool, int, float, complex, str, bytes, list, tuple, dict, OrderedDict, Counter, torch.Size, "
-        "torch.dtype, torch.device, plain dense tensors, DTensors, numpy arrays and scalars of numbers"
+        "torch.dtype, torch.device, plain dense tensors, DTensors, numpy arrays and scalars of numbers, and "
+        "values of classes that were given to torch.serialization.add_safe_globals"
     ),
     root="the state",
     limits=Limits(values=4_000_000, leaves=1_000_000, leaf_bytes=2**62),

@@ -159,7 +159,7 @@ class _Placing:
                 "replica group must shard the same model over as many ranks"
             )
         self._by_number.setdefault((shard.mesh, _form_of(own.device_mesh)), {})[own.device_mesh] = None
-        if shard.local.data_ptr() == local.data_ptr() and not own.requires_grad:  # it has arrived there
+        if 0 != shard.local.data_ptr() == local.data_ptr() and not own.requires_grad:  # it has arrived there
             return own
         return _tensor(shard, own.device_mesh, own.placements, own.stride())
 

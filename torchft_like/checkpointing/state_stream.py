@@ -52,6 +52,7 @@ from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
 from torchft_like.dtypes import as_bytes
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError
+from torchft_like.instances import TensorInstance, name_of_class, parts_of
 from torchft_like.plain_data import (
     Buffer,
     Leaf,
@@ -443,7 +444,7 @@ class IncomingState:
             CheckpointFormatError: the header does not describe the leaves of which it speaks.
         """
         if self._outline is None:
-            self._outline = self._value(self._outlines)
+            self._outline = self._value(self._outlines, puts_together=False)
         return self._outline
 
     def land_in(self, own: object) -> bool:
@@ -549,9 +550,11 @@ class IncomingState:
         except PlainDataError as error:
             raise _malformed(error) from error
 
-    def _value(self, leaves: Any) -> object:
+    def _value(self, leaves: Any, *, puts_together: bool = True) -> object:
+        structure = self._structure_of(self._header)
+        structure.puts_together = puts_together
         try:
-            return self._structure_of(self._header).value(leaves)
+            return structure.value(leaves)
         except PlainDataError as error:
             raise _malformed(error) from error
 
@@ -638,6 +641,10 @@ def _alike(outline: Any, own: Any, places: dict[int, int]) -> Iterator[tuple[int
         if is_dtensor(own) and layout_of(own) == outline.layout:
             with torch.no_grad():
                 yield from _alike(outline.local, own.to_local(), places)
+    elif isinstance(outline, TensorInstance):
+        if isinstance(own, torch.Tensor) and name_of_class(type(own)) == outline.class_name:
+            inner, *_ = parts_of(own) or ({},)
+            yield from _alike(outline.inner, inner, places)
     elif isinstance(outline, torch.Tensor):
         index = places.get(id(outline))  # another tensor on the memory of one has none
         if index is not None and type(own) in (torch.Tensor, torch.nn.Parameter) and _fits(outline, own):

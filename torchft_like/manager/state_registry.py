@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from lighthouse.core.state_form import CHARACTERS_MAX, StateForm, bounded, first_difference, form_of_rows
-from torchft_like.checkpointing.shards import is_dtensor, layout_of, place, shards_in
+from torchft_like.checkpointing.shards import is_dtensor, layout_of, local_part, place, shards_in
 from torchft_like.errors import CheckpointError, ConfigError, ForeignStateError
+from torchft_like.instances import TensorInstance, name_of_class
 from torchft_like.plain_data import DEPTH_MAX, Layout, Shard
 
 LoadFunction = Callable[[Any], object]  # a module returns the keys that do not fit
@@ -187,7 +188,7 @@ def form_of(state: Mapping[str, object]) -> StateForm:
 
 
 def _rows(path: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:
-    if isinstance(value, torch.Tensor | Shard):
+    if isinstance(value, torch.Tensor | TensorInstance | Shard):
         yield path, _description(value)
     elif isinstance(value, dict) and value and depth < DEPTH_MAX:
         for key, item in value.items():
@@ -195,20 +196,31 @@ def _rows(path: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]
             yield from _rows(path + name if path else name.removeprefix("."), item, depth + 1)
     elif isinstance(value, list | tuple) and depth < DEPTH_MAX:
         for index, item in enumerate(value):
-            if isinstance(item, torch.Tensor | Shard | dict | list | tuple):
+            if isinstance(item, torch.Tensor | TensorInstance | Shard | dict | list | tuple):
                 yield from _rows(f"{path}[{index}]", item, depth + 1)
     else:
         yield path, ""
 
 
-def _description(value: torch.Tensor | Shard) -> str:
+def _description(value: torch.Tensor | TensorInstance | Shard) -> str:
     if isinstance(value, Shard):
-        return f"{_name(value.local.dtype)} {_cut(value.layout)}"
+        return f"{_kind(value.local)} {_cut(value.layout)}"
     if is_dtensor(value):
-        return f"{_name(value.dtype)} {_cut(layout_of(value))}"
-    if not value.numel() or not (value.is_floating_point() or value.is_complex()):
+        return f"{_kind(local_part(value))} {_cut(layout_of(value))}"
+    if not value.shape.numel():
         return ""
-    return f"{_name(value.dtype)} {list(value.shape)}"
+    if isinstance(value, torch.Tensor) and not (value.is_floating_point() or value.is_complex()):
+        return ""
+    return f"{_kind(value)} {list(value.shape)}"
+
+
+def _kind(value: torch.Tensor | TensorInstance) -> str:
+    """Return the dtype of a tensor, or the name of its class if that is a library's own."""
+    if isinstance(value, TensorInstance):
+        return value.class_name
+    if hasattr(value, "__tensor_flatten__"):
+        return name_of_class(type(value))
+    return str(value.dtype).removeprefix("torch.")
 
 
 def _cut(layout: Layout) -> str:
@@ -219,7 +231,3 @@ def _cut(layout: Layout) -> str:
         if placement != "R"
     ]
     return f"{list(layout.shape)} placed {', '.join(cuts) or 'whole'}"
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
