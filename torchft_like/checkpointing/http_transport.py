@@ -1282,14 +1282,20 @@ class _Line:
         """
         source, step = self.source, ""
         while True:
-            if self._socket is None:
+            if not (was_open := self._socket is not None):
                 try:
                     self._socket = self._fetch.connect(source)
                 except _NoPlaceError:
                     self._fetch.asks_again(source, 503)
                     continue
-            self._socket.sendall(self._fetch.request(source, what))
-            answer = self._read_head(self._socket)
+            try:
+                self._socket.sendall(self._fetch.request(source, what))
+                answer = self._read_head(self._socket)
+            except (ConnectionError, ssl.SSLEOFError) as error:
+                if not was_open or self.has_lost_stripe:
+                    raise CheckpointError("it ended the connection without an answer") from error
+                self.close()  # nothing was asked for too long, as this rank was busy with a long header
+                continue
             if answer.status not in ASK_AGAIN:
                 break
             if answer.status == 503:
@@ -1317,8 +1323,8 @@ class _Line:
         self._answer = answer = HTTPResponse(connection, method="GET")
         try:
             answer.begin()
-        except RemoteDisconnected as error:
-            raise CheckpointError("it ended the connection without an answer") from error
+        except RemoteDisconnected:  # it is an HTTPException, too
+            raise
         except HTTPException as error:
             raise CheckpointFormatError(f"its answer is not HTTP: {printable(str(error)[:80])}") from error
         return answer

@@ -181,6 +181,14 @@ class TestTransfer:
         assert_same(receiver.recv_checkpoint_from(sources, 5, LIMIT, destination), state)
         assert not sum(destination.received.values())
 
+    def test_a_state_is_looked_at_however_long_that_takes(self, transports: Make) -> None:
+        """A header of 100,000 tensors takes seconds; the source ends a connection that says nothing meanwhile."""
+        source, receiver, state = transports(stall_timeout=SOON), transports(), make_state()
+        source.send_checkpoint([], 5, state, LIMIT)
+        into = Destination[State](None, lambda _: wait_for(lambda: not source._served()[0]._connections))
+        sources = [Source(0, source.metadata())]
+        assert_same(receiver.recv_checkpoint_from(sources, 5, LIMIT, into), state)
+
     @pytest.mark.heal_is_clean
     @pytest.mark.parametrize("lands", [False, True])
     @pytest.mark.parametrize("what", ["the same", "a number differs", "laid out in another way"])
