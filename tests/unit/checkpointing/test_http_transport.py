@@ -182,7 +182,7 @@ class TestTransfer:
         assert not sum(destination.received.values())
 
     def test_a_state_is_looked_at_however_long_that_takes(self, transports: Make) -> None:
-        """A header of 100,000 tensors takes seconds; the source ends a connection that says nothing meanwhile."""
+        """The source ends a connection that says nothing while a receiver looks at 100,000 tensors."""
         source, receiver, state = transports(stall_timeout=SOON), transports(), make_state()
         source.send_checkpoint([], 5, state, LIMIT)
         into = Destination[State](None, lambda _: wait_for(lambda: not source._served()[0]._connections))
