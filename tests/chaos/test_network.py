@@ -27,6 +27,26 @@ with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as server:
     while True:
         server.sendto(*server.recvfrom(100))
 """
+ACCEPT = """
+import socket
+with socket.create_server(("0.0.0.0", 8)) as server:
+    print("ready", flush=True)
+    client = server.accept()[0]
+    while client.recv(100):
+        pass
+"""
+CONNECT = """
+import socket, sys
+client = socket.create_connection((sys.argv[1], 8))
+print("connected", flush=True)
+sys.stdin.readline()
+client.sendall(b"?")
+for use in (client.recv, lambda _: socket.create_connection((sys.argv[1], 8))):
+    try:
+        use(1)
+    except OSError as error:
+        print(type(error).__name__)
+"""
 ASK = """
 import socket, sys, time
 with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as client:
@@ -84,6 +104,25 @@ def test_nothing_comes_back_from_a_host_that_is_cut_off(network: Network, incomi
     assert network.counts()["passed"] == (0 if incoming else 2)
     network.apply(Rules())
     assert ask(network, 2)[0] == 2
+
+
+def test_a_connection_over_a_refused_link_is_reset_whether_it_is_new_or_old(network: Network) -> None:
+    listens = [*network.entering("b"), sys.executable, "-c", ACCEPT]
+    connects = [*network.entering("a"), sys.executable, "-c", CONNECT, network.address("b")]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(listens, stdout=pipe) as server:
+        try:
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n"
+            with subprocess.Popen(connects, stdin=pipe, stdout=pipe) as client:
+                assert client.stdout is not None
+                assert client.stdout.readline() == b"connected\n"
+                network.apply(Rules(refused=frozenset({("a", "b")})))
+                told, _ = client.communicate(b"go on\n", timeout=LIMIT_S)
+        finally:
+            server.kill()
+    assert told.split() == [b"ConnectionResetError", b"ConnectionRefusedError"]
+    assert network.counts()["refused"] >= 2
 
 
 def test_packets_are_lost_as_often_as_the_rules_say(network: Network) -> None:

@@ -191,7 +191,7 @@ class Faults:
             self._cut_off_s = 0.0
 
     def _link(self, draws: Draws) -> str | None:
-        """Cut the link of two replica groups, for longer than a collective waits for data."""
+        """Cut the link of two replica groups, or have it refuse, for longer than a collective may wait."""
         scenario = self._world.scenario
         one = int(draws[0] * scenario.replicas)
         other = (one + 1 + int(draws[1] * (scenario.replicas - 1))) % scenario.replicas
@@ -200,7 +200,11 @@ class Faults:
             return None
         time = self._long(draws[2]) + scenario.timeout_s * (0.5 + 3 * draws[2])
         self._cut_links(links, time)
-        return f"{one} and {other} cannot reach each other for {time:.3f} s"
+        how = "cannot reach"
+        if self._world.refuses:
+            self._world.refused.update(links)
+            how = "refuse"
+        return f"{one} and {other} {how} each other for {time:.3f} s"
 
     def _cut_links(self, links: list[tuple[int, int]], time: float) -> None:
         world = self._world

@@ -49,6 +49,9 @@ class Mesh:
         world = self._world
         if self._broken or self._configured:
             return
+        if world.are_refused(self._places()):
+            self.reset()
+            return
         if world.blocked and world.are_cut(self._places()):
             world.stalled.append(self._meet)
             self._time_out(lambda: self._configured)
@@ -68,6 +71,9 @@ class Mesh:
 
     def _sum(self, key: int) -> None:
         world = self._world
+        if not self._broken and world.are_refused(self._places()):
+            self.reset()
+            return
         if world.blocked and world.are_cut(self._places()):
             if not self._broken:
                 world.stalled.append(lambda: self._sum(key))
@@ -98,7 +104,7 @@ class Mesh:
 
     def _pass_on(self, slot: int, rank: Rank) -> None:
         world = self._world
-        if world.is_cut(slot, rank.replica.slot):
+        if world.is_cut(slot, rank.replica.slot) and not world.are_refused([slot, rank.replica.slot]):
             world.stalled.append(lambda: self._pass_on(slot, rank))
             if world.scenario.timeout_s < math.inf:
                 world.after(world.scenario.timeout_s, rank, rank.hear_broken, self)

@@ -147,7 +147,7 @@ forgets the majority: more than half of the healthy, for a late quorum (250, one
 QuorumCore._state_of_any_job
 - joined <= healthy // 2
 + False
-goes back: newcomers wait for a member that alone has the steps (373, no_regress)
+goes back: newcomers wait for a member that alone has the steps (122, no_regress)
 QuorumCore._would_go_back = False
 ignores min replicas: quorums of min_replicas and more (3, one_quorum_per_step)
 QuorumCore.__init__
@@ -166,7 +166,7 @@ does not say it is over: the alarm that a replica missed (359, progress)
 QuorumCore._is_over = False
 does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
 QuorumCore._break = None
-learns too late: what is reported after a quorum is of the past (271, progress)
+learns too late: what is reported after a quorum is of the past (922, progress)
 QuorumCore._learn
 - or self._has_formed
 keeps the dead: a lost session ends the membership (2, progress)
@@ -326,7 +326,7 @@ keeps what one rank keeps: all ranks keep a step, or none (114549, heal_is_clean
 ReplicaGroup.rank_voted
 - passed=same_step and all(
 + passed=any(
-goes on after giving up: a step given up leaves its process group (8, progress)
+goes on after giving up: a step given up leaves its process group (10, progress)
 StepProtocol.begin
 - if self.in_step and self._agreed and self._is_entered
 + if False
@@ -393,7 +393,7 @@ ReplicaGroup.rank_joined
 + self._metadata[join.group_rank] = join.checkpoint_metadata
 +     self._links.quorum_formed(())
 probes once: whoever could not be reached is probed again (67, progress)
-ReplicaGroup._settle
+ReplicaGroup.probed
 - *probes,
 never tries again: a step that waits for long for a known link is given up (64, progress)
 ReplicaGroup.step_stalled
@@ -491,11 +491,11 @@ forgets that it stands: a restart, while a quorum stands (857, progress)
 QuorumCore._learn
 - self._stands(stands, now)
 + self._stands(False, now)
-names the first step: no member has begun the step that is named (8, no_zombie)
+names the first step: no member has begun the step that is named (56, no_zombie)
 QuorumCore._hold
 - standing.settle()
 + standing.ask_at = min((standing._not_begun or standing._not_done).values())
-waits for one answer: every member answers before a step is named (8, no_zombie)
+waits for one answer: every member answers before a step is named (56, no_zombie)
 QuorumCore.hold
 - standing.holds(replica_id, step)
 + unanswered = standing.members.difference(standing._not_begun, standing._not_done)
@@ -513,7 +513,7 @@ ReplicaGroup.lease_ended = []
 commits after the lease: a step is lost where the lease ends in it (2047, one_quorum_per_step)
 ReplicaGroup.lease_ended
 - ._replace(must_fail=True)
-answers for one rank: the steps of all ranks in the answer (8, no_zombie)
+answers for one rank: the steps of all ranks in the answer (56, no_zombie)
 ReplicaGroup.rank_holds
 - self._held[group_rank] = step
 + self._held = dict.fromkeys(range(self.world_size), step)
@@ -531,7 +531,7 @@ forgets what it began: the answer counts the step that was begun (0, no_zombie)
 StepProtocol.hold
 - self.step + int(self.in_step and self._is_entered)
 + self.step
-asks at once: all members ask at the step that was named (8, no_zombie)
+asks at once: all members ask at the step that was named (56, no_zombie)
 StepProtocol.released
 - self._ask_at = step
 + self._ask_at = step = self.step + int(self.in_step and self._is_entered)

@@ -771,6 +771,9 @@ class Rank(Process):
         assert result is not None
         world = self.replica.world
         home, attempt = world.homes.get(result.recover_src_manager_address), self._attempt
+        if home is not None and world.are_refused([self.replica.slot, home.slot]):
+            world.after(world.latency(), self, self._heal_failed, attempt)
+            return
         if home is not None and world.is_cut(self.replica.slot, home.slot):
             self._source = home.ranks[self.number]
             self.replica.stalled(self.number, result.quorum_id, is_again)

@@ -306,7 +306,7 @@ class Replica:
                 self._identify(effect)
 
     def _probe(self, probe: Probe) -> None:
-        """Connect to each peer, as `manager_server/suspicion.py` does; a refusal is an answer."""
+        """Connect to each peer, as `manager_server/suspicion.py` does; a refusal is no answer."""
         world = self.world
         wait = 2 * world.scenario.probe_s if probe.is_repeated else 0.0
         world.after(wait + 2 * world.latency(), self.server, self._hear_answers, probe)
@@ -322,9 +322,14 @@ class Replica:
 
     def _silent(self, probe: Probe) -> Collection[str]:
         world = self.world
-        if not world.blocked:
+        if not world.blocked and not world.refuses:
             return ()
-        return [i for i, address in probe.peers if world.is_cut(self.slot, world.homes[address].slot)]
+        homes = [(i, world.homes[address]) for i, address in probe.peers]
+        return [
+            i
+            for i, home in homes
+            if world.is_cut(self.slot, home.slot) or (world.refuses and not home.is_alive)
+        ]
 
     def _report(self, links: BrokenLinks) -> None:
         if (session := self.session) is not None and self._connected:

@@ -189,6 +189,8 @@ class Simulation:
         """Cut a link until further notice; return the names of the replica groups at its ends."""
         world = self.world
         world.blocked[link] = world.blocked[link[1], link[0]] = world.now
+        if world.refuses:
+            world.refused.add(link)
         names = [name_of(slot) for slot in link]
         world.tell("FAULTS", "end, but for the link between", *names)
         return names

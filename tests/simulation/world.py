@@ -105,6 +105,10 @@ class World:
         self.meshes: dict[tuple[str, int, int], Mesh] = {}
         # From, to: the time since which no message gets through.
         self.blocked: dict[tuple[int, int], float] = {}
+        # Whether links that do not work, and the hosts of dead processes, refuse connections at once. In the
+        # other runs nothing comes back over a link, and a process has died after it was probed.
+        self.refuses = scenario.seed % 5 == 3
+        self.refused: set[tuple[int, int]] = set()  # those of the blocked links that do
         self.stalled: list[Callable[[], object]] = []  # to be tried again when a partition ends
         self.lighthouse: SimLighthouse
         self.launcher: Launcher
@@ -227,10 +231,15 @@ class World:
         """Return whether any two of these places cannot talk."""
         return bool(self.blocked) and any(one in places and other in places for one, other in self.blocked)
 
+    def are_refused(self, places: list[int]) -> bool:
+        """Return whether of any two of these places one refuses the other's connections."""
+        return bool(self.refused) and any(one in places and other in places for one, other in self.refused)
+
     def unblock(self, links: list[tuple[int, int]]) -> None:
         """End a partition: messages that were held up arrive, if their session has lived so long."""
         for link in links:
             self.blocked.pop(link, None)
+            self.refused.discard(link)
         for replica in self.slots:
             session = replica.session if replica is not None else None
             if replica is not None and session is not None:

@@ -3,13 +3,16 @@
 When a step stalls, or fails, and no death explains it, a link may be broken: every member of the quorum is
 probed. After a failed step the next join waits for the answers, so that the lighthouse knows before it forms
 the next quorum. A replica group that gives no answer is reported as unreachable and probed again from time to
-time, and once it answers it is no longer reported. This module does not know how a probe is done, nor how
-long it takes.
+time, and once it answers it is no longer reported. One that refuses all connections gives none: if its
+process has died, its loss is told before the probe is over. This module does not know how a probe is done,
+nor how long it takes.
 
 Invariants:
 
-* The join after a failed step waits only for a probe that is under way, and no longer for a member once it
-  is lost. Every other join waits for nothing.
+* The join after a failed step waits only for the answers to a probe that is under way, and no longer for a
+  member once it is lost. Where the quorum has a member that was out of reach before, as too few others would
+  have stayed, the join waits until that one was probed again: another quorum would fail as fast. Every other
+  join waits for nothing.
 * The answers of at most one probe because of a step count, and of one because of unreachable groups. A step
   that succeeds contradicts the suspicion, and the answers to its probe count no more.
 * What is kept is bounded: the members of the last quorum, and as many others as the lighthouse takes in a
@@ -54,15 +57,18 @@ class PeerLinks:
     # Its members that were lost, which explains any failure in the last quorum.
     _lost: set[str] = field(default_factory=set)
     _probe: Probe | None = None  # the probe because of a step
-    # The groups that it asked, and that were not lost since.
+    # The groups that it asked, and that have neither answered nor were lost since.
     _asked: dict[str, str] = field(default_factory=dict)
     _has_failed: bool = False  # whether a step in the last quorum failed
+    _awaits_repeated: bool = (
+        False  # whether it has a member that is probed again, and the join waits for that
+    )
     _is_watching: bool = False
 
     @property
     def is_unsettled(self) -> bool:
         """Whether the join has to wait for a probe."""
-        return self._has_failed and bool(self._asked)
+        return self._has_failed and (self._awaits_repeated or bool(self._asked))
 
     def quorum_formed(self, members: Sequence[QuorumMemberLike]) -> None:
         """Start anew with a quorum that contains this replica group.
@@ -83,11 +89,11 @@ class PeerLinks:
         members = {member.replica_id for member in self._members} - (self._known if since_quorum else set())
         return [replica_id for replica_id in self.unreachable if replica_id in members]
 
-    def member_lost(self, replica_id: str) -> list[Probe]:
+    def member_lost(self, replica_id: str) -> None:
         """Record the loss of a member. If it comes back, the link to it is no better for that."""
         self._lost.add(replica_id)
         self._asked.pop(replica_id, None)
-        return []
+        self._awaits_repeated = False
 
     def step_succeeded(self) -> None:
         """Drop the suspicion: all members did their part of the step."""
@@ -96,6 +102,7 @@ class PeerLinks:
     def step_failed(self) -> list[Probe]:
         """Begin to probe after a failed step in the last quorum, before the next join is sent."""
         self._has_failed = not self._lost
+        self._awaits_repeated = self._is_watching and bool(self.members_out_of_reach())
         return [] if self._lost else self._ask()
 
     def step_stalled(self) -> list[Probe]:
@@ -114,11 +121,17 @@ class PeerLinks:
         self._probe = Probe(tuple(self._asked.items())) if self._asked else None
         return [self._probe] if self._probe else []
 
+    def answered(self, probe: Probe, replica_id: str) -> None:
+        """Record an answer to a probe that goes on: it asks the host of one that is lost until it is over."""
+        if probe is self._probe:
+            self._asked.pop(replica_id, None)
+
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Probe]:
         """Record that all of the probed groups but the `silent` ones have answered."""
         asked: dict[str, str] = {}
         if probe is self._probe:
             asked, self._asked, self._probe = self._asked, {}, None
+        self._awaits_repeated = self._awaits_repeated and not probe.is_repeated
         for replica_id, address in probe.peers:
             if replica_id not in silent:
                 self.unreachable.pop(replica_id, None)

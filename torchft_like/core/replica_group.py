@@ -608,12 +608,28 @@ class ReplicaGroup:
         reason = f"it waits for longer than join_timeout, {join_timeout_s:g} s, for a member in this step"
         return [self._give_up_for(reason)]
 
+    def answered(self, probe: Probe, replica_id: str) -> Sequence[Effect]:
+        """Handle an answer to a probe that goes on: the join may have waited for it alone."""
+        return self._settle(lambda: self._links.answered(probe, replica_id))
+
+    def _settle(self, change: Callable[[], None]) -> list[GroupJoin]:
+        """Record news of the links; return the join, if it has waited for that."""
+        was_unsettled = self._links.is_unsettled
+        change()
+        return self._say_join() if was_unsettled else []
+
     def probed(self, probe: Probe, silent: Collection[str]) -> list[Effect]:
         """Handle the end of a probe: all replica groups but the `silent` ones have answered."""
-        effects = self._settle(lambda: self._links.probed(probe, silent))
+        was_unsettled, before = self._links.is_unsettled, tuple(self._links.unreachable)
+        probes = self._links.probed(probe, silent)
+        if self.lost_reason is not None:
+            return []
+        unreachable = tuple(self._links.unreachable)
+        report = [BrokenLinks(unreachable)] if unreachable != before else []
+        effects: list[Effect] = [*report, *probes, *(self._say_join() if was_unsettled else [])]
         out_of_reach = self._links.members_out_of_reach(since_quorum=True)
         can_be_left_out = out_of_reach and len(self.last_quorum_replica_ids) > 2
-        if not can_be_left_out or self._open_join is not None or self.lost_reason is not None:
+        if not can_be_left_out or self._open_join is not None:
             return effects
         return [*effects, self._give_up(out_of_reach)]
 
@@ -625,16 +641,6 @@ class ReplicaGroup:
 
     def _give_up_for(self, reason: str) -> LossNotice:
         return LossNotice(self.last_quorum_id, self.replica_id, reason, is_alive=True)
-
-    def _settle(self, change: Callable[[], list[Probe]]) -> list[Effect]:
-        """Return what follows from news of the links: a report, more probes, and a join that had to wait."""
-        was_unsettled, before = self._links.is_unsettled, tuple(self._links.unreachable)
-        probes = change()
-        if self.lost_reason is not None:
-            return []
-        unreachable = tuple(self._links.unreachable)
-        report = [BrokenLinks(unreachable)] if unreachable != before else []
-        return [*report, *probes, *(self._say_join() if was_unsettled else [])]
 
     def left_out(
         self, quorum_id: int, unreachable: Sequence[str], reason: str = "", unknown: bytes = b""

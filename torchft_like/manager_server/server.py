@@ -455,9 +455,12 @@ class ManagerServer:
             self._perform(group.step_stalled(quorum_id, for_long=waited_s > LONG_S))
 
     async def _probe(self, probe: Probe) -> None:
+        def answered(replica_id: str) -> None:
+            self._perform(self.group.answered(probe, replica_id))
+
         silent: frozenset[str] = frozenset()
         try:
-            silent = await silent_peers(probe, self._loop.clock)
+            silent = await silent_peers(probe, self._loop.clock, answered)
         except Exception:  # the join waits for the answers, so an error must not keep them away
             _logger.exception("probing the other replica groups failed")
         try:

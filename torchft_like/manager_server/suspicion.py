@@ -11,8 +11,8 @@ The doubt is over when the process opens another session. A suspect's collective
 group does without quorums; nothing is ended before it is dead.
 
 Of the ManagerServers of other replica groups only the beginning of a connection is asked for, and the kernels
-do that: a process that is stopped or busy answers nevertheless. A refusal is an answer, too; the lighthouse
-finds out whether a process lives.
+do that: a process that is stopped or busy answers nevertheless. A refusal is no answer: it is a firewall's,
+or the process has just died, which the lighthouse tells within milliseconds.
 """
 
 from __future__ import annotations
@@ -69,15 +69,26 @@ LIMIT_S = RESOLVE_S + 2 * (reach.ATTEMPTS * reach.ATTEMPT_EVERY_S + reach.ANSWER
 REPEAT_S = 1.0
 
 
-async def silent_peers(probe: Probe, clock: SilenceClock) -> frozenset[str]:
+async def silent_peers(
+    probe: Probe, clock: SilenceClock, answered: Callable[[str], None] = lambda _: None
+) -> frozenset[str]:
     """Return the probed groups that gave no answer within a second, apart from the time for names.
 
     A repeated probe waits first. A group that could not be asked, for lack of an address, a name server or
     time, is not among them. None is if this process was starved: it may not have heard the answers.
+
+    Args:
+        answered: is called with each of the others, as soon as it has answered.
     """
     if probe.is_repeated:
         await asyncio.sleep(REPEAT_S)
-    silent = await reach.ask_all(probe.peers, _why_silent, LIMIT_S, clock)
+
+    async def ask(peer: tuple[str, str]) -> OSError | None:
+        if (failure := await _why_silent(peer)) is None:
+            answered(peer[0])
+        return failure
+
+    silent = await reach.ask_all(probe.peers, ask, LIMIT_S, clock)
     return frozenset(replica_id for replica_id, _ in silent)
 
 
@@ -87,8 +98,10 @@ async def _why_silent(peer: tuple[str, str]) -> OSError | None:
     except AddressError:
         return None  # without an address nothing can be said about the link
     addresses = await _resolve(address)  # none: the name server is at fault, not the link
-    failure = await reach.why_out_of_reach(*addresses)
-    return failure if failure is not None and reach.is_silence(failure) else None
+    failure = await reach.why_out_of_reach(*addresses, insists=True)
+    if failure is None or not (reach.is_silence(failure) or reach.is_refusal(failure)):
+        return None
+    return failure
 
 
 async def _resolve(address: Address) -> tuple[Address, ...]:

@@ -21,7 +21,15 @@ ATTEMPTS = 6
 ATTEMPT_EVERY_S = 0.12
 ANSWER_S = 0.4  # seconds for the answer to the last attempt; earlier ones have longer
 PEERS_AT_ONCE = 32
-_NO_WAY_THERE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN)
+# The last two are a firewall's answers, too: an ICMP error and a route that is prohibited.
+_NO_WAY_THERE = (
+    errno.EHOSTUNREACH,
+    errno.ENETUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETDOWN,
+    errno.ENOPROTOOPT,
+    errno.EACCES,
+)
 
 
 async def ask_all(
@@ -44,10 +52,13 @@ async def ask_all(
     return {} if clock.last_starved > began else found
 
 
-async def why_out_of_reach(*addresses: Address) -> OSError | None:
+async def why_out_of_reach(*addresses: Address, insists: bool = False) -> OSError | None:
     """Return why no connection to a host, of which these are the addresses, has begun; None if one has.
 
     A host that is there may refuse: `is_silence` tells that from one of which nothing comes.
+
+    Args:
+        insists: try again where the host refuses, too, as where a process is known to listen.
     """
 
     async def attempt(number: int, to: Address) -> OSError | None:
@@ -58,7 +69,8 @@ async def why_out_of_reach(*addresses: Address) -> OSError | None:
     failure: OSError | None = None
     try:
         for answer in asyncio.as_completed(attempts):
-            if (failure := await answer) is None or not is_silence(failure):
+            failure = await answer
+            if failure is None or not (is_silence(failure) or (insists and is_refusal(failure))):
                 return failure
         return failure
     finally:
@@ -69,3 +81,8 @@ async def why_out_of_reach(*addresses: Address) -> OSError | None:
 def is_silence(failure: OSError) -> bool:
     """Return whether a connection failed as nothing came from the other host."""
     return isinstance(failure, TimeoutError) or failure.errno in _NO_WAY_THERE
+
+
+def is_refusal(failure: OSError) -> bool:
+    """Return whether a connection failed as the other host, or a firewall in its name, refused it."""
+    return isinstance(failure, ConnectionError)

@@ -73,6 +73,20 @@ def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
     assert asking.answered("b") == []
 
 
+def test_nor_for_the_end_of_the_probe_once_the_others_have_answered() -> None:
+    """The host of the one that is lost refuses until then."""
+    asking = after_a_failure("b", "c")
+    assert asking.group.answered(asking.probe, "c") == []
+    effects = asking.group.member_lost(7, "b", "gone")
+    assert [type(effect) for effect in effects] == [LossNotice, GroupJoin]
+
+    asking = after_a_failure("b", "c")
+    asking.group.member_lost(7, "b", "gone")
+    effects = [*asking.group.answered(asking.probe, "c")]
+    assert [type(effect) for effect in effects] == [GroupJoin]
+    assert asking.answered("b") == []
+
+
 @pytest.mark.parametrize(
     ("length", "count"), [(3, 2 * REPORTED_MAX), (300, REPORTED_MAX - 4), (TEXT_MAX, REPORTED_MAX - 4)]
 )
@@ -162,6 +176,32 @@ def test_of_two_none_gives_up_before_long_for_none_could_be_left_out() -> None:
     assert asking.group.step_stalled(7) == []
     [notice] = asking.group.step_stalled(7, for_long=True)
     assert isinstance(notice, LossNotice)
+
+
+def in_quorum_with_one_out_of_reach() -> ReplicaGroup:
+    """Too few others would have stayed without it."""
+    asking = after_a_failure("b", "c")
+    asking.answered("b")
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    return asking.group
+
+
+def test_a_join_waits_where_one_that_was_out_of_reach_is_a_member_until_that_is_probed_again() -> None:
+    """A connection that is refused fails the step at once: the next quorum would fail as fast, and so on."""
+    group = in_quorum_with_one_out_of_reach()
+    [probe] = group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    assert group.probed(probe, ()) == []
+    effects = group.probed(AGAIN, {"b"})
+    assert [type(effect) for effect in effects] == [Probe, GroupJoin]
+
+
+def test_a_death_there_lets_the_join_go() -> None:
+    group = in_quorum_with_one_out_of_reach()
+    [probe] = group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    assert group.probed(probe, ()) == []
+    assert [type(effect) for effect in group.member_lost(8, "c", "gone")] == [LossNotice, GroupJoin]
 
 
 def test_a_step_that_has_waited_for_long_for_whom_it_can_reach_is_not_given_up() -> None:

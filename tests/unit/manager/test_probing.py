@@ -79,15 +79,43 @@ def test_who_listens_answers_without_accepting(listener: socket.socket) -> None:
     assert silent_of(address_of(listener)) == set()
 
 
-def test_a_refusal_is_an_answer(listener: socket.socket) -> None:
+def test_a_refusal_is_no_answer(listener: socket.socket) -> None:
+    """The lighthouse tells, before the probe is over, if that is since the process has died."""
     address = address_of(listener)
     listener.close()
-    assert silent_of(address) == set()
+    assert silent_of(address) == {0}
+
+
+def test_who_refuses_only_at_first_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    listens = asyncio.open_connection
+    attempts = list[object]()
+
+    async def refuse_at_first(*where: Any) -> Any:
+        attempts.append(where)
+        if len(attempts) == 1:
+            raise ConnectionRefusedError
+        return await listens(*where)
+
+    monkeypatch.setattr(asyncio, "open_connection", refuse_at_first)
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+        assert silent_of(address_of(listener)) == set()
 
 
 def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, silent: str) -> None:
     assert silent_of(address_of(listener), silent) == {1}
     assert silent_of(address_of(listener), silent, is_repeated=True) == {1}
+
+
+def test_who_has_answered_is_told_of_and_nobody_else(listener: socket.socket, silent: str) -> None:
+    told = list[str]()
+
+    async def ask() -> None:
+        clock = SilenceClock(asyncio.get_running_loop(), LATE_S)
+        await suspicion.silent_peers(Probe((("b", address_of(listener)), ("c", silent))), clock, told.append)
+        clock.stop()
+
+    asyncio.run(ask())
+    assert told == ["b"]
 
 
 def test_a_starved_process_says_nothing(silent: str) -> None:

@@ -16,6 +16,7 @@ import heapq
 import os
 import random
 import selectors
+import socket
 import struct
 import threading
 import time
@@ -35,6 +36,8 @@ BATCH_MAX = 64
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _NETWORK = "10.213.0"
+_TCP = struct.Struct("!HHIIBB")  # ports, what is sent and heard, the length of the head, flags
+_FIN, _SYN, _RST, _ACK = 1, 2, 4, 16
 _READY_S_MAX = 5.0
 
 
@@ -48,12 +51,15 @@ class Rules:
 
     Attributes:
         cut: pairs (from, to) of hosts between which nothing passes in that direction.
+        refused: the same, where the sender is told so: its TCP packets are answered with a reset, as by a
+            firewall that rejects them.
         loss: probability with which a packet from or to a host is lost.
         delay_s: the seconds by which packets from or to a host are late.
         bytes_per_s: the rate of a host's link, in each direction; packets queue for it, in order.
     """
 
     cut: frozenset[tuple[str, str]] = frozenset()
+    refused: frozenset[tuple[str, str]] = frozenset()
     loss: dict[str, float] = field(default_factory=dict)
     delay_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: dict[str, float] = field(default_factory=dict)
@@ -134,7 +140,7 @@ class Network:
         return Rules(cut=frozenset(pairs | ({(b, a) for a, b in pairs} if incoming else set())))
 
     def counts(self) -> Counter[str]:
-        """Return how many packets were passed, delayed, lost (by chance) and cut so far."""
+        """Return how many packets were passed, delayed, lost (by chance), cut and refused so far."""
         return Counter(self._switch.counts)
 
     def retransmits(self, host: str) -> int:
@@ -224,6 +230,11 @@ class Switch:
         if (source, target) in rules.cut:
             self.counts["cut"] += 1
             return
+        if (source, target) in rules.refused:
+            self.counts["refused"] += 1
+            if reset := reset_for(packet):
+                self._send(self._descriptors[source], reset)
+            return
         for loss in (rules.loss.get(source, 0.0), rules.loss.get(target, 0.0)):
             if loss and self._random.random() < loss:
                 self.counts["lost"] += 1
@@ -263,6 +274,34 @@ class Switch:
             self.counts["passed"] += 1
         except OSError:  # the device's queue is full, or it is down: a real network loses such a packet, too
             self.counts["overrun"] += 1
+
+
+def reset_for(packet: bytes) -> bytes:
+    """Return the packet with which a firewall resets the TCP connection of a packet of IPv4; none for one of
+    another protocol, and for a reset.
+    """
+    head_bytes = 4 * (packet[0] & 15)
+    if packet[9] != socket.IPPROTO_TCP or packet[head_bytes + 13] & _RST:
+        return b""
+    source, target = packet[12:16], packet[16:20]
+    source_port, target_port, number, heard, offset, flags = _TCP.unpack_from(packet, head_bytes)
+    # It acknowledges what the packet has: a flag that begins or ends the connection counts as a byte.
+    ends = number + len(packet) - head_bytes - 4 * (offset >> 4) + bool(flags & _SYN) + bool(flags & _FIN)
+    own = heard if flags & _ACK else 0
+    tcp = _TCP.pack(target_port, source_port, own, ends & 0xFFFFFFFF, 5 << 4, _RST | _ACK)
+    length = len(tcp) + 6
+    between = target + source + struct.pack("!HH", socket.IPPROTO_TCP, length)
+    tcp += struct.pack("!HHH", 0, _checksum(between + tcp), 0)
+    ip = struct.pack("!BBHHHBBH", 0x45, 0, 20 + length, 0, 0, 64, socket.IPPROTO_TCP, 0) + target + source
+    return ip[:10] + struct.pack("!H", _checksum(ip)) + ip[12:] + tcp
+
+
+def _checksum(data: bytes) -> int:
+    """Return the checksum of IP and TCP, over an even number of bytes."""
+    total: int = sum(struct.unpack(f"!{len(data) // 2}H", data))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    return ~total & 0xFFFF
 
 
 def _run(*command: str) -> None:
