@@ -34,7 +34,8 @@ def share_memory(one: Tensor, other: Tensor) -> bool:
     if one.dtype != other.dtype or (one.is_contiguous() and other.is_contiguous()):
         return True
     offset = min(one.storage_offset(), other.storage_offset())  # columns of a matrix lie between each other
-    marks = torch.zeros((max(end, other_end) - min(begin, other_begin)) // one.itemsize, dtype=torch.bool)
+    span = (max(end, other_end) - min(begin, other_begin)) // one.itemsize
+    marks = torch.zeros(span, dtype=torch.bool, device="cpu")
     marks.as_strided(one.shape, one.stride(), one.storage_offset() - offset).fill_(True)
     return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset() - offset).any())
 

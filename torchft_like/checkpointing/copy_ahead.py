@@ -213,7 +213,7 @@ def stand_ins(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     hardly any memory.
     """
     plain = [one for one in map(plain_part, tensors) if one is not None]
-    return [torch.empty(one.nbytes, dtype=torch.uint8) for one in plain]
+    return [torch.empty(one.nbytes, dtype=torch.uint8, device="cpu") for one in plain]
 
 
 def plain_part(tensor: torch.Tensor) -> torch.Tensor | None:

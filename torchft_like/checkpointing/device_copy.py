@@ -42,7 +42,7 @@ class TorchDevices:
         return tensor.is_cuda
 
     def buffer(self, nbytes: int) -> Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Begin to copy between a buffer and a device, on the thread's current stream."""

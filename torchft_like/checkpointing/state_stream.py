@@ -177,7 +177,10 @@ class LiveState(_OutgoingState):
 
     def _chunks(self) -> Iterator[memoryview]:
         nbytes = min(CHUNK_BYTES, self.nbytes)
-        chunk = torch.empty(nbytes, dtype=torch.uint8) if self.device is None else devices.buffer(nbytes)
+        if self.device is None:
+            chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # not the script's default device
+        else:
+            chunk = devices.buffer(nbytes)
         for filled in self.fill(repeat(chunk)):
             yield filled.numpy().data
 
@@ -187,7 +190,7 @@ class LiveState(_OutgoingState):
         The current stream copies between devices. A block is taken when its first byte is copied.
         """
         turns, used = iter(blocks), 0
-        block = torch.empty(0, dtype=torch.uint8)
+        block = torch.empty(0, dtype=torch.uint8, device="cpu")
         for leaf, (start, end) in zip(self._leaves, pairwise(self._offsets), strict=True):
             data = as_bytes(settled(as_tensor(leaf).detach()))
             for part in (data, data.new_zeros(end - start - len(data))):
@@ -605,7 +608,7 @@ class IncomingState:
 def _empty(spec: TensorSpec) -> torch.Tensor:
     """Make a tensor for what comes; a large one of huge pages, whose faults and return take no time."""
     if spec.nbytes < HUGE_FROM:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     return torch.frombuffer(fresh_memory(spec.nbytes), dtype=spec.dtype).view(spec.shape)
 
 

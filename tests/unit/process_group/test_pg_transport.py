@@ -50,6 +50,20 @@ def test_two_receivers_get_the_state_bit_for_bit(party: Party, megabytes: int) -
         assert all(torch.equal(received["model"][name], value) for name, value in state["model"].items())
 
 
+def test_a_state_on_the_cpu_stays_there_whatever_the_default_device_is(party: Party) -> None:
+    state = state_of(1)
+
+    def act(rank: int, group: ProcessGroup) -> State:
+        with torch.device("meta"):
+            if rank == 1:
+                transport(group).send_checkpoint([0], 5, state, LIMIT)
+                return state
+            return transport(group).recv_checkpoint(1, "", 5, LIMIT)
+
+    received = party.together(party.meet(2), act)[0]["model"]
+    assert all(torch.equal(received[name], value) for name, value in state["model"].items())
+
+
 @pytest.mark.parametrize("asks", ["by its argument", "by the Manager"])
 def test_a_state_arrives_in_the_tensors_of_the_receiver(party: Party, asks: str) -> None:
     state, own = state_of(9), state_of(9)
