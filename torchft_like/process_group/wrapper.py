@@ -97,9 +97,13 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
         """The inner group.
 
         Raises:
-            ProcessGroupNotConfiguredError: there is no inner group yet.
+            ProcessGroupNotConfiguredError: there is no inner group.
         """
-        return self._pg or _known(self._pg)
+        if self._pg is None:
+            raise ProcessGroupNotConfiguredError(
+                f"{type(self).__name__} has no inner group: pass it as pg=; no _create_pg is called here"
+            )
+        return self._pg
 
     def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Configure the inner group."""
