@@ -1,13 +1,13 @@
 """A fingerprint of the tensors that ought to be the same in every replica, a slice of them at a time.
 
-This module knows how to read parameters, optimizer state and the local shards of a DTensor, and which part of
-them is read in which step. It does not know how the results are compared.
+This module knows how to read parameters, optimizer state, the local shards of a DTensor and what a tensor of a
+library's own class is made of, and which part of them is read in which step. It does not know how the results are compared.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -19,6 +19,7 @@ from torchft_like.core.state_comparison import LAYOUT_BYTES, Piece, RankFingerpr
 from torchft_like.divergence.words import word_sum
 from torchft_like.dtypes import flat
 from torchft_like.errors import ConfigError, NotSupportedError
+from torchft_like.instances import parts_of
 
 DEFAULT_SLICES = 32
 
@@ -57,8 +58,9 @@ class StateFingerprint:
     LocalSGD. Pass only tensors that the Manager's state dict holds, or healing will not mend them.
 
     Args:
-        tensors: dense tensors of any dtype and device; of a DTensor the local shard counts. The same
-            objects must hold the state for as long as it is watched, as a module's parameters do.
+        tensors: dense tensors of any dtype and device; of a DTensor the local shard counts, of a tensor of a
+            library's own class what it is made of (`__tensor_flatten__`). The same objects must hold the
+            state for as long as it is watched, as a module's parameters do.
         optimizers: the tensors of their state are watched too, as they come into being.
         slices: the number of steps in which everything is read once; 1 reads everything in every step. It
           must be the same on all replicas, like the order of the tensors.
@@ -121,10 +123,11 @@ class StateFingerprint:
         )
 
     def _make_plan(self) -> _Plan:
-        parts = [partial(_same, tensor) for tensor in self._tensors]
+        whole = [partial(_same, tensor) for tensor in self._tensors]
         for optimizer in self._optimizers:
-            parts += _state_of(optimizer)
+            whole += _state_of(optimizer)
         with torch.no_grad():
+            parts = [part for one in whole for part in _dense_parts(one)]
             tensors = [_local(part()) for part in parts]
         for tensor in tensors:
             _check(tensor)
@@ -191,13 +194,38 @@ def _same(tensor: Tensor) -> Tensor:
 
 def _entry(optimizer: OptimizerLike, parameter: Tensor, key: str) -> Tensor:
     value = optimizer.state.get(parameter, {}).get(key)
-    return value if isinstance(value, Tensor) else torch.empty(0, dtype=torch.bool)
+    return value if isinstance(value, Tensor) else _nothing()
+
+
+def _dense_parts(whole: partial[Tensor]) -> Iterator[partial[Tensor]]:
+    """Yield what a tensor of a library's own class is made of, at any depth; any other tensor itself."""
+    inner, *_ = parts_of(_shard(whole())) or (None,)
+    if not isinstance(inner, dict):
+        yield whole
+    else:
+        for name in inner:
+            yield from _dense_parts(partial(_inner, whole, name))
+
+
+def _inner(whole: partial[Tensor], name: str) -> Tensor:
+    value = getattr(_shard(whole()), name, None)
+    return value if isinstance(value, Tensor) else _nothing()
+
+
+def _nothing() -> Tensor:
+    """Return what has another form than whatever was there."""
+    return torch.empty(0, dtype=torch.bool)
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor as a plain tensor; that of a DTensor is its shard."""
+    """Return this rank's part of a tensor without a gradient."""
+    return _shard(tensor).detach()
+
+
+def _shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor; that of a DTensor is its shard."""
     to_local = getattr(tensor, "to_local", None)
-    return (tensor if to_local is None else to_local()).detach()
+    return tensor if to_local is None else to_local()
 
 
 def _check(tensor: Tensor) -> None:
@@ -210,7 +238,7 @@ def _check(tensor: Tensor) -> None:
 
 
 def _form(tensor: Tensor) -> str:
-    return f"{tensor.dtype} {tuple(tensor.shape)}"
+    return f"{type(tensor).__name__} {tensor.dtype} {tuple(tensor.shape)}"
 
 
 def _elements(tensor: Tensor, piece: Piece) -> Tensor:

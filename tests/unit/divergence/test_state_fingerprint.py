@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.fake_world import fake_mesh
+from tests.unit.checkpointing.library_types import quantized
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.dtypes import DTYPES
 from torchft_like.errors import ConfigError, NotSupportedError
@@ -232,6 +233,33 @@ def test_of_a_sharded_tensor_the_local_shard_is_read(mesh: DeviceMesh) -> None:
     assert before == values([shard])[0]
     flip(shard, 17)
     assert fingerprint.take(0).result() != before
+
+
+def test_of_a_tensor_of_a_librarys_class_its_inner_tensors_are_read(mesh: DeviceMesh) -> None:
+    own: Any = quantized()
+    sharded = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+    parameter = nn.Parameter(own, requires_grad=False)
+    for tensor in own, parameter, sharded:
+        fingerprint = StateFingerprint([tensor], slices=1)
+        before = fingerprint.take(0).result()
+        assert before == values([own.codes, own.scale])[0]
+        flip(own.codes, 17)
+        assert fingerprint.take(0).result() != before
+        flip(own.codes, 17)
+
+
+def test_a_tensor_of_a_librarys_class_in_the_place_of_another_is_noticed() -> None:
+    trained = Trained(torch.optim.SGD)
+    parameter = trained.optimizer.param_groups[0]["params"][0]
+    entries = trained.optimizer.state[parameter]
+    for tensor in torch.ones(4, 3), quantized(), torch.ones(4, 3), quantized(8):
+        before = trained.value()
+        entries["momentum_buffer"] = tensor
+        assert trained.value()[1:9] != before[1:9]
+    before = trained.value()
+    entries["momentum_buffer"] = quantized()
+    assert trained.value()[1:9] == before[1:9]
+    assert trained.value() != before
 
 
 def test_a_rank_without_a_share_of_a_tensor_has_a_fingerprint_too(mesh: DeviceMesh) -> None:
