@@ -1,7 +1,8 @@
 """A fingerprint of the tensors that ought to be the same in every replica, a slice of them at a time.
 
-This module knows how to read parameters, optimizer state, the local shards of a DTensor and what a tensor of a
-library's own class is made of, and which part of them is read in which step. It does not know how the results are compared.
+This module knows how to read parameters, optimizer state, the local shards of a DTensor and what a tensor of
+a library's own class is made of, and which part of them is read in which step. It does not know how the
+results are compared.
 """
 
 from __future__ import annotations
