@@ -38,14 +38,15 @@ def parts_of(value: object) -> Parts | None:
     """Return what a value is made of; None if it is of no kind that can be put together again.
 
     It is the name of an enum's member; the items of a named tuple; the fields of a dataclass, by name; or a
-    tensor's inner tensors by name, its context, shape and strides.
+    tensor's inner tensors by name, its context, shape and strides. Several flags at once, and a dataclass that
+    is a container, too, are of no such kind.
     """
     kind: Any = type(value)
     if isinstance(value, Enum):
-        return (value.name,)
+        return (value.name,) if value.name in kind.__members__ else None
     if _is_named_tuple(kind):
         return tuple(value)  # type: ignore[arg-type]
-    if is_dataclass(kind):
+    if is_dataclass(kind) and kind.__new__ is object.__new__:
         names = _field_names(kind)
         is_whole = names >= getattr(value, "__dict__", {}).keys()
         return ({n: getattr(value, n) for n in sorted(names) if hasattr(value, n)},) if is_whole else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import Flag
 from typing import Any
 
 import pytest
@@ -83,6 +84,29 @@ def test_a_dataclass_that_holds_more_than_its_fields_is_refused() -> None:
     object.__setattr__(value, "cache", 1)
     with pytest.raises(CheckpointFormatError, match="Settings, which does not travel"):
         dump_state(value)
+
+
+def test_what_a_receiver_could_not_put_together_is_refused_at_its_sender() -> None:
+    class Flags(Flag):
+        A = 1
+        B = 2
+
+    @dataclass
+    class Mapped(dict):  # type: ignore[type-arg]
+        step: int = 0
+
+    @dataclass
+    class Plain:
+        __slots__ = ("step",)
+        step: int
+
+    with torch.serialization.safe_globals([Flags, Mapped, Plain]):
+        assert round_trip([Flags.A, Plain(3)]) == [Flags.A, Plain(3)]
+        for value in Flags.A | Flags.B, Flags(0), Mapped(3):
+            with pytest.raises(
+                CheckpointFormatError, match=f"a.*{type(value).__name__}, which does not travel"
+            ):
+                dump_state({"a": value})
 
 
 def test_no_dtensor_comes_by_this_way() -> None:
