@@ -38,8 +38,8 @@ def parts_of(value: object) -> Parts | None:
     """Return what a value is made of; None if it is of no kind that can be put together again.
 
     It is the name of an enum's member; the items of a named tuple; the fields of a dataclass, by name; or a
-    tensor's inner tensors by name, its context, shape and strides. Several flags at once, and a dataclass that
-    is a container, too, are of no such kind.
+    tensor's inner tensors by name, its context, shape and strides. Several flags at once are of no such kind,
+    nor is a dataclass that is a container, too.
     """
     kind: Any = type(value)
     if isinstance(value, Enum):
