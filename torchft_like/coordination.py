@@ -22,7 +22,7 @@ from lighthouse.events import printable
 from lighthouse.server import Lighthouse
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConfigError, ConnectError, FaultToleranceError, QuorumTimeoutError
+from torchft_like.errors import ConfigError, ConnectError, QuorumTimeoutError
 from torchft_like.manager.client import ManagerClient, UnaryClient
 from torchft_like.manager_server.duplex import MalformedMessageError
 from torchft_like.manager_server.server import ManagerServer
@@ -155,7 +155,7 @@ class LighthouseClient(UnaryClient):
         """Join and wait for a quorum.
 
         Raises:
-            ConfigError: `data` cannot be written as JSON.
+            ConfigError: `data` cannot be written as JSON, or the lighthouse refuses what is said here.
             QuorumTimeoutError: there was no quorum within `timeout`.
             ConnectError: the lighthouse cannot be reached.
         """
@@ -186,7 +186,7 @@ class LighthouseClient(UnaryClient):
         request = pb.LighthouseHeartbeatRequest(replica_id=replica_id)
         self._call(wire.HEARTBEAT, request, pb.LighthouseHeartbeatResponse, timeout)
 
-    def _error_of(self, code: grpc.StatusCode) -> type[FaultToleranceError]:
+    def _error_of(self, code: grpc.StatusCode) -> type[Exception]:
         is_late = code is grpc.StatusCode.DEADLINE_EXCEEDED
         return QuorumTimeoutError if is_late else super()._error_of(code)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 
 from lighthouse.address import LOOPBACK, parse_address
 from lighthouse.errors import ConfigError
 from lighthouse.net import Keepalive, default_keepalive
-from torchft_like.coordination import LighthouseServer
+from torchft_like.coordination import LighthouseClient, LighthouseServer
 from torchft_like.errors import AddressError
 from torchft_like.runtime.event_loop import coordination_loop
 
@@ -82,5 +83,16 @@ def test_a_lighthouse_on_all_interfaces_gives_an_address_that_others_reach(
         assert parse_address(server.address()).host == host
         monkeypatch.setenv("TORCHFT_HOSTNAME", "named")
         assert parse_address(server.address()).host == "named"
+    finally:
+        server.shutdown()
+
+
+def test_what_the_lighthouse_refuses_is_no_lost_connection() -> None:
+    server = LighthouseServer()
+    try:
+        client = LighthouseClient(server.address())
+        with pytest.raises(ConfigError, match="refused Quorum: address 'localhost' is not host:port"):
+            client.quorum("a", timedelta(seconds=60), address="localhost")
+        client.close()
     finally:
         server.shutdown()

@@ -13,9 +13,11 @@ from lighthouse.net import DISTRUST, make_channel, unary
 from lighthouse.tls import process_identity
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.errors import ConnectError, FaultToleranceError, TrustError
+from torchft_like.errors import ConfigError, ConnectError, TrustError
 from torchft_like.manager_server.rank_link import quorum_result_from_wire
 from torchft_like.runtime.durations import seconds_of
+
+REFUSED = grpc.StatusCode.INVALID_ARGUMENT  # what the caller says makes no sense to the server
 
 
 class UnaryClient:
@@ -47,10 +49,13 @@ class UnaryClient:
             return call(request, timeout=seconds_of(timeout, "timeout"))
         except grpc.RpcError as error:
             reason = error.details() or error.code().name
-            text = f"{self._server} did not answer {method.rsplit('/', 1)[1]}: {reason}{self._hint}"
+            verb, hint = ("refused", "") if error.code() is REFUSED else ("did not answer", self._hint)
+            text = f"{self._server} {verb} {method.rsplit('/', 1)[1]}: {reason}{hint}"
             raise self._error_of(error.code())(text) from error
 
-    def _error_of(self, code: grpc.StatusCode) -> type[FaultToleranceError]:
+    def _error_of(self, code: grpc.StatusCode) -> type[Exception]:
+        if code is REFUSED:
+            return ConfigError
         return TrustError if code in DISTRUST else ConnectError
 
 
