@@ -63,9 +63,10 @@ def stop_on_signals(manager: Stoppable | None = None) -> Iterator[Stop]:
                 train_one_step()
 
     A replica that leaves between two steps costs the others nothing. With a `manager`, a SIGTERM to one rank
-    makes all ranks of its replica group leave, after the same step; and Ctrl-C also ends a collective that
-    waits for its peers. Only the main thread may use this. The handlers installed before are restored at the
-    end, and in processes that are forked meanwhile.
+    makes all ranks of its replica group leave, after the same step, or where there is no quorum for it within
+    15 s; and Ctrl-C, or the second SIGTERM, also ends a collective that waits for its peers. Only the main
+    thread may use this. The handlers installed before are restored at the end, and in processes that are
+    forked meanwhile.
     """
     stop = Stop(manager)
     previous = signal.signal(signal.SIGTERM, stop.on_signal)
@@ -96,9 +97,14 @@ def _released_by_interrupt(manager: Stoppable | None) -> Iterator[None]:
 
 
 def _release_on_interrupt(read_end: socket.socket, manager: Stoppable) -> None:
+    is_asked = False
     while number := read_end.recv(1):
         if number[0] == signal.SIGINT:
             manager.interrupt(ShutdownError("interrupted from the keyboard"))
+        elif number[0] == signal.SIGTERM:
+            if is_asked:
+                manager.interrupt(ShutdownError("a second SIGTERM"))
+            is_asked = True
 
 
 # Functions that restore what was installed before; the innermost is the last.

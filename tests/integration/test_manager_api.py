@@ -42,8 +42,9 @@ from torchft_like import (
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.replica_group import RankJoin
+from torchft_like.core.step import Share
 from torchft_like.digest import state_digest
-from torchft_like.manager import group_store
+from torchft_like.manager import group_store, quorum_driver
 from torchft_like.testing.processes import holds_within
 
 pytestmark = pytest.mark.integration
@@ -427,6 +428,40 @@ def test_ranks_that_give_up_before_they_meet_leave_nobody_waiting(lighthouse: Li
         assert len(done) == 4, [who for who, future in training.items() if not future.done()]
     votes = [future.result() for future in training.values()]
     assert all(v[0] is False and v[-2:] == [True, True] for v in votes)
+
+
+@pytest.mark.leave_together
+@pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
+def test_a_group_of_which_one_rank_is_asked_to_stop_leaves_where_no_quorum_comes(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool
+) -> None:
+    """Its other rank is told, too, wherever it waits. Nobody waits for `quorum_timeout`."""
+    monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.2)
+    store, collective = serve_store(), threading.Barrier(2)
+
+    def train(rank: int) -> tuple[bool, bool]:
+        model = nn.Linear(4, 4)
+        place: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        with make_manager(
+            lighthouse,
+            "a",
+            model,
+            rank=rank,
+            use_async_quorum=use_async_quorum,
+            quorum_timeout=20.0,
+            max_retries=0,
+            **place,
+        ) as manager:
+            if rank == 1:
+                manager.request_stop()
+            manager.start_quorum()
+            assert manager.share_of_step() == Share(None, 1, 0)
+            manager.allreduce(torch.ones(4)).wait()
+            collective.wait(LIMIT_S)  # of the ranks of the group, as in a backward pass
+            return manager.should_commit(), manager.stop_agreed
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(train, range(2))) == [(False, True)] * 2
 
 
 def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:

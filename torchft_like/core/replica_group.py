@@ -25,6 +25,7 @@ Invariants:
   was known when the quorum was formed, or there are only two groups: then no group could be left out for it,
   and another try is no better until others have come.
 * Ranks leave together: the verdict tells all ranks that one was asked to stop, so none begins a step alone.
+  Where that one has waited for a quorum in vain, the verdict comes to those that wait for it, too.
 * A group that has said that it gives a quorum up commits nothing more in it, whatever its ranks vote then.
 * All ranks ask for a quorum at the same step, or all go on in a quorum that stands
   (`lighthouse/core/standing.py`): where one rank asks by itself, the others are told to hold, and the
@@ -277,6 +278,7 @@ class ReplicaGroup:
     _to_answer: Counter[int] = field(default_factory=Counter)  # by rank: requests to hold without an answer
     _is_released: bool = False  # the ranks know the step at which they ask
     _is_over: bool = False  # a member is gone, or gave the last quorum up
+    _is_leaving: bool = False  # a rank was asked to stop, and waits for no quorum any more
     _is_given_up: bool = False  # the lighthouse knows that this group commits nothing more in it
     _unmet_quorum_id: int = 0  # of a later one, whose other members wait for this group in vain
     _joins: dict[int, RankJoin] = field(default_factory=dict)
@@ -300,6 +302,8 @@ class ReplicaGroup:
         """Handle a rank's request for a quorum; the last rank's makes the group's join."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
+        if self._is_leaving:
+            return [_stops(join.group_rank, join.step)]
         join = self._joins[join.group_rank] = self._with_what_it_missed(join)
         if join.form is not None:
             self._forms[join.group_rank] = join.form
@@ -656,7 +660,9 @@ class ReplicaGroup:
             return [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
         was_lost = any(not (other.committed or other.passed) for other in self._votes.values())
         self._votes[group_rank] = vote
-        if self._joins or self._suspects:
+        if vote.stop and group_rank in self._joins:
+            return self._leave()
+        if self._joins or self._suspects or self._is_leaving:
             return self._refuse_votes()
         if len(self._votes) < self.world_size:
             is_news = not (vote.committed or vote.passed or was_lost)
@@ -676,7 +682,17 @@ class ReplicaGroup:
     def _refuse_votes(self) -> list[Effect]:
         """Answer the votes on a step that another rank has given up, or that waits for a suspect."""
         votes, self._votes = self._votes, {}
-        return [RankVerdict(rank, Verdict(vote.step, False)) for rank, vote in sorted(votes.items())]
+        refused = Verdict(0, False, stop=self._is_leaving)
+        return [RankVerdict(rank, refused._replace(step=vote.step)) for rank, vote in sorted(votes.items())]
+
+    def _leave(self) -> list[Effect]:
+        """Have all ranks leave without a quorum, for which one that was asked to stop has waited in vain."""
+        self._is_leaving = True
+        steps = {rank: join.step for rank, join in self._joins.items()}
+        steps |= {rank: vote.step for rank, vote in self._votes.items()}
+        self._joins, self._open_join, self._votes = {}, None, {}
+        away = [] if self._suspects else [GroupAway(is_back=False)]
+        return [*away, *[_stops(rank, step) for rank, step in sorted(steps.items())]]
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""
@@ -702,7 +718,7 @@ class ReplicaGroup:
         if group_rank not in self._suspects or self.lost_reason is not None:
             return []
         self._suspects -= {group_rank}
-        back = [] if self._suspects else [GroupAway(is_back=True)]
+        back = [] if self._suspects or self._is_leaving else [GroupAway(is_back=True)]
         return [SuspectNotice(group_rank, ""), *back]
 
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
@@ -726,6 +742,10 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
+
+
+def _stops(group_rank: int, step: int) -> RankVerdict:
+    return RankVerdict(group_rank, Verdict(step, False, stop=True))
 
 
 def _answers(own: QuorumMemberLike, join: GroupJoin) -> bool:

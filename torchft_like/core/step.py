@@ -200,7 +200,7 @@ class StepProtocol:
         One that answers an earlier request was formed with the state of then, and its members are told not to
         wait for this rank.
         """
-        return self._is_waiting and result.request in (0, self._attempts)  # 0: the server does not count
+        return self.is_waiting and result.request in (0, self._attempts)  # 0: the server does not count
 
     def agreed(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of this attempt, and return what has to be done before it can be used."""
@@ -419,7 +419,7 @@ class StepProtocol:
 
     def fail_current(self, reason: Exception, own: str = "") -> bool:
         """Record an error in the current attempt, whether or not its quorum is known yet."""
-        if not self._is_waiting:
+        if not self.is_waiting:
             if self._has_gone_on and not self.is_bound and self._failure_before_quorum is None:
                 self._failure_before_quorum = reason  # the attempt may ask for another quorum yet
             return self.fail(self.quorum_id, reason, own=own)
@@ -447,7 +447,7 @@ class StepProtocol:
     @property
     def failure(self) -> Exception | None:
         """The first failure of the current attempt."""
-        return self._failure_before_quorum if self._is_waiting else self._failures.get(self.quorum_id)
+        return self._failure_before_quorum if self.is_waiting else self._failures.get(self.quorum_id)
 
     @property
     def can_communicate(self) -> bool:
@@ -461,7 +461,8 @@ class StepProtocol:
         return self._configured_quorum_id == self.quorum_id
 
     @property
-    def _is_waiting(self) -> bool:
+    def is_waiting(self) -> bool:
+        """Whether the current attempt has no quorum yet."""
         return self.in_step and not self._agreed
 
     @property
@@ -482,7 +483,8 @@ class StepProtocol:
         """This replica group's part of the current attempt."""
         rank, counted = self.participating_rank, self._counted
         place = None if rank is None or rank not in counted else counted.index(rank)
-        return Share(place, len(counted), self.num_participants)
+        # A first step may end without a quorum: nothing of it counts, but a script divides by the number.
+        return Share(place, max(len(counted), 1), self.num_participants)
 
     def vote(self) -> bool:
         """Return whether this rank may commit."""

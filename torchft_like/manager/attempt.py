@@ -43,12 +43,14 @@ class Attempt:
         self.is_standing: bool = False
         self.is_unasked: bool = False  # its quorum is that of an earlier attempt
         self.ask: Callable[[], None] = lambda: None  # asks for a quorum, once it is known how
+        self.leave: Callable[[], None] | None = None  # has all ranks of the group leave without one
         self.pending_collectives: Pending = {}
         self.error_feedbacks: list[ErrorFeedback] = []  # of what was quantized in it
         self.fingerprint: PendingFingerprint | None = None  # of the state with which the step began
         self.comparison: torch.Tensor | None = None  # of the members' fingerprints, once it was issued
         self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
+        self.is_given_up = False  # its quorum did not come in time for a rank that was asked to stop
         self.verdict: Verdict | None = None
         self.sources: list[Source] = []  # where peers' states can be fetched, once that is known
         self.ahead: CopyAhead | None = None  # of this rank's own state, which it is to serve
@@ -113,6 +115,12 @@ class Attempt:
         self.is_standing = False
         self.is_configured = True
         self._configured.set()
+
+    def give_up(self) -> None:
+        """Wait for the quorum no more: the step goes on to its end without one, and is not committed."""
+        self.is_given_up = True
+        self._agreed.set()
+        self.open_configured()
 
     def decide(self, verdict: Verdict) -> None:
         """Record the group's verdict."""

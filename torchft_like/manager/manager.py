@@ -444,7 +444,8 @@ class Manager:
 
         A rank that left while another has begun the next step would spoil that step. So the wish goes into
         the next vote, and the verdict, which every rank gets, stops all of them at the same place in the
-        script. A rank without others need not wait for a vote. It is safe in a signal handler.
+        script. A rank without others need not wait for a vote. Where the quorum of a step does not come
+        within 15 s, that step is not committed, and all ranks leave after it. It is safe in a signal handler.
         """
         self._stop_wanted = True
         self._driver.asked_to_stop()
@@ -541,7 +542,7 @@ class Manager:
             self._emit("kept", steps=len(protocol.catch_up.kept))
         else:
             self._emit("commit", committed=committed, participants=protocol.num_participants)
-        if self._protocol.out_of_retries:
+        if self._protocol.out_of_retries and not self._stop_agreed:
             reason = self._protocol.objection or "another rank of this replica group voted no on it"
             raise MaxRetriesError(
                 f"{self._protocol.commit_failures} steps in a row were not committed, max_retries is "

@@ -16,6 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch.distributed import Work
@@ -59,6 +60,11 @@ from torchft_like.manager_server.rank_link import RankLink
 from torchft_like.process_group.torch_interface import abort_groups_of_torch
 from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 from torchft_like.runtime.background import awaited_at_exit
+from torchft_like.runtime.event_loop import coordination_loop
+
+# For so long a rank that was asked to stop waits for a quorum. Schedulers often kill after 30 s, in which the
+# script may have a state to save, and a quorum that comes within a step costs the others nothing.
+STOP_WAIT_S = 15.0
 
 _logger = logging.getLogger(__name__)
 
@@ -94,6 +100,7 @@ class QuorumDriver:
         self._deferred = weakref.ref(DeferredOperation())  # to the last one, while it lives; to none at first
         _drivers.add(self)
         self._members: tuple[str, ...] = ()
+        self._loop = coordination_loop().loop
         self._is_asked_to_stop = False
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
@@ -121,16 +128,19 @@ class QuorumDriver:
         """Join, with the fingerprint of the state once the device has computed it: no thread waits for it."""
         pending = attempt.fingerprint
         if pending is None or pending.is_ready:
-            self._join(join, link, pending)
+            self._join(attempt, join, link, pending)
         else:
             self._worker.submit(lambda: self._ask_later(attempt, join, link, pending), attempt.fail)
 
-    def _join(self, join: RankJoin, link: RankLink, pending: PendingFingerprint | None) -> None:
+    def _join(
+        self, attempt: Attempt, join: RankJoin, link: RankLink, pending: PendingFingerprint | None
+    ) -> None:
         fingerprint = b"" if pending is None else pending.result()
         self.divergence.described(fingerprint)
         link.join(
             join._replace(fingerprint=fingerprint, may_stand=join.may_stand and self.divergence.may_stand)
         )
+        attempt.leave = partial(link.vote, join.group_rank, Verdict(join.step, False, stop=True))
 
     def wait_configured(self, attempt: Attempt) -> None:
         """Wait until collectives of the attempt may be issued, or are known to be pointless.
@@ -306,7 +316,11 @@ class QuorumDriver:
     def verdict(self, verdict: Verdict) -> None:
         """Handle a verdict; one on an attempt that was given up comes before the next attempt's quorum."""
         attempt = self.attempt
-        if attempt is not None and attempt.is_agreed and verdict.step == self._protocol.step:
+        if attempt is None or verdict.step != self._protocol.step:
+            return
+        if verdict.stop and not attempt.is_agreed:
+            self._give_up(attempt)
+        if attempt.is_agreed or attempt.is_given_up:
             attempt.decide(verdict)
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
@@ -330,9 +344,35 @@ class QuorumDriver:
         self._emit("left_out", quorum_id=notice.quorum_id, members=[own], links=links, reasons=reasons)
 
     def asked_to_stop(self) -> None:
-        """Wait `quorum_timeout` at most for a quorum that takes this replica in. Safe in a signal handler."""
-        self._is_asked_to_stop = True
+        """Wait STOP_WAIT_S at most for a quorum from now on. Safe in a signal handler: it takes no lock."""
+        if not self._is_asked_to_stop:
+            self._is_asked_to_stop = True
+            self._loop.call_soon_threadsafe(self._wait_before_stop, time.monotonic())
         self._be_patient()
+
+    def _wait_before_stop(self, since: float) -> None:
+        """Give the step up that has waited for its quorum for so long, or look again when it will have."""
+        attempt = self.attempt
+        if self.fatal is not None:
+            return
+        left_s = STOP_WAIT_S
+        if attempt is not None and attempt.leave is not None and self._protocol.is_waiting:
+            left_s -= time.monotonic() - max(attempt.began, since)
+            if left_s <= 0:
+                self._give_up(attempt)
+                # At once: before its vote the script may have collectives with ranks that wait.
+                attempt.leave()
+                left_s = STOP_WAIT_S
+        self._loop.call_later(left_s, self._wait_before_stop, since)
+
+    def _give_up(self, attempt: Attempt) -> None:
+        """End the wait for a quorum: the step goes on without one, and is not committed."""
+        with self._group.lock:
+            if attempt is not self.attempt or not self._protocol.is_waiting or attempt.is_given_up:
+                return
+            in_vain = "this replica group was asked to stop, and leaves as there was no quorum for its step"
+            self._group.fail_current(StepLostError(in_vain))
+            attempt.give_up()
 
     def suspected(self, group_rank: int, reason: str) -> None:
         """Give the quorum up, and wait for the rank as long as it is suspected."""
@@ -410,7 +450,7 @@ class QuorumDriver:
             _logger.exception("step %d: no fingerprint of the state", join.step)
             described = None
         if self.attempt is attempt and attempt.error is None:
-            self._join(join, link, described)
+            self._join(attempt, join, link, described)
 
     def _prepare(self, attempt: Attempt, result: QuorumResult) -> None:
         try:

@@ -12,6 +12,7 @@ from tests.unit.manager.members import member
 from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
 from torchft_like.core.conversation import KEPT_MAX, UNCOUNTED_MAX, Conversation
 from torchft_like.core.replica_group import (
+    GroupAway,
     GroupJoin,
     GroupLostNotice,
     LossNotice,
@@ -120,6 +121,27 @@ def test_votes_on_different_steps_commit_nothing() -> None:
     group.rank_voted(0, Verdict(4, True))
     effects = group.rank_voted(1, Verdict(5, True))
     assert [e.verdict.committed for e in effects if isinstance(e, RankVerdict)] == [False, False]
+
+
+@pytest.mark.leave_together
+def test_all_ranks_leave_where_one_that_was_asked_to_stop_has_waited_for_a_quorum_in_vain() -> None:
+    group, stops = ReplicaGroup("a", 4), Verdict(4, False, stop=True)
+    for rank in (0, 1):
+        group.rank_joined(join(rank))
+    assert group.rank_voted(2, Verdict(4, True)) == [RankVerdict(2, Verdict(4, False))]
+    leaving = group.rank_voted(1, Verdict(4, False, stop=True))
+    assert leaving == [GroupAway(is_back=False), RankVerdict(0, stops), RankVerdict(1, stops)]
+    assert group.rank_voted(0, Verdict(4, False)) == [RankVerdict(0, stops)]
+    for rank in (2, 3):
+        assert group.rank_joined(join(rank)) == [RankVerdict(rank, stops)]
+
+
+def test_a_group_that_leaves_without_a_quorum_takes_none_that_comes_late() -> None:
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    group.rank_voted(0, Verdict(4, False, stop=True))
+    assert group.quorum_formed(9, members("a", "b"), 1) == []
+    assert group.last_quorum_id == 0
 
 
 @pytest.mark.no_zombie

@@ -550,6 +550,24 @@ class TestSignals:
                 os.kill(os.getpid(), signal.SIGTERM)
         assert signal.getsignal(signal.SIGTERM) is before
 
+    def test_the_second_sigterm_ends_what_the_manager_waits_for_in_native_code(self) -> None:
+        """There Python runs no handler: a thread hears of the signal from the operating system."""
+        errors: list[Exception] = []
+        interrupted = threading.Event()
+
+        def interrupt(error: Exception) -> None:
+            errors.append(error)
+            interrupted.set()
+
+        manager = SimpleNamespace(interrupt=interrupt, request_stop=lambda: None, stop_agreed=False)
+        with stop_on_signals(manager):
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert not interrupted.is_set()
+            with pytest.raises(KeyboardInterrupt):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert interrupted.wait(LIMIT_S)
+        assert [type(error) for error in errors] == [ShutdownError]
+
 
 # Averages that the backend divides itself, and those that it would divide by something else.
 
