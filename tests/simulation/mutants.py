@@ -453,7 +453,7 @@ hides broken groups: who needs a new process group says so (0, no_zombie)
 StepProtocol.begin
 - failures = max(self.commit_failures, int(broken > 0))
 + failures = broken = 0
-takes any answer: a rank takes the answer to its last request only (4648, progress)
+takes any answer: a rank takes the answer to its last request only (57538, progress)
 StepProtocol.awaits
 - and result.request in (0, self._attempts)
 forgets what it missed: who asked again before it heard of a quorum gives that up (2926, progress)
