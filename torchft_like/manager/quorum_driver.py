@@ -277,10 +277,17 @@ class QuorumDriver:
                 self.released(message.quorum_id, message.ask_at)
             case SuspectNotice(group_rank, reason):
                 self.suspected(group_rank, reason)
+            case GroupLeftNotice() | GroupLostNotice() if self._is_told_to_leave:
+                pass  # another rank of the group was quicker
             case GroupLeftNotice() | GroupLostNotice():
                 lost = GroupLostError(f"{message.reason}; restart all ranks of this replica group")
                 self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
         return None
+
+    @property
+    def _is_told_to_leave(self) -> bool:
+        attempt = self.attempt
+        return attempt is not None and attempt.is_given_up and attempt.verdict is not None
 
     def quorum(self, result: QuorumResult) -> None:
         # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
