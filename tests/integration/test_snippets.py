@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,7 +31,7 @@ from tests.stores import serve_store
 from torchft_like import Manager, ProcessGroupGloo
 from torchft_like.device_mesh import ft_init_device_mesh
 from torchft_like.local_sgd import DiLoCo
-from torchft_like.plain_data import MESSAGES, Structure, TensorLeaves, disassemble
+from torchft_like.plain_data import STATES, Structure, TensorLeaves, write
 
 pytestmark = pytest.mark.integration
 
@@ -170,15 +172,26 @@ def ends(names: Names) -> None:
     names["group"].shutdown()
 
 
-def parts_travel(names: Names) -> None:
-    """Check that a tensor of another class arrives as it was by what the block registers."""
-    kind, tree_map = names["OptimState8bit"], names["tree_map"]
-    own = kind(torch.ones(3), torch.zeros(3))
-    structure, tensors = disassemble(tree_map(names["apart"], {"state": [own]}))
-    received = Structure(structure, MESSAGES).value(TensorLeaves(tensors))
-    (other,) = tree_map(names["together"], received, is_leaf=names["is_apart"])["state"]
-    assert type(other) is kind
-    assert_close((other.a, other.b), (own.a, own.b), rtol=0, atol=0)
+class Setting(Enum):
+    """A setting of an optimizer."""
+
+    ON = 1
+
+
+NAMES_OF_SHAMPOO = (
+    "AdamPreconditionerConfig",
+    "RootInvShampooPreconditionerConfig",
+    "SingleDeviceDistributedConfig",
+    "WeightDecayType",
+    "EigenConfig",
+    "PerturbationConfig",
+)
+
+
+def settings_travel(_: Names) -> None:
+    """Check that a setting arrives as it was by what the block registers."""
+    structure, _leaves = write([Setting.ON], STATES)
+    assert Structure(structure, STATES).value(TensorLeaves([])) == [Setting.ON]
 
 
 def queue_is_read(names: Names) -> None:
@@ -207,9 +220,15 @@ SCENES: dict[Number, Scene] = {
         after=trains,
     ),
     ("healing.md", 1): Scene(
-        lambda names: {"manager": names["make_manager"]()},
-        {"torchao.optim.subclass_8bit import": "torch.testing._internal.two_tensor import TwoTensor as"},
-        parts_travel,
+        lambda _: dict.fromkeys(
+            ("shampoo_types", "matrix_functions_types"),
+            SimpleNamespace(**dict.fromkeys(NAMES_OF_SHAMPOO, Setting)),
+        ),
+        {
+            "from distributed_shampoo import shampoo_types\n": "",
+            "from distributed_shampoo.preconditioner import matrix_functions_types\n": "",
+        },
+        settings_travel,
     ),
     ("in-process-restart.md", 0): Scene(
         lambda _: {"parse_args": list},

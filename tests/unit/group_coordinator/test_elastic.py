@@ -290,7 +290,7 @@ def test_who_is_destroyed_is_not_waited_for(crew: Crew) -> None:
 def c_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let c give no answer to the other members' probes."""
 
-    async def probe(asked: Probe, _: object) -> frozenset[str]:
+    async def probe(asked: Probe, *_: object) -> frozenset[str]:
         return frozenset("c") & {name for name, _ in asked.peers}
 
     monkeypatch.setattr(server, "silent_peers", probe)
