@@ -306,7 +306,7 @@ class Replica:
                 self._identify(effect)
 
     def _probe(self, probe: Probe) -> None:
-        """Connect to each peer, as `manager_server/suspicion.py` does; a refusal is no answer."""
+        """Connect to each peer, as `manager_server/suspicion.py` does."""
         world = self.world
         wait = 2 * world.scenario.probe_s if probe.is_repeated else 0.0
         world.after(wait + 2 * world.latency(), self.server, self._hear_answers, probe)
@@ -325,11 +325,13 @@ class Replica:
         if not world.blocked and not world.refuses:
             return ()
         homes = [(i, world.homes[address]) for i, address in probe.peers]
-        return [
-            i
-            for i, home in homes
-            if world.is_cut(self.slot, home.slot) or (world.refuses and not home.is_alive)
-        ]
+        return [i for i, home in homes if self._gives_no_answer(home, must_listen=i in probe.must_listen)]
+
+    def _gives_no_answer(self, home: Replica, *, must_listen: bool) -> bool:
+        world = self.world
+        if world.are_refused([self.slot, home.slot]) or (world.refuses and not home.is_alive):
+            return must_listen
+        return world.is_cut(self.slot, home.slot)
 
     def _report(self, links: BrokenLinks) -> None:
         if (session := self.session) is not None and self._connected:

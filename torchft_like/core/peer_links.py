@@ -3,9 +3,10 @@
 When a step stalls, or fails, and no death explains it, a link may be broken: every member of the quorum is
 probed. After a failed step the next join waits for the answers, so that the lighthouse knows before it forms
 the next quorum. A replica group that gives no answer is reported as unreachable and probed again from time to
-time, and once it answers it is no longer reported. One that refuses all connections gives none: if its
-process has died, its loss is told before the probe is over. This module does not know how a probe is done,
-nor how long it takes.
+time, and once it answers it is no longer reported. The host of a process that has ended refuses connections,
+and a firewall may do so, too. So to refuse is an answer after one step that has failed: a group that has
+ended is no member of the next quorum, and one behind a firewall is. When that fails, too, its group must
+listen. This module does not know how a probe is done, nor how long it takes.
 
 Invariants:
 
@@ -36,10 +37,12 @@ class Probe:
     Attributes:
         peers: the replica id and the address of each.
         is_repeated: whether they gave no answer before, and are probed again after a pause.
+        must_listen: those of which a refusal is no answer.
     """
 
     peers: tuple[tuple[str, str], ...]
     is_repeated: bool = False
+    must_listen: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -53,6 +56,8 @@ class PeerLinks:
     replica_id: str
     unreachable: dict[str, str] = field(default_factory=dict)
     _members: Sequence[QuorumMemberLike] = ()  # the members of the last quorum
+    # Those of its members with which a step has failed in the one before it, and no death explained that.
+    _failed_with: frozenset[str] = frozenset()
     _known: frozenset[str] = frozenset()  # the groups that were known to be unreachable when it was formed
     # Its members that were lost, which explains any failure in the last quorum.
     _lost: set[str] = field(default_factory=set)
@@ -76,12 +81,14 @@ class PeerLinks:
         A member that serves at another address than before is another process: nothing is known of the way
         there.
         """
+        before = {member.replica_id: member.address for member in self._members if self._has_failed}
         self._members = members
         at = {member.replica_id: member.address for member in members}
         self.unreachable = {
             i: address for i, address in self.unreachable.items() if at.get(i, address) == address
         }
         self._known = frozenset(self.unreachable)
+        self._failed_with = frozenset(i for i, address in at.items() if before.get(i) == address)
         self._lost, self._has_failed = set(), False
 
     def members_out_of_reach(self, *, since_quorum: bool = False) -> list[str]:
@@ -103,13 +110,13 @@ class PeerLinks:
         """Begin to probe after a failed step in the last quorum, before the next join is sent."""
         self._has_failed = not self._lost
         self._awaits_repeated = self._is_watching and bool(self.members_out_of_reach())
-        return [] if self._lost else self._ask()
+        return [] if self._lost else self._ask(self._failed_with)
 
     def step_stalled(self) -> list[Probe]:
         """Begin to probe as a step takes long, even after a death: that ends no heal from a live member."""
-        return self._ask()
+        return self._ask(frozenset(member.replica_id for member in self._members))
 
-    def _ask(self) -> list[Probe]:
+    def _ask(self, must_listen: frozenset[str]) -> list[Probe]:
         if self._asked:
             return []
         ids = [member.replica_id for member in self._members]
@@ -118,7 +125,8 @@ class PeerLinks:
         in_turn = [*self._members[own:], *self._members[:own]]
         settled = {self.replica_id, *self.unreachable, *self._lost}
         self._asked = {m.replica_id: m.address for m in in_turn if m.replica_id not in settled}
-        self._probe = Probe(tuple(self._asked.items())) if self._asked else None
+        must_listen &= self._asked.keys()
+        self._probe = Probe(tuple(self._asked.items()), must_listen=must_listen) if self._asked else None
         return [self._probe] if self._probe else []
 
     def answered(self, probe: Probe, replica_id: str) -> None:
@@ -144,7 +152,7 @@ class PeerLinks:
         if self._is_watching or not self.unreachable:
             return []
         self._is_watching = True
-        return [Probe(tuple(self.unreachable.items()), is_repeated=True)]
+        return [Probe(tuple(self.unreachable.items()), True, frozenset(self.unreachable))]
 
 
 def _beyond_a_report(replica_ids: Sequence[str]) -> Sequence[str]:

@@ -11,8 +11,8 @@ The doubt is over when the process opens another session. A suspect's collective
 group does without quorums; nothing is ended before it is dead.
 
 Of the ManagerServers of other replica groups only the beginning of a connection is asked for, and the kernels
-do that: a process that is stopped or busy answers nevertheless. A refusal is no answer: it is a firewall's,
-or the process has just died, which the lighthouse tells within milliseconds.
+do that: a process that is stopped or busy answers nevertheless. Whether a refusal is an answer, too, the
+probe says.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ async def silent_peers(
         await asyncio.sleep(REPEAT_S)
 
     async def ask(peer: tuple[str, str]) -> OSError | None:
-        if (failure := await _why_silent(peer)) is None:
+        if (failure := await _why_silent(peer, insists=peer[0] in probe.must_listen)) is None:
             answered(peer[0])
         return failure
 
@@ -92,16 +92,16 @@ async def silent_peers(
     return frozenset(replica_id for replica_id, _ in silent)
 
 
-async def _why_silent(peer: tuple[str, str]) -> OSError | None:
+async def _why_silent(peer: tuple[str, str], *, insists: bool) -> OSError | None:
     try:
         address = parse_address(peer[1])
     except AddressError:
         return None  # without an address nothing can be said about the link
     addresses = await _resolve(address)  # none: the name server is at fault, not the link
-    failure = await reach.why_out_of_reach(*addresses, insists=True)
-    if failure is None or not (reach.is_silence(failure) or reach.is_refusal(failure)):
-        return None
-    return failure
+    failure = await reach.why_out_of_reach(*addresses, insists=insists)
+    if failure is None or reach.is_silence(failure) or (insists and reach.is_refusal(failure)):
+        return failure
+    return None
 
 
 async def _resolve(address: Address) -> tuple[Address, ...]:

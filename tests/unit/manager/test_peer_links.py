@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +16,8 @@ from torchft_like.core.replica_group import BrokenLinks, Effect, GroupJoin, Loss
 
 pytestmark = pytest.mark.progress
 
-BOTH = Probe((("b", "http://b:1"), ("c", "http://c:1")))
-AGAIN = Probe((("b", "http://b:1"),), is_repeated=True)
+BOTH = Probe((("b", "http://b:1"), ("c", "http://c:1")), must_listen=frozenset("bc"))
+AGAIN = Probe((("b", "http://b:1"),), is_repeated=True, must_listen=frozenset("b"))
 
 
 def in_quorum(*others: str) -> ReplicaGroup:
@@ -63,7 +64,28 @@ def test_one_that_is_alive_and_gave_the_quorum_up_explains_no_failed_step() -> N
     """It may have for a link that does not work, of which this group has to find the other end."""
     group = in_quorum()
     group.member_lost(7, "b", "it waits, and cannot reach c", is_alive=True)
-    assert group.rank_joined(join(0, commit_failures=1)) == [BOTH]
+    assert group.rank_joined(join(0, commit_failures=1)) == [replace(BOTH, must_listen=frozenset())]
+
+
+@pytest.mark.parametrize(("address", "must_listen"), [("http://b:1", "bc"), ("http://elsewhere:1", "c")])
+def test_who_refuses_after_a_failed_step_must_listen_where_the_next_one_fails_with_it_too(
+    address: str, must_listen: str
+) -> None:
+    """The host of a process that has left, or died, refuses as a firewall does, and is no member then."""
+    failed = after_a_failure("b", "c")
+    assert failed.probe.must_listen == frozenset()
+    assert [type(effect) for effect in failed.answered()] == [GroupJoin]
+    again = members("a", "b", "c", "new")
+    again[1].address = address
+    failed.group.quorum_formed(8, again, 2)
+    [probe] = failed.group.rank_joined(join(0, commit_failures=2))
+    assert isinstance(probe, Probe)
+    assert probe.must_listen == frozenset(must_listen)
+    failed.group.probed(probe, ())
+    failed.group.quorum_formed(9, again, 3)
+    [probe] = failed.group.rank_joined(join(0, commit_failures=3))
+    assert isinstance(probe, Probe)
+    assert probe.must_listen == frozenset(("b", "c", "new"))
 
 
 def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
@@ -74,7 +96,7 @@ def test_the_join_does_not_wait_for_a_member_that_is_lost_meanwhile() -> None:
 
 
 def test_nor_for_the_end_of_the_probe_once_the_others_have_answered() -> None:
-    """The host of the one that is lost refuses until then."""
+    """The host of the one that is lost may refuse until then."""
     asking = after_a_failure("b", "c")
     assert asking.group.answered(asking.probe, "c") == []
     effects = asking.group.member_lost(7, "b", "gone")
@@ -135,7 +157,7 @@ def test_a_link_that_was_known_to_be_bad_when_the_quorum_was_formed_loses_no_ste
     asking.answered("b")
     asking.group.quorum_formed(8, members("a", "b", "c"), 2)
     [probe] = asking.group.step_stalled(8)
-    assert probe == Probe((("c", "http://c:1"),))
+    assert probe == Probe((("c", "http://c:1"),), must_listen=frozenset("c"))
     assert asking.group.probed(AGAIN, {"b"}) == [AGAIN]
     assert isinstance(probe, Probe)
     assert asking.group.probed(probe, ()) == []
@@ -158,7 +180,7 @@ def test_of_a_process_that_serves_elsewhere_nothing_is_known() -> None:
     moved[1].address = "http://elsewhere:1"
     assert of_kind(asking.group.quorum_formed(8, moved, 2), BrokenLinks) == [BrokenLinks(())]
     [probe] = asking.group.step_stalled(8)
-    assert probe == Probe((("b", "http://elsewhere:1"), ("c", "http://c:1")))
+    assert probe == replace(BOTH, peers=(("b", "http://elsewhere:1"), ("c", "http://c:1")))
 
 
 def test_a_link_that_worked_again_and_does_not_any_more_is_another_matter() -> None:

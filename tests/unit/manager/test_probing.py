@@ -55,10 +55,11 @@ def address_of(listener: socket.socket) -> str:
     return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def silent_of(*addresses: str, is_repeated: bool = False) -> set[int]:
+def silent_of(*addresses: str, is_repeated: bool = False, must_listen: bool = False) -> set[int]:
     """The positions of those who gave no answer."""
     peers = tuple((str(n), address) for n, address in enumerate(addresses))
-    return {int(i) for i in asyncio.run(probe(Probe(peers, is_repeated), insists=True))}
+    what = Probe(peers, is_repeated, frozenset(dict(peers)) if must_listen else frozenset())
+    return {int(i) for i in asyncio.run(probe(what, insists=True))}
 
 
 async def probe(what: Probe, *, insists: bool = False) -> frozenset[str]:
@@ -79,11 +80,11 @@ def test_who_listens_answers_without_accepting(listener: socket.socket) -> None:
     assert silent_of(address_of(listener)) == set()
 
 
-def test_a_refusal_is_no_answer(listener: socket.socket) -> None:
-    """The lighthouse tells, before the probe is over, if that is since the process has died."""
+def test_a_refusal_is_an_answer_unless_the_peer_must_listen(listener: socket.socket) -> None:
     address = address_of(listener)
     listener.close()
-    assert silent_of(address) == {0}
+    assert silent_of(address) == set()
+    assert silent_of(address, must_listen=True) == {0}
 
 
 def test_who_refuses_only_at_first_has_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +99,7 @@ def test_who_refuses_only_at_first_has_answered(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(asyncio, "open_connection", refuse_at_first)
     with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
-        assert silent_of(address_of(listener)) == set()
+        assert silent_of(address_of(listener), must_listen=True) == set()
 
 
 def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, silent: str) -> None:
