@@ -51,6 +51,11 @@ class Served(Dataset[Tensor]):
         return torch.tensor([float(read(str(index).encode(), timeout=120))])
 
 
+def tell(line: str) -> None:
+    """Print a line in one write: other threads log, and the test reads whole lines."""
+    print(f"{line}\n", end="", flush=True)
+
+
 def chosen(start: int) -> tuple[type[DataLoader[Any]], str, bool]:
     """Return the loader, the start method, and whether its workers persist; every fifth loader does not
     fork.
@@ -82,12 +87,12 @@ def start_loaders(manager: Manager, starts: int) -> Iterator[Tensor]:
                 yield batch
                 sizes.append(manager.num_participants())
             assert read == len(data), (kind, method, read)
-        print(f"start {start + 1}: {kind.__name__} {method} {workers}", flush=True)
+        tell(f"start {start + 1}: {kind.__name__} {method} {workers}")
     while sum(before > after for before, after in itertools.pairwise(sizes)) < PEERS:
         yield torch.ones(1, 1)
         sizes.append(manager.num_participants())
         time.sleep(0.02)
-    print(f"over: loaded {starts} times in quorums of {sorted(set(sizes))}", flush=True)
+    tell(f"over: loaded {starts} times in quorums of {sorted(set(sizes))}")
     server.stop(None).wait()
 
 
@@ -119,7 +124,7 @@ def main() -> None:
             optimizer.zero_grad()
             ddp(batch).sum().backward()
             optimizer.step()
-            print(f"step {manager.current_step()} of {manager.num_participants()}", flush=True)
+            tell(f"step {manager.current_step()} of {manager.num_participants()}")
 
 
 if __name__ == "__main__":
