@@ -4,8 +4,7 @@ The module has no `from __future__ import annotations`, because torch reads the 
 communication hook.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch._C._distributed_c10d import (
     _DEFAULT_FIRST_BUCKET_BYTES,
     GradBucket,
     Work,
-    _compute_bucket_assignment_by_size,
 )
 from torch.futures import Future
 from torch.nn import parallel
@@ -25,6 +23,7 @@ from torchft_like.errors import NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
 from torchft_like.manager.managed_work import SUM
 from torchft_like.process_group import ProcessGroupDummy
+from torchft_like.process_group.buckets import fix_buckets
 from torchft_like.process_group.collectives import Collective
 
 MB = 1 << 20
@@ -87,7 +86,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                     f"{name} is a DTensor, which torch's reducer cannot take: call fully_shard with a mesh "
                     "of ft_init_device_mesh, or use PureDistributedDataParallel"
                 )
-        self._caps_mb = list(bucket_cap_mb_list or _caps_mb(module, bucket_cap_mb))
+        caps_mb = list(bucket_cap_mb_list or _caps_mb(module, bucket_cap_mb))
         self._reducers_group = _OfReducer(manager, find_unused_parameters)
         self._manager = manager
         self._steps_given_up = manager.steps_given_up
@@ -95,7 +94,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             module,
             process_group=self._reducers_group,
             find_unused_parameters=find_unused_parameters,
-            bucket_cap_mb_list=self._caps_mb,  # type: ignore[arg-type] # torch takes fractions, too
+            bucket_cap_mb_list=caps_mb,  # type: ignore[arg-type] # torch takes fractions, too
             **ddp_kwargs,
         )
         self._set_reducer_up()
@@ -106,7 +105,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
-            self._fix_buckets()
+            fix_buckets(self)
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -142,22 +141,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _set_reducer_up(self) -> None:
         """Make a new reducer reduce its buckets over the replicas."""
-        super().register_comm_hook(self._reducers_group, _allreduce_bucket)
-        self._fix_buckets()
-
-    def _fix_buckets(self) -> None:
-        """Let a reducer that does not search rebuild its buckets now, as they are.
-
-        It would do so at its second forward pass, in the order in which the first gradients came.
-        """
-        parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._reducers_group.n_parameters = len(parameters)
-        limits = [int(cap_mb * MB) for cap_mb in self._caps_mb]
-        buckets, _ = _compute_bucket_assignment_by_size(parameters, limits, are_sparse)
-        # As torch has them: the last one is reduced first.
-        with self._reducers_group.dictating(buckets[::-1]):
-            self.reducer._push_all_rebuilt_params()
-            self.reducer._rebuild_buckets()
+        super().register_comm_hook(self._reducers_group, _allreduce_bucket)
 
 
 def _caps_mb(module: nn.Module, bucket_cap_mb: float | None) -> list[float]:
@@ -204,22 +190,11 @@ class _OfReducer(ProcessGroupDummy):
         self._manager = manager
         self.searches = searches
         self.n_parameters = 0
-        self._dictated: list[list[int]] = []
         self._asked_in: int | None = None  # the quorum
         self._answer: tuple[torch.Tensor, Work] | None = None  # the sums of `_ask`, under way
         self._some_search = False
         # The buckets of this backward pass, whose futures are not completed yet.
         self._begun: list[tuple[Work, Future[torch.Tensor], torch.Tensor]] = []
-
-    @contextlib.contextmanager
-    def dictating(self, buckets: Sequence[Sequence[int]]) -> Iterator[None]:
-        """Answer, within the block, the reducer's broadcasts of its buckets' parameters, by their numbers."""
-        flat = [number for bucket in buckets for number in bucket]
-        self._dictated = [[*flat, len(buckets)], list(map(len, buckets))]
-        try:
-            yield
-        finally:
-            self._dictated = []
 
     def allreduce_bucket(self, bucket: GradBucket) -> Future[torch.Tensor]:
         """Reduce a bucket, and with the first and the last one what the replicas tell each other.
@@ -270,9 +245,6 @@ class _OfReducer(ProcessGroupDummy):
             tensors, options = call.reduction()
             if tensors[0].dtype == torch.int32:  # the only other allreduce is that of `join`, of floats
                 return self._manager.group_allreduce(tensors, options, of_all_members=True)
-        if collective.name == "broadcast" and self._dictated:
-            (tensor,) = collective.bind(args, kwargs).inputs
-            tensor.copy_(torch.tensor(self._dictated.pop(0), dtype=tensor.dtype))
         return super()._run(collective, args, kwargs)
 
 

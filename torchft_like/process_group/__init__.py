@@ -13,6 +13,7 @@ from torchft_like.process_group.baby.group import (
     ProcessGroupXCCL,
 )
 from torchft_like.process_group.base import ProcessGroup
+from torchft_like.process_group.buckets import adopt_reducers
 from torchft_like.process_group.gloo import ProcessGroupGloo
 from torchft_like.process_group.handles import ReconfigureOptions, reconfigure_with_store
 from torchft_like.process_group.mesh import ManagedDeviceMesh, extend_device_mesh, ft_init_device_mesh
@@ -59,3 +60,4 @@ __all__ = [
 ]
 
 adopt_functions()  # torch's functions would not know our groups otherwise
+adopt_reducers()
