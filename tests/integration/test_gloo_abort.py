@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import Work
 
 from tests.unit.process_group.conftest import Party, allreduced, wait_until
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupNotConfiguredError
@@ -110,9 +111,16 @@ def test_an_abort_ends_a_configure_with_a_peer_that_stopped_before_it(
     assert_go_on(party, survivors)
 
 
-@pytest.mark.parametrize("ends_by", ["an abort", "the receiver's end"])
+@pytest.mark.parametrize(
+    ("ends_by", "send"),
+    [
+        ("an abort", lambda group, tensors: group.send(tensors=tensors, dstRank=1, tag=0)),
+        ("the receiver's end", lambda group, tensors: group.send(tensors, 1, 0)),
+    ],
+    ids=["an abort", "the receiver's end"],
+)
 def test_a_large_message_that_is_on_its_way_is_given_up_with_the_group(
-    party: Party, victim: Rank, survivors: Groups, ends_by: str
+    party: Party, victim: Rank, survivors: Groups, ends_by: str, send: Callable[..., Work]
 ) -> None:
     """Gloo forgets it when its connection ends."""
     sender, prefix = survivors[0], party.prefix()
@@ -121,7 +129,7 @@ def test_a_large_message_that_is_on_its_way_is_given_up_with_the_group(
     victim.answer()
     victim.tell(Member.receive_and_stop, LARGE)
     victim.wait_stopped()
-    blocked = party.aside(lambda: sender.send([torch.ones(LARGE)], 1, 0).wait())
+    blocked = party.aside(lambda: send(sender, [torch.ones(LARGE)]).wait())
     assert_felt([blocked])
     if ends_by != "an abort":
         victim.kill()

@@ -260,7 +260,9 @@ class CheckedBackend(Backend):
         if error is not None:
             operation.refuse(error)
         else:
-            taken = None if started is None else self._generation.take(call.collective, started, call.args)
+            taken = started
+            if started is not None:
+                taken = self._generation.take(call.collective, started, call.args, call.kwargs)
             operation.follow(taken)
 
     def say_when_passed(self, number: int) -> None:

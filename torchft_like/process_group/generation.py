@@ -49,7 +49,7 @@ from torchft_like.errors import (
     is_timeout,
 )
 from torchft_like.futures import empty_future, fail
-from torchft_like.process_group.collectives import POINT_TO_POINT, Collective
+from torchft_like.process_group.collectives import POINT_TO_POINT, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.store import GroupMembers
 from torchft_like.process_group.work import (
@@ -314,11 +314,10 @@ def _is_over(work: Work, deadline: float) -> bool:
         del work
 
 
-def _needs_thread(collective: Collective, args: tuple[Any, ...]) -> bool:
-    """Return whether a message, the first of the arguments, is one that `MessageOperation` waits for in a
-    thread.
-    """
-    tensors = args[0] if args else ()
+def _needs_thread(collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a message is one that `MessageOperation` waits for in a thread."""
+    call = collective.bind(args, kwargs)
+    tensors = tensors_of((call.outputs, call.inputs))
     is_large = any(tensor.device.type == "cpu" and tensor.nbytes >= LARGE_BYTES for tensor in tensors)
     return is_large or collective.name == "recv_anysource"
 
@@ -418,11 +417,13 @@ class Generation:
             return None
         # The first question is the usual case: the metaclass of torch's classes makes `isinstance` slow.
         if (type(work) is not Work and isinstance(work, ExplainedOperation)) or name in POINT_TO_POINT:
-            return self.take(collective, work, args)
+            return self.take(collective, work, args, kwargs)
         operation.inner = work
         return operation
 
-    def take(self, collective: Collective, work: Work, args: tuple[Any, ...] = ()) -> Operation:
+    def take(
+        self, collective: Collective, work: Work, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Operation:
         """Return an operation for a work of the backend, which raises errors in the group's words; the
         arguments of the call tell large messages from small ones.
         """
@@ -432,7 +433,7 @@ class Generation:
             work.explain = explain
             return work
         if is_message:
-            return self.operations.message(work, explain, has_thread=_needs_thread(collective, args))
+            return self.operations.message(work, explain, has_thread=_needs_thread(collective, args, kwargs))
         operation = self.operations.begin(self.explain)
         operation.inner = work
         return operation
