@@ -116,11 +116,12 @@ def _make(kind: Any, parts: Parts) -> object:
 
 
 def _taken() -> Iterator[tuple[str, type]]:
-    """Yield the name and class of each that was given to torch, some of them under another name."""
+    """Yield the name and class of each that was given to torch, and any other name that came with it."""
     for entry in torch.serialization.get_safe_globals():
-        known, name = entry if isinstance(entry, tuple) else (entry, None)
+        known, *others = entry if isinstance(entry, tuple) else (entry,)
         if isinstance(known, type):
-            yield name or name_of_class(known), known
+            for name in (name_of_class(known), *others):
+                yield name, known
 
 
 def _field_names(kind: Any) -> set[str]:

@@ -393,6 +393,7 @@ class Sheet:
 
     __slots__ = (
         "bytes_left",
+        "is_in_instance",
         "leaves",
         "meshes",
         "parts",
@@ -409,6 +410,7 @@ class Sheet:
         self.parts: list[bytes] = []
         self.put: Callable[[bytes], None] = self.parts.append
         self.leaves: list[Leaf] = []
+        self.is_in_instance = False  # of another class than a named tuple's
         limits = schema.limits
         self.values_left: int = limits.values
         self.bytes_left: int = limits.structure_bytes
@@ -573,6 +575,11 @@ def _problem_of(value: Tensor) -> str:
 
 
 def write_shard(value: Shard, sheet: Sheet, depth: int) -> None:
+    if sheet.is_in_instance:
+        raise UnfitType(
+            "is a DTensor in a value of a library's own class, which a receiver puts together before it "
+            "knows its mesh: pass it in a dict, a list or a tuple"
+        )
     layout = value.layout
     sheet.open(SHARD, 6, depth)
     sheet.write(value.local, depth + 1)
@@ -627,8 +634,11 @@ def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
 def write_instance(value: object, parts: Sequence[object], sheet: Sheet, depth: int) -> None:
     """Write a value of a library's own class, which `parts_of` has taken apart."""
     sheet.open(INSTANCE, 1 + len(parts), depth)
+    was_in_instance = sheet.is_in_instance
+    sheet.is_in_instance = was_in_instance or not isinstance(value, tuple)
     for part in (name_of_class(type(value)), *parts):
         sheet.write(part, depth + 1)
+    sheet.is_in_instance = was_in_instance
 
 
 def _require_readable(shape: Sequence[int]) -> None:

@@ -133,7 +133,10 @@ def _replace(value: object, own: Any, path: Path, leaf: Callable[[Shard, object,
     elif isinstance(value, list | tuple):
         beside = own if isinstance(own, list | tuple) and len(own) == len(value) else [None] * len(value)
         items = [_replace(item, beside[i], (*path, i), leaf) for i, item in enumerate(value)]
-        return items if isinstance(value, list) else type(value)(items)
+        if isinstance(value, list):
+            return items
+        make: Callable[[list[object]], object] = getattr(value, "_make", type(value))  # of a named tuple
+        return make(items)
     return value
 
 

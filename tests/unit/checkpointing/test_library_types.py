@@ -63,6 +63,12 @@ def test_a_class_that_torch_does_not_know_is_refused_at_both_ends(value: object)
         load_state(sent)
 
 
+def test_a_class_that_torch_was_given_under_another_name_travels() -> None:
+    torch.serialization.clear_safe_globals()
+    with torch.serialization.safe_globals([(Rounding, "library.before.Rounding")]):
+        assert round_trip([Rounding.NEAREST]) == [Rounding.NEAREST]
+
+
 def test_other_fields_of_the_same_class_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     sent = dump_state([Settings(Rounding.NEAREST), Rounding.NEAREST])
 
@@ -114,6 +120,26 @@ def test_no_dtensor_comes_by_this_way() -> None:
         whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
         structure, _ = flatten_state({"a": whole})
     assert b"DTensor" not in structure
+
+
+def test_a_named_tuple_travels_beside_dtensors_and_with_them() -> None:
+    with fake_mesh(2) as mesh:
+        whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+        sent = {"w": whole, "range": Range(1, whole)}
+        received: Any = place(round_trip(sent), sent)
+        assert type(received["range"]) is Range
+        assert received["range"].low == 1
+        assert isinstance(received["range"].high, DTensor)
+
+
+def test_a_dtensor_in_another_value_of_a_librarys_class_is_refused_at_its_sender() -> None:
+    """Its receiver would load the shard that it came as."""
+    with fake_mesh(2) as mesh:
+        whole = DTensor.from_local(torch.ones(2), mesh, [Replicate()], run_check=False)
+        for value in Settings(Rounding.NEAREST, kept=[Range(1, whole)]), Quantized(whole, whole, None):  # type: ignore[arg-type, list-item]
+            with pytest.raises(CheckpointFormatError, match=r"^a\..* is a DTensor in a value of a library's"):
+                dump_state({"a": value})
+        dump_state({"a": whole})
 
 
 def test_a_shard_of_a_dtensor_may_be_of_a_librarys_class() -> None:
