@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lighthouse.address import parse_address
 from tests.conftest import ROOT
@@ -38,6 +39,7 @@ from torchft_like import (
     PureDistributedDataParallel,
     QuorumTimeoutError,
     ShutdownError,
+    vector_math,
 )
 from torchft_like.checkpointing import HTTPTransport
 from torchft_like.collectives import ErrorFeedback
@@ -65,6 +67,29 @@ def ignore(_: object) -> None:
 
 def on_both(work: Callable[[str], T]) -> list[T]:
     return each_in_a_thread("ab", work)
+
+
+class SmallCalls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes which operations of one number are called."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: set[tuple[str, torch.dtype]] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if args and isinstance(args[0], torch.Tensor) and args[0].numel() == 1:
+            self.called.add((func.overloadpacket.__name__, args[0].dtype))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_manager_calls_the_vector_functions_before_threads_may_do_it_together(
+    lighthouse: LighthouseServer,
+) -> None:
+    with SmallCalls() as noted, make_manager(lighthouse, "a", nn.Linear(1, 1)):
+        pass
+    dtypes = torch.float32, torch.float64
+    assert noted.called >= {(name, dtype) for name in vector_math.VECTOR_FUNCTIONS for dtype in dtypes}
+    assert {"sqrt", "exp", "tanh"} < set(vector_math.VECTOR_FUNCTIONS)
 
 
 def test_an_average_divides_by_the_participants_and_a_sum_does_not(lighthouse: LighthouseServer) -> None:

@@ -33,6 +33,7 @@ from typing import cast
 
 import torch
 
+from torchft_like import vector_math
 from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
@@ -113,6 +114,7 @@ class StateExchange:
         transport: CheckpointTransport[State],
         emit: Emit,
     ) -> None:
+        vector_math.call_first()  # the step after a heal is to be the same here as on the source
         self._config = config
         self._protocol = protocol
         self._group = group
