@@ -109,7 +109,8 @@ class PeerLinks:
     def step_failed(self) -> list[Probe]:
         """Begin to probe after a failed step in the last quorum, before the next join is sent."""
         self._has_failed = not self._lost
-        self._awaits_repeated = self._is_watching and bool(self.members_out_of_reach())
+        is_known = any(member.replica_id in self._known for member in self._members)
+        self._awaits_repeated = self._is_watching and is_known
         return [] if self._lost else self._ask(self._failed_with)
 
     def step_stalled(self) -> list[Probe]:

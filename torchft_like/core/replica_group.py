@@ -632,8 +632,7 @@ class ReplicaGroup:
         report = [BrokenLinks(unreachable)] if unreachable != before else []
         effects: list[Effect] = [*report, *probes, *(self._say_join() if was_unsettled else [])]
         out_of_reach = self._links.members_out_of_reach(since_quorum=True)
-        can_be_left_out = out_of_reach and len(self.last_quorum_replica_ids) > 2
-        if not can_be_left_out or self._open_join is not None:
+        if not out_of_reach or self._open_join is not None:
             return effects
         return [*effects, self._give_up(out_of_reach)]
 

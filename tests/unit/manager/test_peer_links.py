@@ -192,12 +192,10 @@ def test_a_link_that_worked_again_and_does_not_any_more_is_another_matter() -> N
     assert of_kind(asking(group, group.step_stalled(8)).answered("b"), LossNotice)
 
 
-def test_of_two_none_gives_up_before_long_for_none_could_be_left_out() -> None:
-    asking = stalled("b")
-    assert of_kind(asking.answered("b"), LossNotice) == []
-    assert asking.group.step_stalled(7) == []
-    [notice] = asking.group.step_stalled(7, for_long=True)
+def test_of_two_both_give_up_at_once_as_one_of_them_is_left_out() -> None:
+    [notice] = of_kind(stalled("b").answered("b"), LossNotice)
     assert isinstance(notice, LossNotice)
+    assert notice.unreachable == ("b",)
 
 
 def in_quorum_with_one_out_of_reach() -> ReplicaGroup:
@@ -216,6 +214,15 @@ def test_a_join_waits_where_one_that_was_out_of_reach_is_a_member_until_that_is_
     assert group.probed(probe, ()) == []
     effects = group.probed(AGAIN, {"b"})
     assert [type(effect) for effect in effects] == [Probe, GroupJoin]
+
+
+def test_no_join_waits_for_that_after_the_step_in_which_the_link_was_found() -> None:
+    """The lighthouse has been told, and forms a quorum without one of the two."""
+    asking = stalled("b", "c")
+    assert of_kind(asking.answered("b"), LossNotice)
+    [probe] = asking.group.rank_joined(join(0, commit_failures=1))
+    assert isinstance(probe, Probe)
+    assert [type(effect) for effect in asking.group.probed(probe, ())] == [GroupJoin]
 
 
 def test_a_death_there_lets_the_join_go() -> None:
