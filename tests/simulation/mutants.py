@@ -434,7 +434,7 @@ lets others go on: who is counted and cannot heal spoils the step (14, no_zombie
 StepProtocol.is_counted_on = False
 keeps a torn state: who has a part of a peer's state has none (104, heal_is_clean)
 StepProtocol.lose_state = None
-counts on those that heal: in a first step its source's gradients count (1989, heal_is_clean)
+counts on those that heal: in a first step its source's gradients count (149753, heal_is_clean)
 StepProtocol._choose_participants
 - result.late_ranks if
 + result.late_ranks if result.max_world_size == result.replica_world_size and
