@@ -117,7 +117,7 @@ class Lighthouse:
         self._clock = SilenceClock(self._loop)
         self._numbers = itertools.count(1)
         self._sessions: dict[int, ReplicaSession] = {}
-        self._addresses: dict[str, str] = {}  # by replica with a session, or of the last quorum
+        self._addresses: dict[str, str] = {}  # by replica with a session, of the last quorum, or missed
         self._search: asyncio.Task[None] | None = None  # for members of a quorum that may be training
         # By replica, the oldest call first.
         self._calls: dict[str, dict[asyncio.Future[bytes], None]] = {}
@@ -431,7 +431,9 @@ class Lighthouse:
                 joined=list(formed.joined),
                 left=list(formed.left),
             )
-            self._addresses = {member.replica_id: member.address for member in quorum.participants}
+            missed = self._core.missed
+            self._addresses = {i: address for i, address in self._addresses.items() if i in missed}
+            self._addresses.update((member.replica_id, member.address) for member in quorum.participants)
             self._addresses.update((s.replica_id, s.address) for s in self._sessions.values() if s.address)
         if formed.unproven:
             self.events.emit("unproven", quorum_id=formed.quorum.quorum_id, members=list(formed.unproven))

@@ -472,6 +472,11 @@ class QuorumCore:
         return self._healthy.owner_of(session) if spare is None else spare.replica_id
 
     @property
+    def missed(self) -> Collection[str]:
+        """The silent members of earlier quorums that are still awaited where their steps are needed."""
+        return self._missed.keys()
+
+    @property
     def highest(self) -> QuorumNumber:
         """The highest id and round that are used up."""
         return QuorumNumber(self._highest_id, self._highest_round)

@@ -175,6 +175,26 @@ def test_a_quorum_forms_beside_silent_members_once_their_processes_are_gone() ->
             assert ids_of(c.quorum()) == ["c"]
 
 
+def test_a_silent_member_of_an_earlier_quorum_is_gone_once_its_process_is() -> None:
+    never = "--standing_lease_ms=3600000"
+    with LighthouseProcess(never) as daemon, socket.create_server(("127.0.0.1", 0)) as process:
+        address, url = daemon.address, "http://{}:{}".format(*process.getsockname())
+        with SessionClient(address, "b", serves_at=url) as b:
+            b.registered()
+            with SessionClient(address, "a", serves_at=url) as a:
+                a.registered()
+                a.join(step=1)
+                b.join(step=1)
+                assert ids_of(a.quorum()) == ids_of(b.quorum()) == ["a", "b"]
+            assert b.member_lost().replica_id == "a"
+            b.join(step=2)
+            assert ids_of(b.quorum()) == ["b"]
+        process.close()
+        with registered(address, "c") as (c,):
+            c.join()
+            assert ids_of(c.quorum()) == ["c"]
+
+
 def test_silent_members_are_gone_once_their_successors_have_their_addresses() -> None:
     never = "--standing_lease_ms=3600000"
     with LighthouseProcess(never) as daemon, socket.create_server(("127.0.0.1", 0)) as process:
