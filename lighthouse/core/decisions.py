@@ -71,7 +71,7 @@ class Member(NamedTuple):
 
 class Quorum(NamedTuple):
     """The replica groups that train together; participants are sorted by replica id. They go on in a quorum
-    that `stands` without asking for the next one (`standing.py`). `first_quorum_id` is the first quorum of
+    that `stands` without asking for the next one (`StandingQuorum`). `first_quorum_id` is the first quorum of
     their job (`identity.py`).
     """
 

@@ -28,7 +28,7 @@ Invariants:
   Where that one has waited for a quorum in vain, the verdict comes to those that wait for it, too.
 * A group that has said that it gives a quorum up commits nothing more in it, whatever its ranks vote then.
 * All ranks ask for a quorum at the same step, or all go on in a quorum that stands
-  (`lighthouse/core/standing.py`): where one rank asks by itself, the others are told to hold, and the
+  (`lighthouse/core/quorum.py`): where one rank asks by itself, the others are told to hold, and the
   lighthouse names the step.
 """
 
