@@ -28,6 +28,7 @@ import struct
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -54,7 +55,6 @@ from lighthouse.forks import Turn, left_to_parent, lock_of_each_process, open_de
 from torchft_like.dtypes import REDUCIBLE
 from torchft_like.errors import CollectiveRefusedError, ConfigError, ProcessGroupError
 from torchft_like.futures import context_timeout
-from torchft_like.process_group import links
 from torchft_like.process_group.base import ProcessGroup
 from torchft_like.process_group.collectives import (
     BY_NAME,
@@ -73,10 +73,12 @@ from torchft_like.process_group.collectives import (
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, Backend
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
-from torchft_like.process_group.store import ExchangeStore, GroupMembers, meeting_store
+from torchft_like.process_group.store import AbortableStore, ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import interfaces, local_host_towards
+from torchft_like.runtime.reach import ask_all, is_silence, why_out_of_reach
 from torchft_like.writing import divide, share_memory, writing_to
 
 CPU = torch.device("cpu")
@@ -185,7 +187,7 @@ class _GlooBackend(Backend):
 
     def out_of_reach(self) -> str:
         """Return which hosts of the peers give this one no answer."""
-        return links.unreached(self._members.rank, self._listeners)
+        return unreached(self._members.rank, self._listeners)
 
     def _is_connected(self) -> bool:
         """Look once; after many looks, silence what is connected, so that it counts no more."""
@@ -242,7 +244,7 @@ def _broken_off(
     """
     done, is_late = threading.Event(), threading.Event()
     # The rest of the grace is for the explanation.
-    limit_s = members.timeout.total_seconds() + max(CONFIGURE_GRACE_S - links.EXPLAIN_S, 0.0)
+    limit_s = members.timeout.total_seconds() + max(CONFIGURE_GRACE_S - EXPLAIN_S, 0.0)
 
     def sweep() -> None:
         pause = SWEEP_SECONDS_FIRST
@@ -274,7 +276,7 @@ def _broken_off(
         abort.check()
         # This member's listener is still there: others may be about to ask it, too.
         if isinstance(store, ExchangeStore) and store.is_gathered:  # else the store is lost
-            late += f": {links.explain(store.inner, members, _listeners_in(store, members.world_size))}"
+            late += f": {explain_links(store.inner, members, _listeners_in(store, members.world_size))}"
         raise TimeoutError(late) from failure
 
 
@@ -1111,3 +1113,98 @@ def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:
     if not any(tuple(source.shape) == tuple(shape) for shape in shapes):
         wanted = " or ".join(str(tuple(shape)) for shape in shapes)
         raise ProcessGroupError(f"the input's shape is {tuple(source.shape)}, not {wanted}")
+
+
+# -- which members do not reach each other: for the errors of a group whose time is up
+#
+# Gloo says that a peer is missing, and not which one; and a member that reaches all others waits as well, for
+# one that waits for a third. So whoever gives up asks the listeners of all others first. As long as they have
+# the store in which they meet, the members exchange there what they have found.
+
+ASK_S = 2.5  # for the answers of all
+# In which the others say what they have found: most of them give up at the same time, and ask for a second.
+REPORT_S = 2.0
+EXPLAIN_S = 3.0  # what `explain_links` takes where some do not answer, and are not too many
+
+NAMED_MAX = 4  # ranks whose links a text names
+
+Links = Mapping[int, Iterable[int]]
+Listeners = Mapping[int, Address]  # the members', by rank
+
+
+def explain_links(store: AbortableStore, members: GroupMembers, listeners: Listeners) -> str:
+    """Return what keeps the members from connecting, as far as this one can find out in a few seconds."""
+    failures = _failures(members.rank, listeners)
+    refusing = [rank for rank, failure in failures.items() if isinstance(failure, ConnectionRefusedError)]
+    silent = [rank for rank, failure in failures.items() if is_silence(failure)]
+    found: dict[int, Iterable[int]] = {members.rank: silent}
+    with contextlib.suppress(ProcessGroupError, OSError):  # this rank's own answers are enough for an error
+        found |= _exchange(store, members, silent)
+    return describe_links(members.rank, found, refusing, listeners)
+
+
+def unreached(rank: int, listeners: Listeners) -> str:
+    """Return which members' hosts give this rank no answer; "" if each does."""
+    silent = [other for other, failure in _failures(rank, listeners).items() if is_silence(failure)]
+    return describe_links(rank, {rank: silent}, [], listeners) if silent else ""
+
+
+def _failures(rank: int, listeners: Listeners) -> dict[int, OSError]:
+    """Return why connections to other members fail."""
+    loop = coordination_loop()
+    others = sorted(listeners.keys() - {rank})
+    return loop.run(ask_all(others, lambda other: why_out_of_reach(listeners[other]), ASK_S, loop.clock))
+
+
+def _exchange(store: AbortableStore, members: GroupMembers, silent: Iterable[int]) -> dict[int, list[int]]:
+    """Say whom this rank does not reach; return what each rank says that has done so."""
+    keys = {rank: f"silent/{rank}" for rank in range(members.world_size)}
+    store.set_timeout(timedelta(seconds=REPORT_S))
+    store.set(keys[members.rank], ",".join(map(str, silent)))
+    try:
+        store.wait(list(keys.values()))
+    except TimeoutError:
+        store.connect(insists=False)
+    said = {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
+    return {rank: read_ranks(text, members.world_size) for rank, text in said.items()}
+
+
+def read_ranks(said: bytes, world_size: int) -> list[int]:
+    """Read the ranks that a member has named; others than those of the group are left out."""
+    return [rank for rank in range(world_size) if str(rank).encode() in said.split(b",")]
+
+
+def describe_links(rank: int, found: Links, refusing: Iterable[int], listeners: Listeners) -> str:
+    """Return a sentence on who does not reach whom, and the cure.
+
+    Args:
+        rank: the caller.
+        found: the ranks from whose hosts nothing came, by the rank that has asked them.
+        refusing: the ranks whose hosts have refused the caller.
+    """
+
+    def named(one: int) -> str:
+        return f"{one} ({listeners[one].host})" if one in listeners else str(one)
+
+    pairs = {frozenset((one, other)) for one, others in found.items() for other in others if one != other}
+    texts = list[str]()
+    while pairs and len(texts) < NAMED_MAX:
+        counts = Counter(one for pair in sorted(map(sorted, pairs)) for one in pair)
+        [(most, _)] = counts.most_common(1)
+        partners = sorted(one for pair in pairs if most in pair for one in pair if one != most)
+        pairs = {pair for pair in pairs if most not in pair}
+        if len(partners) == 1:
+            texts.append(f"ranks {named(most)} and {named(partners[0])} do not reach each other")
+        else:
+            texts.append(f"rank {named(most)} and ranks {partners} do not reach each other")
+    if texts:
+        return f"{', '.join(texts)}; check the network between them, and their firewalls"
+    if refusing:
+        return (
+            f"ranks {sorted(refusing)} refuse connections: their processes have ended, or gave up before; or "
+            "a firewall is between"
+        )
+    return (
+        f"rank {rank} reaches the hosts of all others; two of these may not reach each other, or a process "
+        "is stopped: the errors of the others say more"
+    )

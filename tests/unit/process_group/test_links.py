@@ -11,7 +11,7 @@ import pytest
 
 from lighthouse.address import Address
 from tests.unit.process_group.conftest import LIMIT_S, Party
-from torchft_like.process_group import links
+from torchft_like.process_group import gloo
 from torchft_like.process_group.store import AbortableStore, GroupMembers, parse_store_address
 
 pytestmark = pytest.mark.usefixtures("no_operator")
@@ -28,18 +28,18 @@ LISTENERS = {rank: Address(f"10.0.0.{rank}", 1) for rank in range(5)}
         ({1: [], 3: []}, "rank 4 reaches the hosts of all others"),
     ],
 )
-def test_the_text_names_those_who_do_not_reach_each_other(found: links.Links, text: str) -> None:
-    assert links.describe(4, found, [], LISTENERS).startswith(text)
+def test_the_text_names_those_who_do_not_reach_each_other(found: gloo.Links, text: str) -> None:
+    assert gloo.describe_links(4, found, [], LISTENERS).startswith(text)
 
 
 def test_a_split_of_many_is_told_in_few_words() -> None:
     split = {one: range(500, 1000) for one in range(500)}
-    assert len(links.describe(0, split, [], {})) < 20_000
+    assert len(gloo.describe_links(0, split, [], {})) < 20_000
 
 
 def test_ranks_that_are_none_of_the_group_are_not_read() -> None:
-    assert links.read(b"1,7,-1,x,,2", 4) == [1, 2]
-    assert links.read(b"", 4) == []
+    assert gloo.read_ranks(b"1,7,-1,x,,2", 4) == [1, 2]
+    assert gloo.read_ranks(b"", 4) == []
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def test_a_member_that_reaches_all_hears_from_the_others_who_does_not(
         members = GroupMembers(prefix, rank, 3, timedelta(seconds=LIMIT_S))
         with contextlib.closing(AbortableStore(prefix, members.timeout)) as store:
             store.connect()
-            return links.explain(store, members, reached[rank])
+            return gloo.explain_links(store, members, reached[rank])
 
     said = [each.result(LIMIT_S) for each in [party.aside(explain, rank) for rank in range(3)]]
     named = "ranks 0 (127.0.0.1) and 2 (127.0.0.1) do not reach each other"
@@ -86,5 +86,5 @@ def test_a_rank_whose_host_refuses_has_ended(party: Party, listener: socket.sock
         members = GroupMembers(parse_store_address(party.prefix()), 0, 2, timedelta(seconds=LIMIT_S))
         with contextlib.closing(AbortableStore(members.store, members.timeout)) as store:
             store.connect()
-            text = links.explain(store, members, {0: at, 1: refusing})
+            text = gloo.explain_links(store, members, {0: at, 1: refusing})
     assert text.startswith("ranks [1] refuse connections"), text
