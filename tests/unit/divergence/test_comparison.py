@@ -21,7 +21,7 @@ from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
 from torchft_like.core.state_comparison import UNKNOWN_RANK, Divergence, RankFingerprint, combine, compare
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.errors import DivergenceError
-from torchft_like.manager.divergence_watch import HEALS_IN_VAIN_MAX, DivergenceWatch
+from torchft_like.manager.quorum_driver import HEALS_IN_VAIN_MAX, DivergenceWatch
 
 pytestmark = pytest.mark.agreement
 
