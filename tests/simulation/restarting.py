@@ -1,7 +1,7 @@
 """Processes that run their training function again, and spares that take the places of those that have ended.
 
 It does what the shells in `torchft_like/in_process` do around the real `MeetingProtocol`, `all_start_again`
-and `RestartBudget`, and `lighthouse/spare_ranks.py` around the real `Vacancies`. A try is one start of a
+and `RestartBudget`, and `lighthouse/server.py` around the real `Vacancies`. A try is one start of a
 replica group (`replica.py`), for which all of its processes have met. No wait for another process has a limit
 here, but for those that the shells limit to a few seconds. A launcher starts a group again when nobody of it
 is left, nor a spare on its way.
