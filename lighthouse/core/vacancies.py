@@ -2,7 +2,7 @@
 
 A spare rank is a process that has imported what it needs, is healthy, and takes part in nothing. Where the
 process of a rank has ended, the other ranks of its replica group ask for a spare, each of them for itself.
-How they meet it is theirs (`torchft_like/core/meeting.py`): here it is only told where to go.
+How they meet it is theirs (`torchft_like/core/restarts.py`): here it is only told where to go.
 
 INVARIANT: a spare is told of one place at a time. A place is told to another spare only after the one before
 has declined it or is gone, so a spare that still comes finds there that it is too late.

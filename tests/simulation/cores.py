@@ -9,8 +9,8 @@ from lighthouse.core.quorum import QuorumCore
 from lighthouse.core.vacancies import Vacancies
 from tests.simulation.fragments import Fragments
 from torchft_like.core.conversation import Conversation
-from torchft_like.core.meeting import MeetingProtocol
 from torchft_like.core.replica_group import ReplicaGroup
+from torchft_like.core.restarts import MeetingProtocol
 from torchft_like.core.step import StepProtocol
 from torchft_like.core.sync_schedule import SyncSchedule
 

@@ -17,20 +17,24 @@ from lighthouse.core.vacancies import Told as SpareTold
 from tests.simulation.replica import name_of
 from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, Process
 from torchft_like.core.catch_up import Version
-from torchft_like.core.meeting import (
+from torchft_like.core.restarts import (
     Ask,
     Check,
+    Ending,
     NewsError,
     Open,
     Put,
+    RankProcess,
     Read,
+    RestartBudget,
     Settle,
     Step,
     Steps,
     StoreLostError,
+    Told,
     Write,
+    all_start_again,
 )
-from torchft_like.core.restarts import Ending, RankProcess, RestartBudget, Told, all_start_again
 from torchft_like.errors import GroupLostError
 
 if TYPE_CHECKING:

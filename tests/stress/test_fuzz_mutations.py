@@ -63,9 +63,9 @@ from torchft_like.core.agreement.referee import Missing
 from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.core.conversation import Conversation
-from torchft_like.core.meeting import Record, StoreLostError
 from torchft_like.core.quorum_secret import QuorumSecret
 from torchft_like.core.replica_group import RankJoin, RankQuorum, ReplicaGroup
+from torchft_like.core.restarts import Record, StoreLostError
 from torchft_like.core.store import (
     MESSAGE_BYTES_MAX,
     VALIDATION_MAGIC,

@@ -2,7 +2,7 @@
 
 Where each of them serves its store they learn once, in the store that the launcher has named (MASTER_ADDR,
 MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it from the others.
-`core/meeting.py` says what is asked of these stores. Here it is asked, and every wait is interrupted once the
+`core/restarts.py` says what is asked of these stores. Here it is asked, and every wait is interrupted once the
 process of another rank has ended, or it is known that no spare comes. A try has a store of its own besides,
 served by rank 0, and those variables name it while it lasts. So the Manager, torch's `env://` and any library
 that looks for its ranks find the living ones, and nothing that an earlier try has left.
@@ -27,21 +27,23 @@ from typing import Self, TypeVar
 
 from lighthouse.address import Address, is_loopback, parse_address
 from lighthouse.listening import until_refused
-from torchft_like.core.meeting import (
+from torchft_like.core.restarts import (
     Ask,
     Check,
+    Ending,
     MeetingProtocol,
     NewsError,
     Open,
     Put,
+    RankProcess,
     Read,
     Settle,
     Step,
     Steps,
     StoreLostError,
+    Told,
     Write,
 )
-from torchft_like.core.restarts import Ending, RankProcess, Told
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s

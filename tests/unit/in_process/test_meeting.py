@@ -25,12 +25,16 @@ from lighthouse.server import Lighthouse
 from tests.conftest import WAIT_LIMIT_S
 from tests.faults import raising
 from tests.waiting import soon
-from torchft_like.core.meeting import MeetingProtocol, Open, Read, Record, Steps
 from torchft_like.core.restarts import (
     OF_THE_RUN,
     Ending,
+    MeetingProtocol,
+    Open,
     RankProcess,
+    Read,
+    Record,
     RestartBudget,
+    Steps,
     Told,
     all_start_again,
     ending_of,
