@@ -2,10 +2,10 @@
 
 Where each of them serves its store they learn once, in the store that the launcher has named (MASTER_ADDR,
 MASTER_PORT): under torchrun the agent serves it, otherwise rank 0 does. A spare learns it from the others.
-`core/restarts.py` says what is asked of these stores. Here it is asked, and every wait is interrupted once the
-process of another rank has ended, or it is known that no spare comes. A try has a store of its own besides,
-served by rank 0, and those variables name it while it lasts. So the Manager, torch's `env://` and any library
-that looks for its ranks find the living ones, and nothing that an earlier try has left.
+`core/restarts.py` says what is asked of these stores. Here it is asked, and every wait is interrupted once
+the process of another rank has ended, or it is known that no spare comes. A try has a store of its own
+besides, served by rank 0, and those variables name it while it lasts. So the Manager, torch's `env://` and
+any library that looks for its ranks find the living ones, and nothing that an earlier try has left.
 
 INVARIANT: a rank begins try n + 1 only after every rank of the group has ended try n and said so, or is gone.
 """

@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +30,9 @@ from torchft_like.core.replica_group import Verdict
 from torchft_like.core.step import Plan
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import QuorumTimeoutError
-from torchft_like.manager.managed_work import Pending, Report
+
+if TYPE_CHECKING:  # reductions know attempts
+    from torchft_like.manager.managed_work import Pending, Report
 
 
 class Attempt:

@@ -49,9 +49,8 @@ from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, resolve, step_rules
 from torchft_like.manager.group_store import connect, start_default_group
 from torchft_like.manager.managed_group import ManagedGroup
-from torchft_like.manager.managed_work import GroupReduction, Reduction, options_for
+from torchft_like.manager.managed_work import GroupReduction, Reducer, Reduction, options_for
 from torchft_like.manager.quorum_driver import QuorumDriver
-from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import LoadFunction, SaveFunction, StateRegistry
 from torchft_like.otel import followed

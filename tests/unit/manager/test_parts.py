@@ -40,12 +40,12 @@ from torchft_like.manager.managed_group import ManagedGroup
 from torchft_like.manager.managed_work import (
     AVERAGE,
     GroupReduction,
+    Reducer,
     Reduction,
     is_average,
     options_for,
     summing,
 )
-from torchft_like.manager.reducer import Reducer
 from torchft_like.manager.state_exchange import state_bytes
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.process_group import ProcessGroup, ProcessGroupDummy, ProcessGroupWrapper
