@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.shards import is_dtensor
 from torchft_like.dtypes import as_bytes
 from torchft_like.plain_data import Leaf

@@ -65,7 +65,7 @@ from lighthouse.listening import listen_guarded
 from lighthouse.tls import TLS_ENV, accepted, scheme
 from lighthouse.trust import authorization, process_trust
 from torchft_like.checkpointing.copy_ahead import CopyAhead
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     CORRUPT,

@@ -47,8 +47,14 @@ from torchft_like.checkpointing.copy_ahead import (
     pieces_of,
     plain_part,
 )
-from torchft_like.checkpointing.device_copy import ToDevice, ToHost, devices
-from torchft_like.checkpointing.kept_memory import HUGE_FROM, KeptMemory, fresh_memory
+from torchft_like.checkpointing.host_memory import (
+    HUGE_FROM,
+    KeptMemory,
+    ToDevice,
+    ToHost,
+    devices,
+    fresh_memory,
+)
 from torchft_like.checkpointing.shards import STATE_SCHEMA, is_dtensor, layout_of
 from torchft_like.dtypes import as_bytes
 from torchft_like.errors import CheckpointError, CheckpointFormatError, ForeignStateError, PlainDataError

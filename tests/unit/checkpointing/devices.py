@@ -13,8 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from torchft_like.checkpointing import device_copy, state_stream
-from torchft_like.checkpointing.device_copy import TorchDevices
+from torchft_like.checkpointing import host_memory, state_stream
+from torchft_like.checkpointing.host_memory import TorchDevices
 
 # When a copy is carried out: as soon as it is begun, when somebody waits for it, or at some moment between.
 PACES = ("eager", "lazy", "uneven")
@@ -88,7 +88,7 @@ class PlayedDevice(TorchDevices):
 def played(device: PlayedDevice, **sizes: int) -> Iterator[PlayedDevice]:
     """Have the checkpoints use the device, with pieces and buffers of other sizes than they have."""
     with contextlib.ExitStack() as patches:
-        for module in (device_copy, state_stream):
+        for module in (host_memory, state_stream):
             patches.enter_context(patch.object(module, "devices", device))
             for name, value in sizes.items():
                 if hasattr(module, name):

@@ -21,7 +21,7 @@ from tests.unit.checkpointing.states import dump_state, stream_of
 from tests.waiting import wait_for
 from torchft_like.checkpointing import copy_ahead
 from torchft_like.checkpointing.copy_ahead import CopyAhead
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.optim import GradientReplay
 

@@ -20,7 +20,7 @@ from tests.equality import same
 from tests.unit.checkpointing.devices import PACES, PlayedDevice, played
 from tests.unit.checkpointing.states import load_state, stream_of
 from torchft_like.checkpointing.copy_ahead import Piece
-from torchft_like.checkpointing.device_copy import _Staging
+from torchft_like.checkpointing.host_memory import _Staging
 from torchft_like.checkpointing.state_stream import IncomingState, Snapshot, read_header
 from torchft_like.errors import CheckpointFormatError
 

@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.plain_data import Buffer
 

@@ -15,7 +15,7 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S, config_of, ignore, qu
 from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.checkpointing.copy_ahead import PLAIN_FROM, CopyAhead
-from torchft_like.checkpointing.kept_memory import KeptMemory
+from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.replica_group import GroupLostNotice
 from torchft_like.core.step import StepProtocol, StepRules

@@ -1,11 +1,12 @@
-"""Bytes between a device and the host, through a few pinned buffers that are used in turn.
+"""The host's memory that states pass through: buffers between a device and the host, and that of a snapshot.
 
-A device copies at its full speed where the host's memory is pinned. While one buffer is copied by the device,
-on a stream of its own, the processor moves what the one before has brought, or fills the next.
+A device copies at its full speed where the host's memory is pinned, so a few pinned buffers are used in turn.
+While one is copied by the device, on a stream of its own, the processor moves what the one before has
+brought, or fills the next.
 
 The memory of a whole snapshot is not pinned: the kernel has to make and lock each page of it first, which
 takes longer than to copy the bytes once more within the host, and it could not be marked as free afterwards
-(`kept_memory`). torch keeps the buffers for the next copy.
+(`KeptMemory`). torch keeps the buffers for the next copy.
 
 INVARIANTS
 * A buffer is used again when all that was begun with it is over, and so is the memory of a source.
@@ -14,9 +15,11 @@ INVARIANTS
 
 from __future__ import annotations
 
+import mmap
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from functools import partial
 from typing import Any, Self
 
@@ -208,3 +211,49 @@ class ToDevice(_Staging):
         yield part.numpy().data
         self._begin(target.device, target, part)
         self._pass_on(buffer, [])
+
+
+HUGE_FROM = 4 * 1024 * 1024  # bytes of memory that is worth huge pages
+FOLD_MAX = 2  # kept memory that is larger than what is wanted by more than this is given back
+
+
+class KeptMemory:
+    """A lender of memory, which keeps one piece of what was given back.
+
+    Fresh memory costs more than all that is done with it: the kernel zeroes each page that it gives, which
+    takes longer than to fill that page and to send it. So the memory of the last snapshot is kept, marked as
+    free (MADV_FREE): the kernel takes pages of it where a process needs some, and the next snapshot finds the
+    others as they were. The pages are huge where the system allows it: a page fault for each small one would
+    take as long as the zeros.
+    """
+
+    def __init__(self) -> None:
+        # A deque needs no lock, which the garbage collector might take while it is held.
+        self._kept: deque[mmap.mmap] = deque(maxlen=1)
+
+    def lend(self, nbytes: int, borrower: object) -> memoryview:
+        """Return so many bytes of memory, which are the borrower's until it is garbage.
+
+        They hold anything: zeros, or what an earlier borrower has written.
+        """
+        memory = self._fitting(max(nbytes, 1))
+        weakref.finalize(borrower, self._keep, memory).atexit = False
+        return memoryview(memory)[:nbytes]
+
+    def _fitting(self, nbytes: int) -> mmap.mmap:
+        with suppress(IndexError):
+            if nbytes <= len(memory := self._kept.pop()) <= FOLD_MAX * nbytes:
+                return memory
+        return fresh_memory(nbytes)
+
+    def _keep(self, memory: mmap.mmap) -> None:
+        memory.madvise(mmap.MADV_FREE)
+        self._kept.append(memory)
+
+
+def fresh_memory(nbytes: int) -> mmap.mmap:
+    """Return memory of huge pages, if the kernel has some."""
+    memory = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
