@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from torchft_like.testing.chaos.engine import Run
+from torchft_like.testing.chaos.campaign import Run
 from torchft_like.testing.chaos.evidence import Injection, judge
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.invariants import Commit

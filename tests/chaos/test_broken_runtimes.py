@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.chaos.campaign import make_report
-from torchft_like.testing.chaos.engine import Engine, features
+from torchft_like.testing.chaos.campaign import Engine, features, make_report
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.schedule import draw
 

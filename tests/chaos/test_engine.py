@@ -16,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from torchft_like.testing.chaos import engine
-from torchft_like.testing.chaos.campaign import hangs, make_report
-from torchft_like.testing.chaos.engine import Engine, Run, features
+from torchft_like.testing.chaos import campaign
+from torchft_like.testing.chaos.campaign import Engine, Run, features, hangs, make_report
 from torchft_like.testing.chaos.evidence import Injection, Outcome
 from torchft_like.testing.chaos.injectors import Injected, Target, inject, may_end
 from torchft_like.testing.chaos.job import ChaosJob
@@ -85,7 +84,7 @@ def test_a_job_that_trains_on_passes_without_faults(tmp_path: Path) -> None:
 def test_a_job_that_stops_committing_hangs_though_no_fault_came(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_like.testing.chaos.engine.WHOLE_S_MAX", 1.0)
+    monkeypatch.setattr("torchft_like.testing.chaos.campaign.WHOLE_S_MAX", 1.0)
     [hang] = hangs(run(tmp_path, "stalls"))
     assert "no step of all" in hang
 
@@ -154,8 +153,8 @@ def test_descriptors_are_missing_until_somebody_has_missed_one(
         asked.append(bool(is_lifted))
         return Outcome(injection, "felt" if len(asked) == 3 else "", None, None, 0.0)
 
-    monkeypatch.setattr(engine, "inject", injected)
-    monkeypatch.setattr(engine, "judge", judged)
+    monkeypatch.setattr(campaign, "inject", injected)
+    monkeypatch.setattr(campaign, "judge", judged)
     runner = Engine(job.settings, tmp_path, features(job.settings, network=False), lambda _: None, 0)
     planned = Planned(number=0, at_s=0, kind="fd-exhaustion", victim=0, duration_s=0.1, amount=0)
     runner._inject(Target(job), planned)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.chaos.campaign import make_report
-from torchft_like.testing.chaos.engine import Engine, Run, features, usable
+from torchft_like.testing.chaos.campaign import Engine, Run, features, make_report, usable
 from torchft_like.testing.chaos.network import why_unavailable
 from torchft_like.testing.chaos.orders import JobSettings, Training
 from torchft_like.testing.chaos.schedule import draw

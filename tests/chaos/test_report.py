@@ -27,12 +27,15 @@ from torchft_like.testing.chaos.campaign import (
     FAILED,
     WRONG_ARGUMENT,
     Report,
+    Run,
+    features,
+    growth,
     make_report,
     measure,
     percentiles,
     plot,
+    usable,
 )
-from torchft_like.testing.chaos.engine import Run, features, growth, usable
 from torchft_like.testing.chaos.evidence import FELT, Injection, judge
 from torchft_like.testing.chaos.injectors import INJECTORS
 from torchft_like.testing.chaos.orders import JobSettings
@@ -514,7 +517,7 @@ def fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], t
 
     def run(command: str, *job: str, first_step_s_max: float = 1e9) -> str:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-        monkeypatch.setattr("torchft_like.testing.chaos.engine.FIRST_STEP_S_MAX", first_step_s_max)
+        monkeypatch.setattr("torchft_like.testing.chaos.campaign.FIRST_STEP_S_MAX", first_step_s_max)
         command = f"{sys.executable} {command}"
         assert main(["chaos", "--no-network", "--kinds", "kill", "--command", command, *job]) == FAILED
         return capsys.readouterr().err

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from torchft_like.testing.chaos.engine import kind_of, mapped_shared_memory, things_of
+from torchft_like.testing.chaos.campaign import kind_of, mapped_shared_memory, things_of
 
 SETTLE_S = 30.0
 PAUSE_S = 0.05
