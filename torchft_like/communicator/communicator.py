@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
 from torchft_like.communicator.handle import Epoch
 from torchft_like.communicator.tensors import device_terms, specifications
-from torchft_like.core.agreement.rules import disagreement
+from torchft_like.core.agreement.referee import disagreement
 from torchft_like.core.agreement.statements import (
     RECORD_BYTES,
     Record,

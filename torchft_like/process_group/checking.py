@@ -53,12 +53,12 @@ from torchft_like.core.agreement.referee import (
     COMPARED_MAX,
     ENOUGH,
     Answer,
+    Disagreement,
     Missing,
     Problem,
     Question,
     Referee,
 )
-from torchft_like.core.agreement.rules import Disagreement
 from torchft_like.core.agreement.statements import EXCHANGED, PAIRED, Statement, decode, encode, specification
 from torchft_like.devices import beside_captures
 from torchft_like.errors import (

@@ -16,13 +16,14 @@ from torchft_like.core.agreement.referee import (
     NO_TICKET,
     Answer,
     Call,
+    Disagreement,
     Missing,
     Problem,
     Question,
     Referee,
     Ruling,
+    disagreement,
 )
-from torchft_like.core.agreement.rules import Disagreement, disagreement
 from torchft_like.core.agreement.statements import GATHERED, Statement
 
 

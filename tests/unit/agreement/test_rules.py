@@ -11,8 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_like.core.agreement.referee import Answer, Call, Missing, Referee, Ruling
-from torchft_like.core.agreement.rules import Disagreement, disagreement
+from torchft_like.core.agreement.referee import (
+    Answer,
+    Call,
+    Disagreement,
+    Missing,
+    Referee,
+    Ruling,
+    disagreement,
+)
 from torchft_like.core.agreement.statements import (
     CALL_BYTES_MAX,
     EXCHANGED,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from lighthouse.core.json_text import read_json
 
-# The rules that the tensors of a call follow; `rules` defines them.
+# The rules that the tensors of a call follow; `referee` defines them.
 SAME = "same"  # every argument is the same on every rank
 GATHERED = "gathered"  # output i, of each rank that has outputs, takes the input of rank i
 SCATTERED = "scattered"  # input i, of each rank that has inputs, goes to the output of rank i
