@@ -1,8 +1,7 @@
 """A replica group's ManagerServer in the simulation: the shell around the real `ReplicaGroup`.
 
-It lives in the process of rank 0. Towards the lighthouse it keeps one session open, as
-`manager_server/lighthouse_link.py` does, unless it waits for a rank; towards each other rank it has a line
-(`rank_line.py`).
+It lives in the process of rank 0. Towards the lighthouse it keeps one session open, as `LighthouseLink` does,
+unless it waits for a rank; towards each other rank it has a line (`rank_line.py`).
 """
 
 from __future__ import annotations

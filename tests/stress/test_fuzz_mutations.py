@@ -59,8 +59,7 @@ from torchft_like.checkpointing.http_transport import (
 from torchft_like.checkpointing.state_stream import Expectation, IncomingState, Snapshot, read_header
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.core.agreement import statements
-from torchft_like.core.agreement.referee import Missing
-from torchft_like.core.agreement.rules import Disagreement
+from torchft_like.core.agreement.referee import Disagreement, Missing
 from torchft_like.core.agreement.statements import Statement
 from torchft_like.core.conversation import Conversation
 from torchft_like.core.quorum_secret import QuorumSecret
@@ -89,14 +88,13 @@ from torchft_like.group_coordinator.creation import _ranks_in
 from torchft_like.in_process.spare import _place_of
 from torchft_like.manager.config import ManagerArguments, resolve
 from torchft_like.manager_server.duplex import MalformedMessageError
-from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import (
     SessionLink,
     quorum_result_from_wire,
     quorum_result_to_wire,
     verdict_from_wire,
 )
-from torchft_like.manager_server.server import ManagerServer, rank_join
+from torchft_like.manager_server.server import LighthouseLink, ManagerServer, rank_join
 from torchft_like.message_queue import remote
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import NO_LEAVES, assembled, reading_ring

@@ -22,7 +22,7 @@ from lighthouse.session import service
 from lighthouse.wire import torchft_pb2 as pb
 from tests.waiting import await_fact
 from torchft_like.core.stall_watch import REPORT_PER_MEMBER_S, ProgressLog
-from torchft_like.manager_server.lighthouse_link import LighthouseLink
+from torchft_like.manager_server.server import LighthouseLink
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0

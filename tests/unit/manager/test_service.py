@@ -36,9 +36,8 @@ from torchft_like.core.replica_group import (
 from torchft_like.errors import ConfigError, ConnectError, CoordinationError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
-from torchft_like.manager_server.lighthouse_link import LighthouseLink
 from torchft_like.manager_server.rank_link import RankCall, ServerGoneError, SessionLink
-from torchft_like.manager_server.server import _Handlers
+from torchft_like.manager_server.server import LighthouseLink, _Handlers
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
