@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchft_like.testing.chaos.campaign import Run
-from torchft_like.testing.chaos.evidence import Injection, judge
+from torchft_like.testing.chaos.kinds import Injection, judge
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.invariants import Commit
 from torchft_like.testing.log import Log

@@ -18,9 +18,8 @@ import pytest
 
 from torchft_like.testing.chaos import campaign
 from torchft_like.testing.chaos.campaign import Engine, Run, features, hangs, make_report
-from torchft_like.testing.chaos.evidence import Injection, Outcome
-from torchft_like.testing.chaos.injectors import Injected, Target, inject, may_end
 from torchft_like.testing.chaos.job import ChaosJob
+from torchft_like.testing.chaos.kinds import Injected, Injection, Outcome, Target, inject, may_end
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.schedule import Planned
 from torchft_like.testing.journal import Journal, JournalReader

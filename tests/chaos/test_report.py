@@ -36,8 +36,7 @@ from torchft_like.testing.chaos.campaign import (
     plot,
     usable,
 )
-from torchft_like.testing.chaos.evidence import FELT, Injection, judge
-from torchft_like.testing.chaos.injectors import INJECTORS
+from torchft_like.testing.chaos.kinds import OF_KIND, Injection, judge
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.schedule import KINDS, draw
 from torchft_like.testing.journal import Journal, Witness
@@ -359,7 +358,7 @@ def test_a_bad_link_is_felt_when_packets_were_cut_and_nobody_committed(cut: int,
 
 
 def test_every_kind_of_fault_can_be_injected_and_felt() -> None:
-    assert set(KINDS) == set(INJECTORS) >= set(FELT)
+    assert set(KINDS) == set(OF_KIND)
 
 
 # What a witness takes for a commit.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchft_like.testing.chaos.injectors import SmallDisk
+from torchft_like.testing.chaos.kinds import SmallDisk
 
 pytestmark = pytest.mark.skipif(
     SmallDisk.why_unavailable() is not None, reason=SmallDisk.why_unavailable() or ""

@@ -3,7 +3,7 @@
 A fault is injected at its time, or later: when the job has been whole again for a moment, that is, all
 replica groups have committed a step together since the last fault was felt, and still do. A job that does not
 come back within its limit hangs, which ends the run; so does a job that no longer trains before a fault or at
-the end, for any reason. The engine records what happened; `evidence` and `invariants` judge it.
+the end, for any reason. The engine records what happened; `kinds` and `invariants` judge it.
 
 The report has numbers and a verdict, as text and as JSON. docs/testing.md defines the numbers ("The numbers
 of a report"). A divergence is a violation of `agreement`, `heal_is_clean` or `no_trace`: other bits at the
@@ -32,9 +32,17 @@ from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import psutil
 
-from torchft_like.testing.chaos.evidence import WHOLE_S_MAX, Injection, Outcome, judge
-from torchft_like.testing.chaos.injectors import SmallDisk, Target, clear_triggers, inject
 from torchft_like.testing.chaos.job import ChaosJob, JobError
+from torchft_like.testing.chaos.kinds import (
+    WHOLE_S_MAX,
+    Injection,
+    Outcome,
+    SmallDisk,
+    Target,
+    clear_triggers,
+    inject,
+    judge,
+)
 from torchft_like.testing.chaos.network import Network, NetworkUnavailableError, why_unavailable
 from torchft_like.testing.chaos.orders import JobSettings, Training
 from torchft_like.testing.chaos.schedule import KINDS, Planned, draw
