@@ -30,7 +30,7 @@ BACKENDS = MappingProxyType(
         "torchft-baby-gloo": Origin("baby.group", "ProcessGroupBabyGloo", ("cpu",)),
         "torchft-nccl": Origin("nccl", "ProcessGroupNCCL", ("cuda",)),
         "torchft-baby-nccl": Origin("baby.group", "ProcessGroupBabyNCCL", ("cuda",)),
-        "torchft-dummy": Origin("stand_ins", "ProcessGroupDummy", ("cpu",)),
+        "torchft-dummy": Origin("wrapper", "ProcessGroupDummy", ("cpu",)),
     }
 )
 

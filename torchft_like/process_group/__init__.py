@@ -23,15 +23,15 @@ from torchft_like.process_group.nccl import (
     ProcessGroupNCCL,
     trigger_nccl_fr_trace_through_pipe,
 )
-from torchft_like.process_group.stand_ins import (
-    FakeProcessGroupWrapper,
-    FaultInjectingProcessGroup,
-    ProcessGroupDummy,
-)
 from torchft_like.process_group.store import create_store_client
 from torchft_like.process_group.swallowing import ErrorSwallowingProcessGroupWrapper, ManagedProcessGroup
 from torchft_like.process_group.torch_interface import adopt_functions
-from torchft_like.process_group.wrapper import ProcessGroupWrapper
+from torchft_like.process_group.wrapper import (
+    FakeProcessGroupWrapper,
+    FaultInjectingProcessGroup,
+    ProcessGroupDummy,
+    ProcessGroupWrapper,
+)
 
 __all__ = [
     "TORCHFT_TRIGGER_FR_ON_ABORT",

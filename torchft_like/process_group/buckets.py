@@ -22,8 +22,8 @@ from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from torchft_like.process_group.collectives import Collective
-from torchft_like.process_group.stand_ins import ProcessGroupDummy
 from torchft_like.process_group.torch_interface import TorchInterface
+from torchft_like.process_group.wrapper import ProcessGroupDummy
 
 
 def fix_buckets(model: DistributedDataParallel) -> None:

@@ -176,7 +176,7 @@ class Collective:
         output, input: the tensor arguments; None if there is none.
         options: the other parameters of the full overload, for introspection.
         blocking: whether it returns None once it is over, not a Work.
-        agreement: what the members' arguments must have in common: a rule of `agreement.rules`.
+        agreement: what the members' arguments must have in common: a rule of `agreement.referee`.
     """
 
     name: str

@@ -29,7 +29,7 @@ from torchft_like.manager.quorum_driver import QuorumDriver, QuorumWorker
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.process_group import ProcessGroup
-from torchft_like.process_group.stand_ins import ProcessGroupDummy
+from torchft_like.process_group.wrapper import ProcessGroupDummy
 
 LIMIT_S = 30.0
 

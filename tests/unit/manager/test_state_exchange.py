@@ -27,7 +27,7 @@ from torchft_like.manager.quorum_driver import QuorumDriver
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.optim import GradientReplay
-from torchft_like.process_group.stand_ins import ProcessGroupDummy
+from torchft_like.process_group.wrapper import ProcessGroupDummy
 
 SERVES, HEALS = {"a": 3, "b": 2}, {"a": 2, "b": 3}
 
