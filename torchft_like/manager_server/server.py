@@ -2,7 +2,7 @@
 
 It lives in the process of rank 0, on the coordination loop, which owns all of its state. Towards the
 lighthouse it keeps a `LighthouseLink`; towards the ranks it serves sessions and torchft's unary calls over
-gRPC (`_Handlers`), and direct calls for the rank in its own process. All their messages go through
+gRPC, and direct calls for the rank in its own process. All their messages go through
 `ReplicaGroup`, and this module carries out the effects that come back.
 """
 
@@ -20,7 +20,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Iterable
 from datetime import timedelta
 from functools import partial
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import grpc
 import grpc.aio
@@ -214,11 +214,11 @@ class ManagerServer:
 
     def join(self, join: RankJoin) -> None:
         """Ask for a quorum, as the rank that lives in this process."""
-        self._loop.loop.call_soon_threadsafe(self.rank_joined, join)
+        self._loop.loop.call_soon_threadsafe(lambda: self._perform(self.group.rank_joined(join)))
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
         """Vote, as the rank that lives in this process."""
-        self._loop.loop.call_soon_threadsafe(self.rank_voted, group_rank, vote)
+        self._loop.loop.call_soon_threadsafe(lambda: self._perform(self.group.rank_voted(group_rank, vote)))
 
     # ------------------------------------------------- called on the loop, by ranks
 
@@ -236,26 +236,10 @@ class ManagerServer:
             self._ranks[group_rank] = listener
         return is_free
 
-    def listener_of(self, group_rank: int) -> RankListener | None:
-        """Return the listener of a rank."""
-        return self._ranks.get(group_rank)
-
-    def rank_joined(self, join: RankJoin) -> None:
-        """Handle a rank's request for a quorum."""
-        self._perform(self.group.rank_joined(join))
-
     def rank_withdrew(self, group_rank: int, listener: RankListener) -> None:
         """Handle a rank that no longer waits for a quorum; ignored for a call that a newer one replaced."""
         if self._ranks.get(group_rank) is listener:
             self.group.rank_withdrew(group_rank)
-
-    def rank_voted(self, group_rank: int, vote: Verdict) -> None:
-        """Handle a rank's vote on a step."""
-        self._perform(self.group.rank_voted(group_rank, vote))
-
-    def rank_holds(self, group_rank: int, quorum_id: int, step: int) -> None:
-        """Handle a rank that has not begun this step, and does not until it is told more."""
-        self._perform(self.group.rank_holds(group_rank, quorum_id, step))
 
     def rank_left(self, group_rank: int, reason: str, step: int, quorum_id: int) -> None:
         """Handle a rank that left in good order before this step, and with which the whole group leaves."""
@@ -309,9 +293,110 @@ class ManagerServer:
         )
         self._loop.loop.call_later(0.05, os._exit, KILL_EXIT_CODE)
 
+    # ------------------------------------------------- what ranks say over gRPC
+
+    async def serve_session(self, _requests: object, context: Context) -> None:
+        first: pb.RankSessionRequest = await read_register(context, pb.RankSessionRequest)
+        group_rank, replica_id = first.register.group_rank, self.replica_id
+        async with Session(context, QUEUE_MAX) as session:
+            if first.register.replica_id not in ("", replica_id):
+                text = f"{first.register.replica_id:.100} is gone: {replica_id} has its address"
+                raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
+            self._check_rank(group_rank, context)
+            line = self._line_of(first.register, first.received)
+            registered = pb.RankRegistered(replica_id=replica_id)
+            line.connect(session, pb.RankSessionResponse(registered=registered))
+            try:
+                await self._hear(session, group_rank, line)
+            finally:
+                if line.disconnect(session):
+                    self.rank_silent(group_rank, line, line.address)
+
+    def _line_of(self, register: pb.RankRegister, received: int) -> _SessionLine:
+        """Return the line to a rank's process, which has received so much: that of before, or a new one."""
+        process = register.process or uuid.uuid4().bytes
+        line = self._ranks.get(register.group_rank)
+        if isinstance(line, _SessionLine) and line.process == process:
+            if not line.conversation.arrived(received):
+                raise invalid("this rank has read too little, or more than was said")
+            self.rank_resumed(register.group_rank)
+            return line
+        line = _SessionLine(process, register.address)
+        self._attach(register.group_rank, line, process)
+        return line
+
+    async def _hear(self, session: Session, group_rank: int, line: _SessionLine) -> None:
+        while (request := await session.read()) is not None:
+            if not line.conversation.arrived(request.received):
+                raise invalid("this rank has read more than was said")
+            if (kind := request.WhichOneof("request")) is not None:
+                line.conversation.hear()
+            match kind:
+                case "join":
+                    self._perform(self.group.rank_joined(rank_join(request.join, group_rank)))
+                case "vote":
+                    self._perform(self.group.rank_voted(group_rank, verdict_from_wire(request.vote)))
+                case "holds":
+                    holds = request.holds
+                    self._perform(self.group.rank_holds(group_rank, holds.quorum_id, holds.step))
+                case "leave":
+                    leave = request.leave
+                    self.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step, leave.quorum_id)
+                    await session.drain()
+                    return  # the rank waits for this side to end the stream
+            if line.conversation.owes_count:
+                line.write(pb.RankSessionResponse())
+
+    async def serve_quorum(self, request: pb.ManagerQuorumRequest, context: Context) -> bytes:
+        call = self._attach_call(request.group_rank, context, RankQuorum)
+        self._perform(self.group.rank_joined(rank_join(request, request.group_rank)))
+        try:
+            return quorum_result_to_wire((await call.answer).result).SerializeToString()
+        except asyncio.CancelledError:
+            self.rank_withdrew(request.group_rank, call)
+            raise
+
+    async def serve_should_commit(self, request: pb.ShouldCommitRequest, context: Context) -> bytes:
+        call = self._attach_call(request.group_rank, context, RankVerdict)
+        self._perform(self.group.rank_voted(request.group_rank, verdict_from_wire(request)))
+        return pb.ShouldCommitResponse(**verdict_fields((await call.answer).verdict)).SerializeToString()
+
+    async def serve_checkpoint_metadata(self, request: pb.CheckpointMetadataRequest, _: Context) -> bytes:
+        if (metadata := self.group.checkpoint_metadata(request.rank)) is None:
+            text = f"rank {request.rank} of {self.replica_id} has not joined yet"
+            raise RefusedError(Refusal(grpc.StatusCode.NOT_FOUND, text))
+        return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata).SerializeToString()
+
+    async def serve_kill(self, request: pb.KillRequest, _: Context) -> bytes:
+        self.kill(request.msg)
+        return b""
+
+    def _attach_call(self, group_rank: int, context: Context, kind: type[A]) -> _UnaryCall[A]:
+        self._check_rank(group_rank, context)
+        self._attach(group_rank, call := _UnaryCall(kind))
+        return call
+
+    def _attach(self, group_rank: int, listener: RankListener, process: bytes | None = None) -> None:
+        if not self.rank_attached(group_rank, listener, process):
+            here = f"rank {group_rank} of {self.replica_id} is here already"
+            why = self.group.lost_reason or here
+            raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, why))
+
+    def _check_rank(self, group_rank: int, context: Context) -> None:
+        """Refuse a number that is none of a rank, and a caller that does not show the group's key."""
+        if not 0 <= group_rank < self.group.world_size:
+            raise invalid(f"group rank {group_rank} is not in [0, {self.group.world_size})")
+        if not (key := self.rank_key):
+            return
+        shown = [str(value) for name, value in context.invocation_metadata() or () if name == GROUP_KEY]
+        if not hmac.compare_digest("".join(shown).encode(), key.encode()):
+            text = f"only a rank of {self.replica_id} says that: its store tells its ranks a key"
+            raise RefusedError(Refusal(grpc.StatusCode.PERMISSION_DENIED, text))
+
     # ------------------------------------------------- called by the lighthouse link
 
     def registration(self) -> pb.Register:
+        """Return the first message of a session."""
         return pb.Register(
             replica_id=self.replica_id,
             address=self._address.url,
@@ -327,23 +412,28 @@ class ManagerServer:
         )
 
     def lighthouse_connected(self) -> None:
+        """Repeat the open requests: the lighthouse listens, and has forgotten earlier ones."""
         self._progress = ProgressLog()  # that lighthouse has heard nothing
         self._perform(self.group.lighthouse_connected())
         if self._local is not None:
             self._local.lighthouse_connected()
 
     def lighthouse_disconnected(self, reason: str) -> None:
+        """Note that the connection is down; it is being restored."""
         self._perform(self.group.lighthouse_disconnected())
         if self._local is not None:
             self._local.lighthouse_disconnected(reason)
 
     def lease_ended(self) -> None:
+        """Go on in a quorum that stands no longer: the lighthouse may form another one by now."""
         self._perform(self.group.lease_ended())
 
     def refused(self, reason: str) -> None:
+        """End this replica group, which is foreign to the lighthouse's job; the connection is over."""
         self._perform(self.group.refused(reason))
 
     def hear(self, response: pb.SessionResponse) -> None:
+        """Handle a message to this replica group, which only a newer version may know."""
         group = self.group
         match response.WhichOneof("response"):
             case "quorum":
@@ -399,7 +489,7 @@ class ManagerServer:
         if (rank := self._ranks.get(group_rank)) is None:
             _logger.debug("rank %d is not there for %s", group_rank, message)
         elif (step := rank.hear(message)) is not None and isinstance(message, HoldRanks):
-            self.rank_holds(group_rank, message.quorum_id, step)
+            self._perform(self.group.rank_holds(group_rank, message.quorum_id, step))
 
     def _tell_lighthouse(
         self, news: GroupJoin | GroupIdentity | GroupHolds | BrokenLinks | GroupAway
@@ -550,120 +640,16 @@ def _do_all(acts: Iterable[Callable[[], None]]) -> None:
 
 def manager_service(server: ManagerServer) -> grpc.GenericRpcHandler[Any, Any]:
     """Make the handlers of the service torchft.ManagerService."""
-    handlers = _Handlers(server)
     return service(
         "torchft.ManagerService",
-        streams={"Session": (handlers.session, pb.RankSessionRequest)},
+        streams={"Session": (server.serve_session, pb.RankSessionRequest)},
         calls={
-            "Quorum": (handlers.quorum, pb.ManagerQuorumRequest),
-            "CheckpointMetadata": (handlers.checkpoint_metadata, pb.CheckpointMetadataRequest),
-            "ShouldCommit": (handlers.should_commit, pb.ShouldCommitRequest),
-            "Kill": (handlers.kill, pb.KillRequest),
+            "Quorum": (server.serve_quorum, pb.ManagerQuorumRequest),
+            "CheckpointMetadata": (server.serve_checkpoint_metadata, pb.CheckpointMetadataRequest),
+            "ShouldCommit": (server.serve_should_commit, pb.ShouldCommitRequest),
+            "Kill": (server.serve_kill, pb.KillRequest),
         },
     )
-
-
-class _Handlers:
-    def __init__(self, server: ManagerServer) -> None:
-        self._server = server
-
-    async def session(self, _requests: object, context: Context) -> None:
-        first: pb.RankSessionRequest = await read_register(context, pb.RankSessionRequest)
-        group_rank, replica_id = first.register.group_rank, self._server.replica_id
-        async with Session(context, QUEUE_MAX) as session:
-            if first.register.replica_id not in ("", replica_id):
-                text = f"{first.register.replica_id:.100} is gone: {replica_id} has its address"
-                raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, text))
-            self._check(group_rank, context)
-            line = self._line_of(first.register, first.received)
-            registered = pb.RankRegistered(replica_id=replica_id)
-            line.connect(session, pb.RankSessionResponse(registered=registered))
-            try:
-                await self._hear(session, group_rank, line)
-            finally:
-                if line.disconnect(session):
-                    self._server.rank_silent(group_rank, line, line.address)
-
-    def _line_of(self, register: pb.RankRegister, received: int) -> _SessionLine:
-        """Return the line to a rank's process, which has received so much: that of before, or a new one."""
-        server, process = self._server, register.process or uuid.uuid4().bytes
-        line = server.listener_of(register.group_rank)
-        if isinstance(line, _SessionLine) and line.process == process:
-            if not line.conversation.arrived(received):
-                raise invalid("this rank has read too little, or more than was said")
-            server.rank_resumed(register.group_rank)
-            return line
-        line = _SessionLine(process, register.address)
-        self._attach(register.group_rank, line, process)
-        return line
-
-    async def _hear(self, session: Session, group_rank: int, line: _SessionLine) -> None:
-        server = self._server
-        while (request := await session.read()) is not None:
-            if not line.conversation.arrived(request.received):
-                raise invalid("this rank has read more than was said")
-            if (kind := request.WhichOneof("request")) is not None:
-                line.conversation.hear()
-            match kind:
-                case "join":
-                    server.rank_joined(rank_join(request.join, group_rank))
-                case "vote":
-                    server.rank_voted(group_rank, verdict_from_wire(request.vote))
-                case "holds":
-                    server.rank_holds(group_rank, request.holds.quorum_id, request.holds.step)
-                case "leave":
-                    leave = request.leave
-                    server.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step, leave.quorum_id)
-                    await session.drain()
-                    return  # the rank waits for this side to end the stream
-            if line.conversation.owes_count:
-                line.write(pb.RankSessionResponse())
-
-    async def quorum(self, request: pb.ManagerQuorumRequest, context: Context) -> bytes:
-        call = self._attach_call(request.group_rank, context, RankQuorum)
-        self._server.rank_joined(rank_join(request, request.group_rank))
-        try:
-            return quorum_result_to_wire((await call.answer).result).SerializeToString()
-        except asyncio.CancelledError:
-            self._server.rank_withdrew(request.group_rank, call)
-            raise
-
-    async def should_commit(self, request: pb.ShouldCommitRequest, context: Context) -> bytes:
-        call = self._attach_call(request.group_rank, context, RankVerdict)
-        self._server.rank_voted(request.group_rank, verdict_from_wire(request))
-        return pb.ShouldCommitResponse(**verdict_fields((await call.answer).verdict)).SerializeToString()
-
-    async def checkpoint_metadata(self, request: pb.CheckpointMetadataRequest, _: Context) -> bytes:
-        if (metadata := self._server.group.checkpoint_metadata(request.rank)) is None:
-            text = f"rank {request.rank} of {self._server.replica_id} has not joined yet"
-            raise RefusedError(Refusal(grpc.StatusCode.NOT_FOUND, text))
-        return pb.CheckpointMetadataResponse(checkpoint_metadata=metadata).SerializeToString()
-
-    async def kill(self, request: pb.KillRequest, _: Context) -> bytes:
-        self._server.kill(request.msg)
-        return b""
-
-    def _attach_call(self, group_rank: int, context: Context, kind: type[A]) -> _UnaryCall[A]:
-        self._check(group_rank, context)
-        self._attach(group_rank, call := _UnaryCall(kind))
-        return call
-
-    def _attach(self, group_rank: int, listener: RankListener, process: bytes | None = None) -> None:
-        if not self._server.rank_attached(group_rank, listener, process):
-            here = f"rank {group_rank} of {self._server.replica_id} is here already"
-            why = self._server.group.lost_reason or here
-            raise RefusedError(Refusal(grpc.StatusCode.ALREADY_EXISTS, why))
-
-    def _check(self, group_rank: int, context: Context) -> None:
-        """Refuse a number that is none of a rank, and a caller that does not show the group's key."""
-        if not 0 <= group_rank < self._server.group.world_size:
-            raise invalid(f"group rank {group_rank} is not in [0, {self._server.group.world_size})")
-        if not (key := self._server.rank_key):
-            return
-        shown = [str(value) for name, value in context.invocation_metadata() or () if name == GROUP_KEY]
-        if not hmac.compare_digest("".join(shown).encode(), key.encode()):
-            text = f"only a rank of {self._server.replica_id} says that: its store tells its ranks a key"
-            raise RefusedError(Refusal(grpc.StatusCode.PERMISSION_DENIED, text))
 
 
 def rank_join(request: pb.ManagerQuorumRequest, group_rank: int) -> RankJoin:
@@ -754,28 +740,6 @@ HEARTBEAT_TIMEOUT_S = 5.0
 LEASE_MIN_S = 0.001
 
 
-class LighthouseListener(Protocol):
-    """The owner of the connection."""
-
-    def registration(self) -> pb.Register:
-        """Return the first message of a session."""
-
-    def lighthouse_connected(self) -> None:
-        """Repeat the open requests: the lighthouse listens, and has forgotten earlier ones."""
-
-    def lighthouse_disconnected(self, reason: str) -> None:
-        """Note that the connection is down; it is being restored."""
-
-    def lease_ended(self) -> None:
-        """Go on in a quorum that stands no longer: the lighthouse may form another one by now."""
-
-    def refused(self, reason: str) -> None:
-        """End this replica group, which is foreign to the lighthouse's job; the connection is over."""
-
-    def hear(self, response: pb.SessionResponse) -> None:
-        """Handle a message to this replica group, which only a newer version may know."""
-
-
 class LighthouseLink:
     """A connection to the lighthouse, kept open until `close`: a session that is opened again when it ends.
 
@@ -784,7 +748,7 @@ class LighthouseLink:
     lighthouse knows no sessions, as torchft's own does not, unary calls serve the same listener.
     """
 
-    def __init__(self, address: Address, listener: LighthouseListener, heartbeat_interval_s: float) -> None:
+    def __init__(self, address: Address, listener: ManagerServer, heartbeat_interval_s: float) -> None:
         self._address = address
         self._listener = listener
         self._heartbeat_interval_s = heartbeat_interval_s

@@ -74,7 +74,7 @@ async def linked(
     """A lighthouse, and the line of a ManagerServer to it."""
     config = LighthouseConfig(standing_lease_ms=lease_ms)
     lighthouse = await kind.start(config, parse_address("127.0.0.1:0"))
-    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)
+    listener.link = link = LighthouseLink(lighthouse.address, listener, 0.1)  # type: ignore[arg-type] # it has what is asked
     try:
         yield lighthouse, link
     finally:
@@ -168,7 +168,7 @@ async def sign_after_another_server() -> str:
     other, address = make_aio_server(parse_address("127.0.0.1:0"), [], ServerLimits())
     await other.start()
     listener = Listener("nothing")
-    listener.link = link = LighthouseLink(address, listener, 0.1)
+    listener.link = link = LighthouseLink(address, listener, 0.1)  # type: ignore[arg-type] # it has what is asked
     try:
         async with asyncio.timeout(LIMIT_S):
             while link.last_error == "no answer":
@@ -217,7 +217,7 @@ async def steps_asked_for() -> list[int]:
     server, address = make_aio_server(parse_address("127.0.0.1:0"), [handlers], ServerLimits())
     await server.start()
     listener = Listener("nothing")
-    listener.link = link = LighthouseLink(address, listener, 0.1)
+    listener.link = link = LighthouseLink(address, listener, 0.1)  # type: ignore[arg-type] # it has what is asked
     try:
         async with asyncio.timeout(LIMIT_S):
             await lighthouse.asked.wait()

@@ -37,7 +37,7 @@ from torchft_like.errors import ConfigError, ConnectError, CoordinationError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.rank_link import RankCall, ServerGoneError, SessionLink
-from torchft_like.manager_server.server import LighthouseLink, _Handlers
+from torchft_like.manager_server.server import LighthouseLink
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
@@ -172,7 +172,7 @@ class DeafContext:
 @pytest.mark.progress
 def test_a_rank_whose_stream_ends_before_it_is_registered_is_lost(server: ManagerServer) -> None:
     async def end_at_the_first_write() -> None:
-        session = asyncio.ensure_future(_Handlers(server).session(None, DeafContext()))  # type: ignore[arg-type]
+        session = asyncio.ensure_future(server.serve_session(None, DeafContext()))  # type: ignore[arg-type]
         with pytest.raises(RefusedError, match="ConnectionResetError"):
             await session
 
@@ -276,7 +276,7 @@ def test_a_rank_that_asks_while_its_group_leaves_makes_no_death_of_that(
         server.rank_attached(1, ear, b"1")
         leaving = asyncio.ensure_future(server._stop("bye"))
         await asyncio.sleep(0)
-        server.rank_joined(RankJoin(1, step=0, checkpoint_metadata=""))
+        server._perform(server.group.rank_joined(RankJoin(1, step=0, checkpoint_metadata="")))
         await leaving
 
     coordination_loop().run(leave_and_be_asked())
@@ -298,13 +298,15 @@ def test_a_rank_that_asks_while_its_group_hangs_up_is_told_and_nobody_is_probed(
     async def hang_up_and_be_asked() -> None:
         server.rank_attached(1, ear, b"1")
         for rank in range(2):
-            server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
+            server._perform(server.group.rank_joined(RankJoin(rank, step=0, checkpoint_metadata="")))
         members = [pb.QuorumMember(replica_id=i, address=f"http://{i}:1") for i in ("g", "h")]
         server.hear(pb.SessionResponse(quorum=pb.Quorum(quorum_id=7, participants=members)))
         closing = asyncio.ensure_future(server._stop(None))
         await asyncio.sleep(0)
         for rank in range(2):
-            server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata="", commit_failures=1))
+            server._perform(
+                server.group.rank_joined(RankJoin(rank, step=0, checkpoint_metadata="", commit_failures=1))
+            )
         await closing
 
     coordination_loop().run(hang_up_and_be_asked())
@@ -325,7 +327,7 @@ def test_fields_of_a_newer_lighthouse_reach_the_ranks(server: ManagerServer) -> 
         try:
             assert (await call.read()) is not None  # registered
             for rank in (0, 1):
-                server.rank_joined(RankJoin(rank, step=0, checkpoint_metadata=""))
+                server._perform(server.group.rank_joined(RankJoin(rank, step=0, checkpoint_metadata="")))
             server.hear(pb.SessionResponse(member_lost=pb.MemberLost.FromString(lost)))
             server.hear(pb.SessionResponse(left_out=pb.LeftOut.FromString(left)))
             while len(heard) < 2:
@@ -491,7 +493,7 @@ def test_a_rank_does_not_take_a_later_server_at_the_address_for_its_own(
     link = SessionLink(parse_address(server.address()), 1, ear, LIMIT_S)
     link.replica_id = "the one before"
     server.attach_local_rank(0, other)
-    coordination_loop().loop.call_soon_threadsafe(server.listener_of(1)._end, "for the test")  # type: ignore[union-attr]
+    coordination_loop().loop.call_soon_threadsafe(server._ranks[1]._end, "for the test")  # type: ignore[attr-defined]
     assert "the one before is gone: g has its address" in ear.heard("group_lost")
     link.close()
 
