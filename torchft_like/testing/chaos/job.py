@@ -36,6 +36,7 @@ START_S_MAX = 30.0
 JOIN_TIMEOUT_MS = 10_000
 POLL_S = 0.02
 END_S_MAX = 15.0
+ASKED_TO_END = (0, -signal.SIGTERM, 128 + signal.SIGTERM)  # the last is a script's word for the second
 WORKER = "torchft_like.testing.chaos.worker"
 _ROOT = str(Path(__file__).parents[3])
 preload(WORKER)
@@ -339,9 +340,7 @@ class ChaosJob(Cluster):
             if not rank.ends_within(max(0.1, deadline - time.monotonic())):
                 found.append(f"{rank.name} rank {rank.number} did not end after SIGTERM")
                 rank.signal(signal.SIGUSR2)
-            elif (
-                rank.exit_code not in (0, -signal.SIGTERM) and QuorumTimeoutError.__name__ not in rank.tail()
-            ):
+            elif rank.exit_code not in ASKED_TO_END and QuorumTimeoutError.__name__ not in rank.tail():
                 self._crashed(rank, "asked to leave")
         self.tend()
         return found
