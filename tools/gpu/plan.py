@@ -161,7 +161,7 @@ def _can_it_work() -> list[Probe]:
 
 def _states() -> list[Probe]:
     question = "A state to and from the host, and from process to process without it, beside captures"
-    stand_ins = "checkpointing/test_device_copy.py process_group/test_device_block.py"
+    stand_ins = "checkpointing/test_host_memory.py process_group/test_device_block.py"
     return [_device_only("checkpoints", question, 220, "test_checkpoints.py", stand_ins)]
 
 
