@@ -269,6 +269,11 @@ class StepProtocol:
         self._ask_at = step
         return self.step + int(self.in_step and self._is_entered) <= step
 
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has begun an attempt that it does not enter until told more."""
+        return self._is_held and self.in_step and not self._is_entered
+
     def resume(self) -> None:
         """Go on: there is no lighthouse any more that could tell when."""
         self._is_held = False

@@ -365,14 +365,26 @@ class QuorumDriver:
         if self.fatal is not None:
             return
         left_s = STOP_WAIT_S
-        if attempt is not None and attempt.leave is not None and self._protocol.is_waiting:
+        if attempt is not None and (self._protocol.is_waiting or self._protocol.is_held):
             left_s -= time.monotonic() - max(attempt.began, since)
             if left_s <= 0:
-                self._give_up(attempt)
-                # At once: before its vote the script may have collectives with ranks that wait.
-                attempt.leave()
+                self._ask_instead_of_holding(attempt)
+                if attempt.leave is not None:
+                    self._give_up(attempt)
+                    # At once: before its vote the script may have collectives with ranks that wait.
+                    attempt.leave()
                 left_s = STOP_WAIT_S
         self._loop.call_later(left_s, self._wait_before_stop, since)
+
+    def _ask_instead_of_holding(self, attempt: Attempt) -> None:
+        """Ask for a quorum where this rank holds: its group takes it for one that waits in vain."""
+        with self._group.lock:
+            if attempt is not self.attempt or not self._protocol.is_held:
+                return
+            self._group.released(self._protocol.quorum_id, None)
+            self._protocol.ask_instead()
+            attempt.unstand()
+        attempt.ask()
 
     def _give_up(self, attempt: Attempt) -> None:
         """End the wait for a quorum: the step goes on without one, and is not committed."""
