@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import socket
 
-from lighthouse.address import Address
+from lighthouse.address import Address, is_loopback
 from lighthouse.errors import BindError
 from lighthouse.forks import disown
 from lighthouse.trust import refuse_if_open, warn_if_open
 
+_EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}  # noqa: S104 - where a name asks for it
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
@@ -20,15 +21,36 @@ def listen_tcp(bind: Address) -> socket.socket:
     Raises:
         BindError: the address is in use or not of this host.
     """
-    family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
     try:
+        family, host = _where(bind)
         # As gRPC does, every address of this host is taken to mean those of IPv4, too.
-        is_dual = bind.host == "::" and socket.has_dualstack_ipv6()
-        listener = socket.create_server((bind.host, bind.port), family=family, dualstack_ipv6=is_dual)
+        is_dual = host == "::" and socket.has_dualstack_ipv6()
+        listener = socket.create_server((host, bind.port), family=family, dualstack_ipv6=is_dual)
     except OSError as error:
         raise bind_error(bind, error) from error
     disown(Address(bind.host, listener.getsockname()[1]))
     return listener
+
+
+def place_of(bind: Address) -> Address:
+    """Return where a server listens that others find under the host of `bind`.
+
+    A name of this host may be loopback here and nowhere else, as Debian has it (127.0.1.1): that is every
+    address of this host.
+
+    Raises:
+        OSError: the name does not resolve.
+    """
+    family, host = _where(bind)
+    return Address(host, bind.port) if host in _EVERY_ADDRESS.values() else bind
+
+
+def _where(bind: Address) -> tuple[socket.AddressFamily, str]:
+    found = socket.getaddrinfo(bind.host or None, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
+    host = str(target[0])
+    only_here = is_loopback(host) and not is_loopback(bind.host)
+    return family, _EVERY_ADDRESS[family] if only_here else host
 
 
 def listen_guarded(bind: Address) -> socket.socket:
@@ -57,11 +79,11 @@ def bind_error(bind: Address, cause: Exception | None) -> BindError:
 def why_unbindable(bind: Address) -> str | None:
     """Return the system's reason against listening there; None if it has none."""
     try:
-        family, kind, proto, _, target = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, proto) as probe:
+        family, host = _where(bind)
+        with socket.socket(family) as probe:
             # The probe does as gRPC does: a port on which only old connections linger is free.
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(target)
+            probe.bind((host, bind.port))
     except OSError as error:
         return error.strerror or str(error)
     return None

@@ -27,7 +27,7 @@ from lighthouse.core.trust import Role, digest_of
 from lighthouse.errors import ConfigError
 from lighthouse.forks import disown
 from lighthouse.grpc_forks import prepare_for_forks
-from lighthouse.listening import DESCRIPTORS_KEPT, bind_error, why_unbindable
+from lighthouse.listening import DESCRIPTORS_KEPT, bind_error, place_of, why_unbindable
 from lighthouse.tls import NAME, Identity, process_identity
 from lighthouse.trust import ROLES, authorization, process_trust, refuse_if_open, warn_if_open
 
@@ -232,12 +232,13 @@ def make_aio_server(
     server.add_generic_rpc_handlers(tuple(handlers))
     identity = process_identity()
     try:
+        place = str(place_of(bind))
         port = (
-            server.add_insecure_port(str(bind))
+            server.add_insecure_port(place)
             if identity is None
-            else server.add_secure_port(str(bind), _server_credentials(identity))
+            else server.add_secure_port(place, _server_credentials(identity))
         )
-    except RuntimeError as error:
+    except (OSError, RuntimeError) as error:
         raise bind_error(bind, error) from error
     if port == 0:
         raise bind_error(bind, None)

@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from datetime import timedelta
 from typing import Self, TypeVar
 
-from lighthouse.address import Address, is_loopback, parse_address
+from lighthouse.address import Address, parse_address
 from lighthouse.listening import until_refused
 from torchft_like.core.restarts import (
     Ask,
@@ -103,7 +103,7 @@ class RestartGroup:
         rank, world_size, at = place.group_rank, place.group_world_size, place.store
         if at is None or world_size == 1:
             return cls(rank, at, limit)
-        own_host = _own_host(at)
+        own_host = local_host_towards(at.host)
         with contextlib.ExitStack() as stack:
             if rank == 0 and not place.store_is_agents and not is_listening(at):
                 served, _ = serve_store(at.host, limit, at.port)
@@ -142,7 +142,7 @@ class RestartGroup:
         """
         limit = timedelta(seconds=limit_s)
         with contextlib.ExitStack() as stack:
-            own_store, address = serve_store(_own_host(place.store), limit)
+            own_store, address = serve_store(local_host_towards(place.store.host), limit)
             stack.callback(id, own_store)
             # An error keeps this frame: others would see a process in a place that it has declined.
             del own_store
@@ -169,7 +169,7 @@ class RestartGroup:
                 found = self._meeting.run(self._meeting.protocol.find(attempt))
                 address = parse_address(found, "the address of the store of a try")
             else:
-                *served, address = serve_store(_own_host(self._meets_at), self._limit)
+                *served, address = serve_store(local_host_towards(self._meets_at.host), self._limit)
                 stack.callback(served.clear)  # an error of the block keeps this frame for a while
 
                 def lost(process: RankProcess) -> None:
@@ -471,9 +471,3 @@ def _has_ended(address: str) -> bool:
     except TimeoutError:
         return False
     return True
-
-
-def _own_host(towards: Address) -> str:
-    """Return the name under which the others reach this host, on which one of them may serve `towards`."""
-    host = local_host_towards(towards.host)
-    return towards.host if is_loopback(host) else host

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import functools
 import os
@@ -15,6 +16,8 @@ from lighthouse.listening import why_unbindable
 
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+# Addresses for documentation, which are nobody's: the route there is the default one.
+_ANYWHERE = ("203.0.113.1", "2001:db8::1")
 _EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
 
@@ -22,20 +25,40 @@ def local_host_towards(host: str, port: int = 9) -> str:
     """Return the local IP address from which this machine reaches `host`; a loopback address for a loopback
     host.
 
+    A name of this host may be loopback here and nowhere else, as Debian has it (127.0.1.1). Who calls this
+    host so is to be reached from others: the address that is returned is that of the default route, or of the
+    first interface, and loopback only where there is no other.
+
     Nothing is sent: connecting a UDP socket only asks the kernel for the route.
 
     Raises:
         AddressError: the name does not resolve or there is no route.
     """
     try:
-        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, kind, proto) as probe:
-            probe.connect(target)
-            return str(probe.getsockname()[0])
+        own = _source_towards(host, port)
     except OSError as error:
         raise AddressError(
             f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
         ) from error
+    return (_outer_address() or own) if is_loopback(own) and not is_loopback(host) else own
+
+
+def _source_towards(host: str, port: int) -> str:
+    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind, proto) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def _outer_address() -> str:
+    for anywhere in _ANYWHERE:
+        with contextlib.suppress(OSError):
+            return _source_towards(anywhere, 9)
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(AddressError):
+            if not is_loopback(address := host_named(name)):
+                return address
+    return ""
 
 
 def interfaces() -> str:

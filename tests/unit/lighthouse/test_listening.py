@@ -1,0 +1,87 @@
+"""Where servers listen whose host is given as a name."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from lighthouse.address import Address
+from lighthouse.listening import listen_tcp, why_unbindable
+from lighthouse.net import ServerLimits, make_aio_server
+from torchft_like.runtime import hosts
+
+Resolve = Callable[[str], None]
+
+
+@pytest.fixture
+def trainer_3_is(monkeypatch: pytest.MonkeyPatch) -> Resolve:
+    """Return a function that gives the name trainer-3 an address, as /etc/hosts does."""
+    resolve = socket.getaddrinfo
+
+    def name(address: str) -> None:
+        def look_up(host: str | None, *rest: Any, **more: Any) -> Any:
+            return resolve(address if host == "trainer-3" else host, *rest, **more)
+
+        monkeypatch.setattr(socket, "getaddrinfo", look_up)
+
+    return name
+
+
+def _is_reached(host: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as client:
+        return client.connect_ex((host, port)) == 0
+
+
+def test_a_server_at_a_name_that_is_loopback_here_alone_is_reached_at_every_address(
+    trainer_3_is: Resolve,
+) -> None:
+    trainer_3_is("127.0.1.1")
+    with listen_tcp(Address("trainer-3", 0)) as listener:
+        assert all(_is_reached(host, listener.getsockname()[1]) for host in ("127.0.1.1", "127.0.0.2"))
+
+
+def test_a_grpc_server_at_such_a_name_is_reached_at_every_address_and_keeps_its_name(
+    trainer_3_is: Resolve,
+) -> None:
+    async def serve() -> None:
+        server, address = make_aio_server(Address("trainer-3", 0), [], ServerLimits())
+        await server.start()
+        try:
+            assert address.host == "trainer-3"
+            assert all(_is_reached(host, address.port) for host in ("127.0.1.1", "127.0.0.2"))
+        finally:
+            await server.stop(None)
+
+    trainer_3_is("127.0.1.1")
+    asyncio.run(serve())
+
+
+def test_a_server_at_localhost_is_reached_at_loopback_alone() -> None:
+    with listen_tcp(Address("localhost", 0)) as listener:
+        assert not _is_reached("127.0.0.2", listener.getsockname()[1])
+
+
+def test_a_server_listens_at_a_name_that_has_no_ipv4_address(trainer_3_is: Resolve) -> None:
+    if why_unbindable(Address("::1", 0)) is not None:
+        pytest.skip("no IPv6 on this host")
+    trainer_3_is("::1")
+    with listen_tcp(Address("trainer-3", 0)) as listener:
+        assert _is_reached("::1", listener.getsockname()[1])
+
+
+def test_a_host_whose_name_is_loopback_here_alone_gives_an_address_that_others_reach(
+    trainer_3_is: Resolve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_3_is("127.0.1.1")
+    given = {"lo": "127.0.0.1", "eth0": "198.51.100.7"}
+    monkeypatch.setattr(hosts, "_ANYWHERE", ())  # a host without a default route
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
+    monkeypatch.setattr(hosts, "host_named", given.__getitem__)
+    assert hosts.local_host_towards("trainer-3") == "198.51.100.7"
+    assert hosts.local_host_towards("127.0.1.1") == "127.0.0.1"
+    del given["eth0"]
+    assert hosts.local_host_towards("trainer-3") == "127.0.0.1"
