@@ -34,6 +34,7 @@ from checkpoints import Checkpoints
 from library_text import StandardLibraryText
 from tiny_gpt import HEADS, TinyGPT, next_byte_loss
 
+from lighthouse.events import JsonLinesFile
 from torchft_like import (
     DistributedDataParallel,
     GlobalBatches,
@@ -113,7 +114,8 @@ class Progress:
     def __init__(self, args: argparse.Namespace, manager: Manager) -> None:
         self.args = args
         self.manager = manager
-        self.file = open(args.metrics_file, "a", buffering=1) if args.metrics_file else None  # noqa: SIM115
+        # On a full disk it loses records, and training goes on.
+        self.file = JsonLinesFile(args.metrics_file) if args.metrics_file else None
         self.began = time.monotonic()
         self.step = 0
 
@@ -129,7 +131,7 @@ class Progress:
                 "participants": participants,
                 "participating": self.manager.is_participating(),  # not while it heals
             }
-            self.file.write(json.dumps(record) + "\n")
+            self.file.append(json.dumps(record))
         if step % self.args.log_every == 0:
             print(f"step {step:5d}  loss {loss:.3f}  participants {participants}", flush=True)
         if step > self.step:  # one that was not committed is tried again at once

@@ -233,7 +233,7 @@ class EventLog:
 
 
 class JsonLinesFile:
-    """A subscriber that appends each record to a file, readable while it grows.
+    """A subscriber that appends each record to a file, readable while it grows; a script may append its own.
 
     Lines of several processes may share the file: each is one `write` to a descriptor opened for
     appending. While nothing can be written, on a full disk say, records are lost: one warning says so, and
@@ -249,8 +249,12 @@ class JsonLinesFile:
         self._ends_in_a_line = False  # a part of a record that did not fit
 
     def __call__(self, event: Event) -> None:
+        self.append(event.to_json())
+
+    def append(self, line: str) -> None:
+        """Append a line of JSON, which comes without its end."""
         with self._lock:
-            record = f"{event.to_json()}\n".encode()
+            record = f"{line}\n".encode()
             data = b"\n" + record if self._ends_in_a_line else record
             try:
                 written = os.write(self._descriptor, data)
@@ -267,7 +271,7 @@ class JsonLinesFile:
     def _lose(self, why: str) -> None:
         self._lost += 1
         if self._lost == 1:
-            _logger.warning("%s: event records are lost until they can be written: %s", self._path, why)
+            _logger.warning("%s: records are lost until they can be written: %s", self._path, why)
 
 
 def read_events(path: Path) -> Iterator[dict[str, object]]:

@@ -119,15 +119,22 @@ def test_a_killed_group_of_shards_heals_and_a_new_job_goes_on(tmp_path: Path) ->
 
 @pytest.mark.timeout(LIMIT_S + 20)
 @pytest.mark.parametrize(
-    ("example", "size"), [("train_hsdp.py", 2), also_slow("train_ddp.py", 1), also_slow("train_diloco.py", 1)]
+    ("example", "size", "options"),
+    [
+        ("train_hsdp.py", 2, []),
+        also_slow("train_ddp.py", 1, ["--metrics-file=/dev/full"]),
+        also_slow("train_diloco.py", 1, []),
+    ],
 )
 def test_an_example_that_is_asked_to_stop_does_not_pass_for_one_that_is_done(
-    tmp_path: Path, example: str, size: int
+    tmp_path: Path, example: str, size: int, options: list[str]
 ) -> None:
-    """A launcher that takes it for done, as after a node was drained, starts the group never again."""
+    """A launcher that takes it for done, as after a node was drained, starts the group never again. The disk
+    of the metrics is full.
+    """
     with Cluster(tmp_path, is_patient=True, limit_s=LIMIT_S) as cluster:
         endless = ("--num-replicas=1", "--steps=1000000", "--workers=0")
-        group = cluster.launch("group-0", [str(EXAMPLES / example), *endless], size=size)
+        group = cluster.launch("group-0", [str(EXAMPLES / example), *endless, *options], size=size)
         rank_0 = group.ranks[0]
         cluster.wait_until(lambda: re.search(r"step +\d+ ", rank_0.output), "it trains")
         group.ranks[-1].signal(signal.SIGTERM)

@@ -147,7 +147,7 @@ def test_a_full_disk_costs_records_one_warning_and_nothing_else(
             log.emit("commit", step=step, committed=True, participants=3)
     assert [record["step"] for record in read_events(path)] == [0, 5, 6]
     told = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
-    assert told[0] == f"{path}: event records are lost until they can be written: No space left on device"
+    assert told[0] == f"{path}: records are lost until they can be written: No space left on device"
     assert told[1] == f"{path}: records are written again, 4 were lost"
     assert len(told) == 3  # and the part of a record that is in the file
 
