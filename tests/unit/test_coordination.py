@@ -77,7 +77,7 @@ def test_a_lighthouse_on_all_interfaces_gives_an_address_that_others_reach(
         return resolved
 
     monkeypatch.setattr("socket.gethostname", lambda: "trainer-3")
-    monkeypatch.setattr("torchft_like.runtime.hosts.local_host_towards", towards)
+    monkeypatch.setattr("torchft_like.runtime.hosts.source_towards", towards)
     server = LighthouseServer(bind="0.0.0.0:0")
     try:
         assert parse_address(server.address()).host == host

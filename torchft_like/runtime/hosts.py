@@ -25,35 +25,41 @@ def local_host_towards(host: str, port: int = 9) -> str:
     """Return the local IP address from which this machine reaches `host`; a loopback address for a loopback
     host.
 
-    A name of this host may be loopback here and nowhere else, as Debian has it (127.0.1.1). Who calls this
-    host so is to be reached from others: the address that is returned is that of the default route, or of the
-    first interface, and loopback only where there is no other.
+    A name of this host may be loopback here and nowhere else, as Debian has it (127.0.1.1). What an operator
+    gives such a name is for other hosts, too: the address that is returned is that of the default route, or
+    of the first interface, and loopback only where there is no other.
 
     Nothing is sent: connecting a UDP socket only asks the kernel for the route.
 
     Raises:
         AddressError: the name does not resolve or there is no route.
     """
+    own = source_towards(host, port)
+    return (_outer_address() or own) if is_loopback(own) and not is_loopback(host) else own
+
+
+def source_towards(host: str, port: int = 9) -> str:
+    """Return the local IP address that the kernel uses towards `host`, loopback for a name that is loopback
+    here.
+
+    Raises:
+        AddressError: as from `local_host_towards`.
+    """
     try:
-        own = _source_towards(host, port)
+        family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, proto) as probe:
+            probe.connect(target)
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise AddressError(
             f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
         ) from error
-    return (_outer_address() or own) if is_loopback(own) and not is_loopback(host) else own
-
-
-def _source_towards(host: str, port: int) -> str:
-    family, kind, proto, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, proto) as probe:
-        probe.connect(target)
-        return str(probe.getsockname()[0])
 
 
 def _outer_address() -> str:
     for anywhere in _ANYWHERE:
-        with contextlib.suppress(OSError):
-            return _source_towards(anywhere, 9)
+        with contextlib.suppress(AddressError):
+            return source_towards(anywhere)
     for _, name in socket.if_nameindex():
         with contextlib.suppress(AddressError):
             if not is_loopback(address := host_named(name)):
@@ -99,7 +105,7 @@ def own_host(towards: Address | None = None) -> str:
     try:
         if towards is not None:
             return local_host_towards(towards.host, towards.port)
-        return local_host_towards(socket.gethostname())
+        return source_towards(socket.gethostname())
     except AddressError:
         return LOOPBACK
 
@@ -139,7 +145,7 @@ def advertised_host(bound: str) -> str:
         return host_named(given)
     name = socket.gethostname()
     try:
-        own = local_host_towards(name)
+        own = source_towards(name)
     except AddressError:
         return LOOPBACK
     return name if is_loopback(own) else own
