@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import psutil
 
+from torchft_like.testing.processes import end_with_parent
+
 
 class LocalGroup:
     """A replica group under a torchrun of its own, which runs the present script, and its output."""
@@ -27,16 +29,12 @@ class LocalGroup:
         self.kill_at_steps = kill_at_steps
         self.result: dict[str, Any] = {}
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
-        torchrun += [f"--nproc_per_node={ranks}", "--max-restarts=3"]
+        torchrun += [f"--nproc_per_node={ranks}", "--max-restarts=3", "--no-python"]
+        # A SIGKILL to this process ends torchrun, and with it the ranks.
+        script = [*end_with_parent(), sys.executable, *sys.argv]
         own = ["--replica-id", str(index), "--finish-together"]
         self.process = subprocess.Popen(
-            [
-                *inside,
-                sys.executable,
-                *torchrun,
-                *sys.argv,
-                *own,
-            ],
+            [*end_with_parent(), *inside, sys.executable, *torchrun, *script, *own],
             env={**os.environ, "TORCHFT_LIGHTHOUSE": lighthouse, "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchft_like.testing.processes import end_with_parent
+
 
 class LocalProcess:
     """A rank or a spare, which runs the present script, and what it has told.
@@ -31,7 +33,7 @@ class LocalProcess:
         self.lines: list[str] = []
         self.ended = 0.0
         self.process = subprocess.Popen(
-            [sys.executable, *sys.argv, "--finish-together"],
+            [*end_with_parent(), sys.executable, *sys.argv, "--finish-together"],
             env={**os.environ, "OMP_NUM_THREADS": "1", **variables},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,

@@ -70,10 +70,10 @@ def listen_guarded(bind: Address) -> socket.socket:
 def bind_error(bind: Address, cause: Exception | None) -> BindError:
     """Make the error for a server that cannot listen at `bind`, with the system's reason if there is one."""
     reason = cause.strerror if isinstance(cause, OSError) else why_unbindable(bind)
-    reason = reason or "the system gave no reason"
-    return BindError(
-        f"cannot listen on {bind}: {reason}; choose another address, or port 0 for any free port"
-    )
+    cure = "choose another address, or port 0 for any free port"
+    if bind.port == 0:
+        cure = "choose another address; if no port is free, net.ipv4.ip_local_port_range has too few"
+    return BindError(f"cannot listen on {bind}: {reason or 'the system gave no reason'}; {cure}")
 
 
 def why_unbindable(bind: Address) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import sys
@@ -16,7 +17,7 @@ from tests.conftest import ROOT
 from tests.integration.cluster import REST, Cluster, also_slow
 from torchft_like.testing.chaos.network import why_unavailable
 from torchft_like.testing.cluster import Group
-from torchft_like.testing.processes import Processes
+from torchft_like.testing.processes import Processes, wait_ended
 
 pytestmark = pytest.mark.integration
 
@@ -140,6 +141,33 @@ def test_an_example_that_is_asked_to_stop_does_not_pass_for_one_that_is_done(
         group.ranks[-1].signal(signal.SIGTERM)
         cluster.wait_for_end(group)
         assert [rank.exit_code for rank in group.ranks] == [128 + signal.SIGTERM] * size
+
+
+@pytest.mark.timeout(LIMIT_S + 20)
+@pytest.mark.parametrize(
+    "start", ["LocalProcess('rank', {})", also_slow("LocalGroup(0, 1, '127.0.0.1:1', range(0), [])")]
+)
+def test_the_local_ranks_of_an_example_end_with_a_parent_that_is_killed(
+    tmp_path: Path, processes: Processes, start: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, time\n"
+        "if '--finish-together' in sys.argv:\n"
+        "    print('runs', flush=True)\n"
+        "else:\n"
+        "    from local_groups import LocalGroup\n"
+        "    from local_ranks import LocalProcess\n"
+        f"    kept = {start}\n"
+        "time.sleep(1000)\n"
+    )
+    paths = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
+    parent = processes.start(sys.executable, str(script), env={"PYTHONPATH": paths})
+    parent.wait_for_output(r"\| runs", LIMIT_S)
+    ranks = parent.descendants()
+    parent.signal(signal.SIGKILL)
+    assert ranks
+    assert wait_ended(ranks, LIMIT_S)
 
 
 def assert_group_1_was_lost_and_healed(events: list[dict[str, Any]]) -> None:

@@ -319,11 +319,17 @@ def is_in_session(process: psutil.Process, *leaders: int) -> bool:
         return False
 
 
+def end_with_parent() -> list[str]:
+    """Return what goes before a command, so that the kernel kills its process when the one that has started
+    it ends; nothing where setpriv is missing.
+    """
+    return [] if _SETPRIV is None else [_SETPRIV, "--pdeathsig", "KILL", "--"]
+
+
 def _end_with_this_process() -> list[str]:
-    """Return what goes before a command, so that the kernel kills its process when this one ends."""
-    if _SETPRIV is None:
+    if not (before := end_with_parent()):
         return []
-    return [_SETPRIV, "--pdeathsig", "KILL", "--", "sh", "-c", _RUN_WHILE_PARENT_LIVES, str(os.getpid())]
+    return [*before, "sh", "-c", _RUN_WHILE_PARENT_LIVES, str(os.getpid())]
 
 
 def _in_sessions_of(processes: Iterable[RunningProcess]) -> list[psutil.Process]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import Address
-from lighthouse.listening import listen_tcp, why_unbindable
+from lighthouse.listening import bind_error, listen_tcp, why_unbindable
 from lighthouse.net import ServerLimits, make_aio_server
 from torchft_like.runtime import hosts
 
@@ -85,3 +87,9 @@ def test_a_host_whose_name_is_loopback_here_alone_gives_an_address_that_others_r
     assert hosts.local_host_towards("127.0.1.1") == "127.0.0.1"
     del given["eth0"]
     assert hosts.local_host_towards("trainer-3") == "127.0.0.1"
+
+
+def test_who_has_asked_for_any_free_port_is_not_told_to() -> None:
+    error = bind_error(Address("127.0.0.1", 0), OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
+    assert "ip_local_port_range" in str(error)
+    assert "or port 0" not in str(error)
