@@ -10,7 +10,7 @@ from lighthouse.errors import BindError
 from lighthouse.forks import disown
 from lighthouse.trust import refuse_if_open, warn_if_open
 
-_EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}  # noqa: S104 - where a name asks for it
+_EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
@@ -41,7 +41,7 @@ def place_of(bind: Address) -> Address:
     Raises:
         OSError: the name does not resolve.
     """
-    family, host = _where(bind)
+    _, host = _where(bind)
     return Address(host, bind.port) if host in _EVERY_ADDRESS.values() else bind
 
 
@@ -70,10 +70,12 @@ def listen_guarded(bind: Address) -> socket.socket:
 def bind_error(bind: Address, cause: Exception | None) -> BindError:
     """Make the error for a server that cannot listen at `bind`, with the system's reason if there is one."""
     reason = cause.strerror if isinstance(cause, OSError) else why_unbindable(bind)
-    cure = "choose another address, or port 0 for any free port"
+    other = "or port 0 for any free port"
     if bind.port == 0:
-        cure = "choose another address; if no port is free, net.ipv4.ip_local_port_range has too few"
-    return BindError(f"cannot listen on {bind}: {reason or 'the system gave no reason'}; {cure}")
+        other = "or if no port is free more of them (net.ipv4.ip_local_port_range)"
+    return BindError(
+        f"cannot listen on {bind}: {reason or 'the system gave no reason'}; choose another address, {other}"
+    )
 
 
 def why_unbindable(bind: Address) -> str | None:
