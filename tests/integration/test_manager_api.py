@@ -487,29 +487,40 @@ def test_a_group_of_which_one_rank_is_asked_to_stop_leaves_where_no_quorum_comes
         assert list(threads.map(train, range(2))) == [(False, True)] * 2
 
 
-def test_ranks_that_are_asked_to_stop_leave_though_they_hold_for_a_lighthouse_that_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.leave_together
+def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank of each group is asked to stop."""
     monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.2)
-    have_committed = threading.Barrier(2)
+    stores = {name: serve_store() for name in "ab"}
+    have_committed, hold = threading.Barrier(4), threading.Barrier(4)
 
-    def train(name: str) -> tuple[bool, bool]:
-        absence: dict[str, Any] = {"lighthouse_absence": "wait", "quorum_timeout": LIMIT_S, "max_retries": 0}
-        with make_manager(lighthouse, name, nn.Linear(1, 1), **absence) as manager:
+    def train(name: str, rank: int) -> tuple[bool, bool]:
+        settings: dict[str, Any] = {
+            "lighthouse_absence": "wait",
+            "quorum_timeout": LIMIT_S,
+            "max_retries": 0,
+            "rank": rank,
+            "world_size": 2,
+            "store_addr": "127.0.0.1",
+            "store_port": stores[name].port,
+        }
+        with make_manager(lighthouse, name, nn.Linear(1, 1), **settings) as manager:
             for _ in range(3):  # the quorum stands
                 manager.start_quorum()
                 manager.allreduce(torch.ones(4)).wait()
                 assert manager.should_commit()
-            have_committed.wait(LIMIT_S)
-            lighthouse.shutdown()
+            if have_committed.wait(LIMIT_S) == 0:
+                lighthouse.shutdown()
             assert holds_within(LIMIT_S, lambda: manager._protocol._is_held)
             manager.start_quorum()
-            manager.request_stop()
+            hold.wait(LIMIT_S)
+            if rank == 1:
+                manager.request_stop()
             manager.allreduce(torch.ones(4)).wait()
             return manager.should_commit(), manager.stop_agreed
 
-    with lighthouse_here() as lighthouse:
-        assert on_both(train) == [(False, True)] * 2
+    with lighthouse_here() as lighthouse, ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(train, "aabb", (0, 1, 0, 1))) == [(False, True)] * 4
 
 
 def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:

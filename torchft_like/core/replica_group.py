@@ -687,9 +687,10 @@ class ReplicaGroup:
     def _leave(self) -> list[Effect]:
         """Have all ranks leave without a quorum, for which one that was asked to stop has waited in vain."""
         self._is_leaving = True
-        steps = {rank: join.step for rank, join in self._joins.items()}
+        steps = dict(self._held or {})  # of ranks that hold before their next step
+        steps |= {rank: join.step for rank, join in self._joins.items()}
         steps |= {rank: vote.step for rank, vote in self._votes.items()}
-        self._joins, self._open_join, self._votes = {}, None, {}
+        self._held, self._joins, self._open_join, self._votes = None, {}, None, {}
         away = [] if self._suspects else [GroupAway(is_back=False)]
         return [*away, *[_stops(rank, step) for rank, step in sorted(steps.items())]]
 

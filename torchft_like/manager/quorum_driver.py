@@ -327,6 +327,8 @@ class QuorumDriver:
         attempt = self.attempt
         if attempt is None or verdict.step != self._protocol.step:
             return
+        if verdict.stop:
+            self._ask_instead_of_holding(attempt)
         if verdict.stop and not attempt.is_agreed:
             self._give_up(attempt)
         if attempt.is_agreed or attempt.is_given_up:

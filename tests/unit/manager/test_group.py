@@ -136,6 +136,23 @@ def test_all_ranks_leave_where_one_that_was_asked_to_stop_has_waited_for_a_quoru
         assert group.rank_joined(join(rank)) == [RankVerdict(rank, stops)]
 
 
+@pytest.mark.leave_together
+def test_a_rank_that_holds_leaves_with_the_one_that_was_asked_to_stop() -> None:
+    group, stops = ReplicaGroup("a", 2), Verdict(4, False, stop=True)
+    for rank in (0, 1):
+        group.rank_joined(join(rank))
+    group.quorum_formed(9, members("a"), 1, stands=True)
+    group.hold(9, 1)
+    for rank in (0, 1):
+        group.rank_holds(rank, 9, 4)
+    group.rank_joined(join(1))  # it holds no more, and asks in vain
+    leaving = group.rank_voted(1, Verdict(4, False, stop=True))
+    assert [e for e in leaving if isinstance(e, RankVerdict)] == [
+        RankVerdict(0, stops),
+        RankVerdict(1, stops),
+    ]
+
+
 def test_a_group_that_leaves_without_a_quorum_takes_none_that_comes_late() -> None:
     group = ReplicaGroup("a", 1)
     group.rank_joined(join(0))
