@@ -179,6 +179,10 @@ class LossNotice(NamedTuple):
     must_fail: bool = False
     unreachable: tuple[str, ...] = ()
 
+    def describe(self) -> str:
+        """Describe which member it is, and why."""
+        return f"{'given up by' if self.is_alive else 'lost'} {self.replica_id}: {self.reason}"
+
 
 class LeftOutNotice(NamedTuple):
     """Effect: tell every rank that a quorum leaves this group out: it and these groups cannot reach each

@@ -138,8 +138,7 @@ class ManagedGroup:
 
     def member_lost(self, notice: LossNotice) -> None:
         """Abort: no rank can finish a collective with a member that is gone, or gave the quorum up."""
-        verb = "given up by" if notice.is_alive else "lost"
-        reason = f"{verb} {notice.replica_id}: {notice.reason}"
+        reason = notice.describe()
         is_news = self._break(notice.quorum_id, reason)
         if notice.must_fail:
             with self.lock:

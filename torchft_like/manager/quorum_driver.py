@@ -270,7 +270,7 @@ class QuorumDriver:
                 self._group.fail(quorum_id, StepLostError(error))
             case LossNotice():
                 self._group.member_lost(message)
-                self._exchange.member_lost(message.quorum_id, message.replica_id)
+                self._exchange.member_lost(message)
             case LeftOutNotice():
                 self.left_out(message)
             case HoldRanks():

@@ -38,6 +38,7 @@ from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Replay, Version
+from torchft_like.core.replica_group import LossNotice
 from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import (
     CheckpointError,
@@ -515,11 +516,12 @@ class StateExchange:
         except Exception as error:  # noqa: BLE001 - it is asked again at the end of the step
             _logger.warning("the source of a state cannot be reached yet: %s", error)
 
-    def member_lost(self, quorum_id: int, replica_id: str) -> None:
+    def member_lost(self, notice: LossNotice) -> None:
         """End a fetch that needs the lost member, even before it begins; runs on the coordination loop."""
-        newest = self._protocol.quorum_id
-        self._lost = frozenset(lost for lost in self._lost if lost[0] >= newest) | {(quorum_id, replica_id)}
-        fetching, reason = self._fetching, f"lost {replica_id}"
+        newest, replica_id = self._protocol.quorum_id, notice.replica_id
+        earlier = frozenset(lost for lost in self._lost if lost[0] >= newest)
+        self._lost = earlier | {(notice.quorum_id, replica_id)}
+        fetching, reason = self._fetching, notice.describe()
         if fetching is not None and replica_id in fetching.sources:
             self._repeat(fetching, partial(self._transport.lose_source, fetching.sources[replica_id], reason))
         elif fetching is not None and replica_id == fetching.own:

@@ -16,7 +16,7 @@ from tests.unit.manager.test_quorum_driver import LIMIT_S
 from tests.unit.manager.test_state_exchange import Replica, no_memory
 from torchft_like.core.assignment import QuorumResult, assign
 from torchft_like.core.catch_up import Version
-from torchft_like.core.replica_group import RankJoin, RankVerdict, ReplicaGroup, Verdict
+from torchft_like.core.replica_group import LossNotice, RankJoin, RankVerdict, ReplicaGroup, Verdict
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ShutdownError
 from torchft_like.manager import state_exchange
@@ -186,7 +186,7 @@ def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch,
     assert beside is not None
     others = dict.fromkeys("bc", Version(6, 10))
     if why == "source":
-        a.exchange.member_lost(10, "b")
+        a.exchange.member_lost(LossNotice(10, "b", "it died"))
         a.release.set()
         with pytest.raises(CheckpointError):
             beside.result()

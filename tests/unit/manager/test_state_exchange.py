@@ -17,7 +17,7 @@ from torchft_like import devices
 from torchft_like.checkpointing.copy_ahead import PLAIN_FROM, CopyAhead
 from torchft_like.checkpointing.host_memory import KeptMemory
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
-from torchft_like.core.replica_group import GroupLostNotice
+from torchft_like.core.replica_group import GroupLostNotice, LossNotice
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import CheckpointError, ForeignStateError, GroupLostError, ShutdownError
 from torchft_like.manager import kept_state, state_exchange
@@ -253,8 +253,8 @@ def test_whatever_a_fetch_raises_the_group_breaks_for_the_others_only_if_they_co
 def test_nothing_is_asked_of_a_source_that_was_lost_before_the_end_of_the_step(replica: Replica) -> None:
     replica.registry.register("model", ignore, dict)
     attempt = replica.begin(5, **HEALS)
-    replica.exchange.member_lost(4, "a")  # of an older quorum
-    replica.exchange.member_lost(5, "b")
+    replica.exchange.member_lost(LossNotice(4, "a", "it died"))  # of an older quorum
+    replica.exchange.member_lost(LossNotice(5, "b", "it died"))
     assert not replica.end(attempt)
     assert not replica.transport.is_receiving.is_set()
     assert "broke before the state was fetched" in str(replica.protocol.failure)
@@ -270,7 +270,7 @@ def test_a_rank_asks_for_its_own_state_whatever_it_knows_of_the_source(replica: 
 
     replica.registry.register("model", ignore, own_state)
     attempt = replica.begin(5, **HEALS)
-    replica.exchange.member_lost(5, "b")
+    replica.exchange.member_lost(LossNotice(5, "b", "it died"))
     assert not replica.end(attempt)
     assert asked == ["asked"]
 
@@ -324,9 +324,9 @@ def test_a_fetch_ends_when_who_takes_part_in_it_is_lost_in_the_quorum(replica: R
     def lose() -> None:
         assert replica.transport.is_receiving.wait(LIMIT_S)
         assert replica.driver.waits_for() is not None
-        replica.exchange.member_lost(5, "c")
+        replica.exchange.member_lost(LossNotice(5, "c", "it died"))
         if lost:
-            replica.exchange.member_lost(5, lost)
+            replica.exchange.member_lost(LossNotice(5, lost, "it died"))
         else:
             replica.driver.hear(GroupLostNotice("rank 1 is gone"))
 
@@ -392,12 +392,12 @@ def test_a_fetch_goes_on_without_a_helper_that_is_lost(
     monkeypatch.setattr(replica.transport, "lose_source", lambda *told: lost.append(told))
 
     def receive(*_: object) -> object:
-        replica.exchange.member_lost(5, "c")
+        replica.exchange.member_lost(LossNotice(5, "c", "it died"))
         return {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
 
     monkeypatch.setattr(replica.transport, "recv_checkpoint_from", receive)
     assert replica.end(replica.begin(5, a=2, b=3, c=3))
-    assert lost[0] == (2, "lost c")
+    assert lost[0] == (2, "lost c: it died")
 
 
 @pytest.mark.heal_is_clean
