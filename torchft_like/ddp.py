@@ -5,7 +5,7 @@ communication hook.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -118,6 +118,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "gradients are reduced by the Manager's own communication hook, and a reducer has one: to send "
             "fewer bytes, reduce them with manager.allreduce(gradient, should_quantize=True)"
         )
+
+    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse: replicas that have no more inputs leave, and the others go on without them.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError(
+            "replicas need no join for uneven inputs: one that has no more of them shuts its Manager down"
+        )
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied.
+
+        Raises:
+            NotSupportedError: always.
+        """
+        raise NotSupportedError("this model's reducer belongs to a Manager: copy or save its `module`")
 
     def _check_all_were_used(self) -> Exception | None:
         """Return an error if the last backward pass left parameters out; look for such ones from now on."""

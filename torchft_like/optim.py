@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch.optim import Optimizer
@@ -102,6 +102,20 @@ class OptimizerWrapper(Optimizer):
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
         """The defaults of the wrapped optimizer."""
         return self.optim.defaults
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what else the wrapped optimizer has: its hooks, or the `train` of a schedule-free one.
+
+        Its other private attributes are not looked up. Among them is the promise of a fused optimizer to
+        unscale gradients itself, by what a GradScaler would write into this object.
+        """
+        if name == "optim" or (name.startswith("_") and not name.startswith("_optimizer_")):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(self.optim, name)
+
+    def __getstate__(self) -> NoReturn:
+        """Refuse to be copied: torch would keep the parameters, and neither the optimizer nor the Manager."""
+        raise NotSupportedError("this optimizer belongs to a Manager: copy or save its `optim`")
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"

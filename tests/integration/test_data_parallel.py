@@ -395,10 +395,16 @@ def test_settings_by_which_replicas_reduce_other_things_are_refused(lighthouse: 
     assert "delay_all_reduce_named_params" in delayed
 
 
-def test_a_hook_in_the_place_of_the_managers_is_refused(lighthouse: LighthouseServer) -> None:
+def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
+    lighthouse: LighthouseServer,
+) -> None:
     def register(replica: Replica) -> None:
         parallel = DistributedDataParallel(replica.manager, replica.model)
         with pytest.raises(NotSupportedError, match="should_quantize"):
             parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        with pytest.raises(NotSupportedError, match="shuts its Manager down"):
+            parallel.join()
+        with pytest.raises(NotSupportedError, match="save its `module`"):
+            copy.deepcopy(parallel)
 
     on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), register)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import pickle
 import signal
 import threading
 import traceback
@@ -509,6 +510,44 @@ def test_a_closure_is_evaluated_once_and_before_the_vote() -> None:
 def test_an_optimizer_that_evaluates_the_model_as_often_as_it_likes_is_refused() -> None:
     with pytest.raises(NotSupportedError, match="LBFGS evaluates the model"):
         OptimizerWrapper(None, torch.optim.LBFGS([torch.zeros(1)]))  # type: ignore[arg-type]
+
+
+def test_hooks_of_an_optimizer_are_called_in_steps_that_are_committed() -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    inner, stepped = torch.optim.SGD([weight], lr=1.0), []
+    votes = iter([True, False])
+    manager = SimpleNamespace(current_step=lambda: 0, should_commit=lambda: next(votes))
+    optimizer = OptimizerWrapper(manager, inner)  # type: ignore[arg-type]
+    optimizer.register_step_pre_hook(lambda optim, *args: stepped.append(("before", optim)))
+    handle = optimizer.register_step_post_hook(lambda optim, *args: stepped.append(("after", optim)))
+    assert [optimizer.step(), optimizer.step()] == [True, False]
+    assert stepped == [("before", inner), ("after", inner)]
+    handle.remove()
+    assert not inner._optimizer_step_post_hooks
+
+
+def test_an_optimizer_has_the_methods_of_a_schedule_free_one_and_no_promise_to_unscale_gradients() -> None:
+    inner = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True)
+    inner.train = lambda: "trains"  # type: ignore[attr-defined]
+    optimizer = OptimizerWrapper(None, inner)  # type: ignore[arg-type]
+    assert optimizer.train() == "trains"
+    assert inner._step_supports_amp_scaling
+    assert not hasattr(optimizer, "_step_supports_amp_scaling"), (
+        "a GradScaler would leave it to the inner one"
+    )
+    assert not hasattr(optimizer, "no_such_name")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_copy_of_an_optimizer_is_refused_and_leaves_it_as_it_was(
+    copied: Callable[[object], object],
+) -> None:
+    manager = SimpleNamespace(current_step=lambda: 0, should_commit=lambda: True)
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    optimizer = OptimizerWrapper(manager, inner)  # type: ignore[arg-type]
+    with pytest.raises(NotSupportedError, match="copy or save its `optim`"):
+        copied(optimizer)
+    assert optimizer.step()
 
 
 class HealedIn(NamedTuple):
