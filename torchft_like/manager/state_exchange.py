@@ -33,7 +33,6 @@ from typing import cast
 
 import torch
 
-from torchft_like import vector_math
 from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
 from torchft_like.core.assignment import QuorumResult
@@ -115,7 +114,7 @@ class StateExchange:
         transport: CheckpointTransport[State],
         emit: Emit,
     ) -> None:
-        vector_math.call_first()  # the step after a heal is to be the same here as on the source
+        _settle_vector_functions()  # the step after a heal is to be the same here as on the source
         self._config = config
         self._protocol = protocol
         self._group = group
@@ -558,3 +557,16 @@ def state_bytes(state: object) -> int:
     if isinstance(state, list | tuple):
         return sum(state_bytes(value) for value in state)
     return 0
+
+
+def _settle_vector_functions() -> None:
+    """Make the first call of MKL's vector functions, with which torch computes `sqrt`, `exp` and the like on
+    the CPU, in this thread alone.
+
+    That call finds out which processor it is, and notes its number twice: as it was found, and then as the
+    table of kernels counts. A thread that reads it in between takes another kernel, on a processor with
+    AVX-512 one of low accuracy (pytorch/pytorch#188792; 3 of 2,300 processes on a busy machine of two cores).
+    A replica's first optimizer step had weights that were wrong by 3e-5 of the step, where all others
+    computed from the same state and gradients.
+    """
+    torch.full((1,), 0.5, dtype=torch.float32, device="cpu").sqrt()

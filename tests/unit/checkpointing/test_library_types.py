@@ -26,8 +26,11 @@ from torchft_like.manager.state_registry import form_of
 
 @pytest.fixture(autouse=True)
 def _known_to_torch() -> Iterator[None]:
-    with torch.serialization.safe_globals(KINDS):
-        yield
+    known = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals(KINDS)
+    yield
+    torch.serialization.clear_safe_globals()  # which some tests do: other tests need what libraries gave
+    torch.serialization.add_safe_globals(known)
 
 
 def incoming(state: object) -> tuple[IncomingState, io.BytesIO]:
