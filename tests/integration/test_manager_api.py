@@ -523,6 +523,36 @@ def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(monkeypatch:
         assert list(threads.map(train, "aabb", (0, 1, 0, 1))) == [(False, True)] * 4
 
 
+@pytest.mark.leave_together
+def test_a_rank_that_was_told_to_leave_does_so_also_where_its_script_skips_the_end_of_the_step(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then rank 0 has left, and with it their server."""
+    monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.2)
+    store, has_left = serve_store(), threading.Event()
+
+    def train(rank: int) -> bool:
+        place: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        with make_manager(
+            lighthouse, "a", nn.Linear(1, 1), rank=rank, quorum_timeout=20.0, **place
+        ) as manager:
+            manager.start_quorum()
+            if rank == 0:
+                manager.request_stop()
+            else:
+                manager.wait_quorum()
+                assert has_left.wait(LIMIT_S)
+                manager.start_quorum()
+            assert not manager.should_commit()
+            stops = manager.stop_agreed
+        if rank == 0:
+            has_left.set()
+        return stops
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(train, range(2))) == [True, True]
+
+
 def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:
     """The other rank, which has nothing to wait for, waits for a vote that comes after the timeout."""
     lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)

@@ -281,6 +281,7 @@ class ReplicaGroup:
     _held: dict[int, int] | None = None  # by rank: the first step that it has not begun, while all hold
     _to_answer: Counter[int] = field(default_factory=Counter)  # by rank: requests to hold without an answer
     _is_released: bool = False  # the ranks know the step at which they ask
+    _is_alone: bool = False  # it waits for the lighthouse, with which it has no session
     _is_over: bool = False  # a member is gone, or gave the last quorum up
     _is_leaving: bool = False  # a rank was asked to stop, and waits for no quorum any more
     _is_given_up: bool = False  # the lighthouse knows that this group commits nothing more in it
@@ -390,6 +391,7 @@ class ReplicaGroup:
 
     def lighthouse_connected(self) -> list[Effect]:
         """Handle a new session with the lighthouse, which knows nothing of what was sent before."""
+        self._is_alone = False
         unreachable = tuple(self._links.unreachable)
         report: list[Effect] = [BrokenLinks(unreachable)] if unreachable else []
         if self._identity != Identity():
@@ -400,7 +402,8 @@ class ReplicaGroup:
     def lighthouse_disconnected(self) -> list[Effect]:
         """Handle the end of the session: ranks that hold would not hear when they may go on."""
         if self.waits_for_lighthouse:
-            return self.hold(self.last_quorum_id, self.last_quorum_round)
+            self._is_alone = True
+            return self.hold(self.last_quorum_id, self.last_quorum_round) or self._all_hold()
         return self._go_on()
 
     def lease_ended(self) -> list[Effect]:
@@ -458,12 +461,16 @@ class ReplicaGroup:
         return effects
 
     def _all_hold(self) -> list[Effect]:
-        """Go on once all ranks hold: the lighthouse names the step or, if the quorum is over, the group."""
+        """Go on once all ranks hold: the lighthouse names the step or, if the quorum is over, the group.
+
+        So does the group without a lighthouse if ranks have begun a step before which others hold: they wait
+        for the votes of those.
+        """
         if self._held is None or len(self._held) < self.world_size:
             return []
         number = self.last_quorum_id, self.last_quorum_round
         step = max([self._held[rank] for rank in self._not_joined()])  # one at least, or the group would join
-        if self._is_over:
+        if self._is_over or (self._is_alone and len({*self._held.values()}) > 1):
             return self.released(*number, step)
         return self._told_to_ask_at(step) or [GroupHolds(*number, step)]
 

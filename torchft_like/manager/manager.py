@@ -334,7 +334,7 @@ class Manager:
             own = self._driver.begin(attempt)
             attempt.fingerprint = self._driver.divergence.take(own.step)
             attempt.ask = partial(self._ask, attempt, own, shrink_only)
-            if not attempt.is_standing:
+            if not attempt.is_standing and not attempt.is_given_up:
                 attempt.ask()
         except BaseException as error:  # the next step would wait for a quorum that was never asked for
             attempt.fail(lost_by(error, "start_quorum"))

@@ -124,6 +124,10 @@ class QuorumDriver:
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
                 attempt.stand(result._replace(max_step=own.step))
+            if last is not None and last.is_given_up and last.verdict is not None:
+                # The script has skipped the end of the last step: it leaves with this one.
+                self._give_up(attempt)
+                attempt.decide(last.verdict)
             return own
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:

@@ -13,8 +13,10 @@ from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
 from torchft_like.core.conversation import KEPT_MAX, UNCOUNTED_MAX, Conversation
 from torchft_like.core.replica_group import (
     GroupAway,
+    GroupHolds,
     GroupJoin,
     GroupLostNotice,
+    HoldRanks,
     LossNotice,
     RankJoin,
     RankQuorum,
@@ -151,6 +153,43 @@ def test_a_rank_that_holds_leaves_with_the_one_that_was_asked_to_stop() -> None:
         RankVerdict(0, stops),
         RankVerdict(1, stops),
     ]
+
+
+@pytest.mark.leave_together
+def test_a_rank_that_is_asked_to_stop_has_not_held_in_vain_as_long_as_it_votes_on_an_earlier_step() -> None:
+    group = standing(2, waits_for_lighthouse=True)
+    group.lighthouse_disconnected()
+    for rank in (0, 1):
+        group.rank_holds(rank, 9, 5)  # its votes on step 4 come later
+    stops = Verdict(4, True, stop=True)
+    assert group.rank_voted(1, stops) == []
+    assert group.rank_voted(0, Verdict(4, True)) == [RankVerdict(0, stops), RankVerdict(1, stops)]
+
+
+@pytest.mark.progress
+def test_a_rank_that_holds_goes_on_to_the_step_that_another_one_has_begun_where_there_is_no_lighthouse() -> (
+    None
+):
+    """The other one waits for its vote."""
+    group = standing(2, waits_for_lighthouse=True)
+    assert group.lighthouse_disconnected() == [HoldRanks((0, 1), 9)]
+    assert group.rank_holds(0, 9, 4) == []
+    assert group.rank_holds(1, 9, 5) == [ReleaseRanks((0, 1), 9, 5)]
+    there = standing(2, waits_for_lighthouse=True)
+    there.hold(9, 1)
+    there.rank_holds(0, 9, 4)
+    assert there.rank_holds(1, 9, 5) == [GroupHolds(9, 1, 5)]
+    assert there.lighthouse_disconnected() == [ReleaseRanks((0, 1), 9, 5)]
+
+
+def standing(world_size: int, *, waits_for_lighthouse: bool) -> ReplicaGroup:
+    """Return a group in quorum 9, which stands."""
+    group = ReplicaGroup("a", world_size, waits_for_lighthouse)
+    for rank in range(world_size):
+        group.rank_joined(join(rank))
+    group.quorum_formed(9, members("a", "b"), 1, True)
+    assert group.last_quorum_stands
+    return group
 
 
 def test_a_group_that_leaves_without_a_quorum_takes_none_that_comes_late() -> None:
