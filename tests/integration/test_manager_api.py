@@ -488,11 +488,14 @@ def test_a_group_of_which_one_rank_is_asked_to_stop_leaves_where_no_quorum_comes
 
 
 @pytest.mark.leave_together
-def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank of each group is asked to stop."""
+@pytest.mark.parametrize("is_late", [False, True], ids=["", "late"])
+def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(
+    is_late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One rank of each group is asked to stop; the other one holds by then, or begins its step later."""
     monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.2)
     stores = {name: serve_store() for name in "ab"}
-    have_committed, hold = threading.Barrier(4), threading.Barrier(4)
+    meet = threading.Barrier(4)
 
     def train(name: str, rank: int) -> tuple[bool, bool]:
         settings: dict[str, Any] = {
@@ -509,15 +512,22 @@ def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(monkeypatch:
                 manager.start_quorum()
                 manager.allreduce(torch.ones(4)).wait()
                 assert manager.should_commit()
-            if have_committed.wait(LIMIT_S) == 0:
+            if meet.wait(LIMIT_S) == 0:
                 lighthouse.shutdown()
             assert holds_within(LIMIT_S, lambda: manager._protocol._is_held)
+            if is_late and rank == 0:
+                meet.wait(LIMIT_S)
             manager.start_quorum()
-            hold.wait(LIMIT_S)
+            if not is_late:
+                meet.wait(LIMIT_S)
             if rank == 1:
                 manager.request_stop()
             manager.allreduce(torch.ones(4)).wait()
-            return manager.should_commit(), manager.stop_agreed
+            outcome = manager.should_commit(), manager.stop_agreed
+            if is_late and rank == 1:
+                meet.wait(LIMIT_S)
+            meet.wait(LIMIT_S)
+            return outcome
 
     with lighthouse_here() as lighthouse, ThreadPoolExecutor(4) as threads:
         assert list(threads.map(train, "aabb", (0, 1, 0, 1))) == [(False, True)] * 4

@@ -156,6 +156,19 @@ def test_a_rank_that_holds_leaves_with_the_one_that_was_asked_to_stop() -> None:
 
 
 @pytest.mark.leave_together
+def test_a_rank_that_is_late_to_the_step_before_which_it_holds_asks_and_hears_that_all_leave() -> None:
+    group, stops = standing(3, waits_for_lighthouse=True), Verdict(4, False, stop=True)
+    group.lighthouse_disconnected()
+    for rank in (0, 1):
+        group.rank_holds(rank, 9, 4)
+    group.rank_joined(join(1))  # it has held in vain
+    assert group.rank_voted(1, stops)[-1] == ReleaseRanks((0,), 9, 4)
+    assert group.rank_holds(2, 9, 4) == [ReleaseRanks((2,), 9, 4)]
+    for rank in (0, 2):
+        assert group.rank_joined(join(rank)) == [RankVerdict(rank, stops)]
+
+
+@pytest.mark.leave_together
 def test_a_rank_that_is_asked_to_stop_has_not_held_in_vain_as_long_as_it_votes_on_an_earlier_step() -> None:
     group = standing(2, waits_for_lighthouse=True)
     group.lighthouse_disconnected()
