@@ -61,9 +61,8 @@ class Checker:
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
         self._verdicts: dict[tuple[str, int, int], bool] = {}  # by replica group, quorum and step
         self._lives: dict[tuple[str, int], bytes] = {}  # by replica group and rank: the process that is it
-        self._left_at: dict[
-            str, tuple[int, int | None]
-        ] = {}  # by replica group: the verdict after which it left
+        # By replica group: the quorum and the step that it committed before it left, if so.
+        self._left_at: dict[str, tuple[int, int] | None] = {}
         self._trained: dict[str, int] = {}  # by process: the inner steps since its last sync
         # By process, of those that live: its last try, as the name of the launch, the number of the try, its
         # rank, and the processes of all ranks; and those that are in a try.
@@ -76,7 +75,8 @@ class Checker:
         )  # starts of replica groups in which a process answered nothing for long
         self._orphans: dict[str, str] = {}  # processes without which their group has gone on: what they owe
         self._told_of: dict[str, tuple[str, int]] = {}  # by spare: the place of which it was told last
-        self._awaited: dict[str, int] = {}  # by process: how many commits it owes in the quiet phase
+        # By process: how many commits it owes in the quiet phase; math.inf: it owes its leave.
+        self._awaited: dict[str, float] = {}
         self._spared: tuple[str, ...] = ()  # two replica groups, of which one owes no commits
 
     def violate(self, invariant: str, text: str) -> None:
@@ -431,7 +431,7 @@ class Checker:
 
     def left(self, rank: Rank, committed: bool) -> None:
         """Check that a process leaves after the same verdict as the other ranks of its group."""
-        verdict = rank.protocol.quorum_id, rank.protocol.step if committed else None
+        verdict = (rank.protocol.quorum_id, rank.protocol.step) if committed else None
         if self._left_at.setdefault(rank.replica.replica_id, verdict) != verdict:
             self.violate(
                 "leave_together",
@@ -443,13 +443,17 @@ class Checker:
         """Check that a process which has begun another step than the one after which its group leaves had
         no part in that verdict.
         """
-        if (verdict := self._left_at.get(rank.replica.replica_id)) is not None:
-            self.violate("leave_together", f"{rank.name} goes on when its group leaves after {verdict}")
+        if (group := rank.replica.replica_id) in self._left_at:
+            self.violate(
+                "leave_together", f"{rank.name} goes on, its group leaves after {self._left_at[group]}"
+            )
 
     def died(self, rank: Rank) -> None:
         """Note that a process is gone; one that comes back as a spare owes nothing more."""
         owed = self._awaited.pop(rank.name, None)
-        if owed is not None and rank.replica.is_spare and self._is_paid():
+        if owed == math.inf and not rank.is_leaving:
+            self.violate("leave_together", f"{rank.name} ends, and does not leave with its group")
+        if owed is not None and (rank.replica.is_spare or owed == math.inf) and self._is_paid():
             self.is_over = True
             self._world.stop()
 
@@ -573,6 +577,10 @@ class Checker:
         self._spared = tuple(spared)
         self.is_over = False
 
+    def expect_leave(self, processes: Sequence[str]) -> None:
+        """Expect that these processes leave, each with all ranks of its group."""
+        self._awaited, self._spared, self.is_over = dict.fromkeys(processes, math.inf), (), False
+
     def expect_also(self, processes: Sequence[str], commits: int) -> None:
         """Expect commits of these processes, too, which have started in the quiet phase; 0: no longer."""
         for process in processes:
@@ -603,4 +611,6 @@ class Checker:
             return
         waiting = sorted(self._awaited)
         with contextlib.suppress(RunOverError):
-            self.violate("progress", f"{' '.join(waiting)} did not commit after the faults had stopped")
+            self.violate(
+                "progress", f"{' '.join(waiting)} did not commit, or leave, after the faults had stopped"
+            )

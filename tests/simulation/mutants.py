@@ -283,6 +283,22 @@ stops one rank only: all ranks leave after the same step (36, leave_together)
 ReplicaGroup.rank_voted
 - common._replace(step=vote.step)
 + common._replace(step=vote.step, stop=vote.stop)
+waits in vain: one that was asked to stop waits for a quorum for a while only (6, progress)
+ReplicaGroup.rank_voted
+- if vote.stop and group_rank
++ if False and group_rank
+leaves others waiting: all ranks leave where no quorum comes (6, leave_together)
+ReplicaGroup._leave
+- {rank: join.step for rank, join in self._joins.items()}
++ {}
+leaves others holding: all ranks leave where those that stand hold (83, leave_together)
+ReplicaGroup._leave
+- held = self._held or {}
++ held = {}
+holds at two steps: without a lighthouse the ranks of a group hold at one step (608, progress)
+ReplicaGroup._all_hold
+- or (self._is_alone and
++ or (False and
 goes on torn: a group whose ranks hold different states heals or ends (129, heal_is_clean)
 ReplicaGroup.quorum_formed
 - if self._is_torn and

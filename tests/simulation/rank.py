@@ -11,12 +11,13 @@ parameters.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from lighthouse.core.decisions import DISOWNED
 from tests.simulation.fragments import Held, mix
 from tests.simulation.mesh import Mesh, mesh_of
-from tests.simulation.world import DEAD, PAUSED, Process
+from tests.simulation.world import DEAD, PAUSED, TINY_S, Process
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
@@ -35,6 +36,7 @@ BROKEN = ConnectionError("a connection of the process group broke")
 LOST = ConnectionError("a member was lost")
 VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
+IN_VAIN = RuntimeError("there was no quorum, and the replica group leaves")
 SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
@@ -71,6 +73,9 @@ class Rank(Process):
         self.group_mesh: Mesh | None = None
         self.trainer: Trainer | None = None  # the process that runs it, where that may run others after it
         self.stop_wanted = False
+        self._began = 0.0  # when the attempt began, or asked for a quorum
+        self._is_in_vain = False  # it waits for a quorum no more, and is not committed
+        self._told: Verdict | None = None  # the verdict on such an attempt
         self.sick_until = 0.0  # until then its process group fails whenever it is configured
         self.orders: dict[str, float] = {}  # by kind: what the script does next, as a fault has made it
         self.offer: Snapshot | None = None
@@ -145,7 +150,8 @@ class Rank(Process):
         self._refuse_state()
         self._own, self._is_stepping = self.protocol.begin(), False
         self._attempt += 1
-        self._has_computed = self._is_waiting = False
+        self._has_computed = self._is_waiting = self._is_in_vain = False
+        self._began, told, self._told = self.replica.world.now, self._told, None
         self._plan, self._source = None, None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
@@ -153,12 +159,20 @@ class Rank(Process):
         if goes_on:
             self.protocol.stand()
             self._collectives = scenario.collectives(self.protocol.step)
+        elif told is not None:  # in the last step, whose end the script has skipped
+            self._told = told
+            self._wait_no_longer()
         else:
             self._ask()
             if self._does("report_early") is not None:
                 self.report_error()
         if scenario.async_quorum:
             self._compute()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether it leaves with all ranks of its group, or knows that it does after this step."""
+        return self._is_leaving or self._told is not None
 
     @property
     def has_collectives(self) -> bool:
@@ -183,6 +197,48 @@ class Rank(Process):
         if self._configured:
             self.replica.world.after(0.0, self, self._begin_after, self._attempt)
         return True
+
+    def ask_to_stop(self) -> None:
+        """Ask the script to stop, as SIGTERM does: from now on it waits for quorums for a while only."""
+        world = self.replica.world
+        self.stop_wanted = True
+        if world.scenario.stop_wait_s < math.inf:
+            world.after(world.scenario.stop_wait_s, self, self._wait_before_stop, world.now)
+
+    def _wait_before_stop(self, since: float) -> None:
+        """Have all ranks leave if this one has waited so long for a quorum; if not, look again later."""
+        world = self.replica.world
+        left_s = world.scenario.stop_wait_s
+        if self.protocol.is_waiting or self.protocol.is_held:
+            left_s -= world.now - max(self._began, since)
+            if left_s <= TINY_S:
+                world.felt["left_in_vain"] += 1
+                self._ask_instead_of_holding()
+                self._wait_no_longer()
+                vote = Verdict(self.protocol.step, False, stop=True)
+                self.replica.say(self.number, self.replica.vote, self.number, vote)
+                left_s = world.scenario.stop_wait_s
+        world.after(left_s, self, self._wait_before_stop, since)
+
+    def _ask_instead_of_holding(self) -> None:
+        """Ask for a quorum where this rank holds: its group takes it for one that waits in vain."""
+        if self.protocol.is_held:
+            self._promised = None
+            self.protocol.resume()
+            self._ask_instead()
+
+    def _wait_no_longer(self) -> None:
+        """Go on to the end of the step without a quorum."""
+        if self.protocol.is_waiting and not self._is_in_vain:
+            self._is_in_vain, self._trouble_attempt = True, self._attempt
+            if self.protocol.fail_current(IN_VAIN):
+                self._abort(self.protocol.quorum_id)
+            self.replica.world.tell(self.name, "waits for no quorum any more")
+            self.replica.world.after(0.0, self, self._open_in_vain, self._attempt)
+
+    def _open_in_vain(self, attempt: int) -> None:
+        if attempt == self._attempt and self._is_in_vain:
+            self._open()
 
     def time_out(self, *, is_noticed: bool) -> bool:
         """Let what this rank waits for take longer than its timeout; return False if it waits for nothing.
@@ -312,7 +368,7 @@ class Rank(Process):
         if not self._collectives and protocol.needs_asking:
             self._ask_instead()
             return
-        if not self._enter():
+        if not self._is_in_vain and not self._enter():
             return
         mesh = self.group_mesh
         if self._bucket == self._collectives or not protocol.can_communicate or mesh is None:
@@ -368,8 +424,9 @@ class Rank(Process):
             replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
         self.phase = VERDICT
         if len(replica.ranks) == 1:
-            self._is_leaving = self.stop_wanted
             self._decide(vote)
+        elif self._told is not None:
+            self._decide(self._told)
         else:
             replica.say(self.number, replica.vote, self.number, vote)
 
@@ -380,12 +437,20 @@ class Rank(Process):
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """Take the verdict of this group's ranks."""
-        if verdict.step == self.protocol.step and self.phase == VERDICT:
-            self._is_leaving = verdict.stop
+        if verdict.step != self.protocol.step or not self.protocol.in_step:
+            return
+        if verdict.stop:
+            self._ask_instead_of_holding()
+        if verdict.stop and not self._is_agreed:
+            self._wait_no_longer()
+        if self.phase == VERDICT:
             self._decide(verdict)
+        elif self._is_in_vain:
+            self._told = verdict
 
     def _decide(self, verdict: Verdict) -> None:
         protocol, replica = self.protocol, self.replica
+        self._is_leaving = verdict.stop
         world, committed = replica.world, verdict.committed
         before = self.parameters
         averages = None
@@ -426,7 +491,9 @@ class Rank(Process):
             world.checker.synced(self, over, committed, before)
         if self._is_leaving:
             world.checker.left(self, committed)
-            if self.trainer is None:
+            if world.is_ending:  # once the others have heard of the verdict: the script saves its state first
+                world.after(world.scenario.compute_s, self, self._leave)
+            elif self.trainer is None:
                 self._leave()
             else:  # once the others were told of the verdict, as the server tells all of one thing first
                 world.after(0.0, self, self._leave)
@@ -507,6 +574,7 @@ class Rank(Process):
         if self.protocol.ask_instead():
             self.replica.world.tell(self.name, "asks at attempt", self.protocol.step)
             self._is_agreed = self._configured = self._is_waiting = False
+            self._began = self.replica.world.now
             self._ask()
 
     def hear_lost(self, notice: LossNotice) -> None:
@@ -534,13 +602,13 @@ class Rank(Process):
 
     def hear_group_left(self) -> None:
         """Die because another rank of this replica group has left."""
-        if not self._is_leaving and not self.protocol.steps_given_up:
+        if not self.is_leaving and not self.protocol.steps_given_up:
             self.replica.world.checker.left_behind(self)
         self.hear_group_lost()
 
     def hear_group_lost(self) -> None:
         """Die because another rank of this replica group is gone."""
-        if not self._is_leaving:
+        if not self.is_leaving:
             self.die("its replica group is lost")
 
     # -- the process group

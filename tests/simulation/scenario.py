@@ -64,7 +64,8 @@ ORDER_KINDS = (
 )
 
 # What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken,
-# heals to a state that the process has kept since its last try, processes without which others have gone on.
+# heals to a state that the process has kept since its last try, processes without which others have gone on,
+# groups that leave without a quorum.
 STEP_KINDS = (
     "bare_step",
     "long_step",
@@ -74,6 +75,7 @@ STEP_KINDS = (
     "place_taken",
     "kept_state",
     "passed_over",
+    "left_in_vain",
 )
 
 # A message that a partition holds up: counted, not switched on.
@@ -88,6 +90,8 @@ CATCHING_UP = (16, 18, 20, 21, 24)  # the seeds, modulo 32, of jobs in which rep
 # The seeds, modulo 41, in which operations take longer than their timeouts, a rank of a replica group starts
 # late, or steps have a fixed number of participants, or need more of them than the lighthouse.
 TIMING_OUT, STARTING_LATE, FIXED, DEMANDING = 15, 19, 21, 30
+
+STOPPING = 6  # the seeds, modulo 7, in which who is asked to stop does not wait for a quorum for ever
 
 LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
 
@@ -141,6 +145,7 @@ class Scenario:
         starts_late: whether one rank of a replica group may start long after the others.
         is_fixed: whether `min_replica_size` groups take part in a step, and the others add zeros.
         min_replica_size: of the step protocol.
+        stop_wait_s: how long a rank that was asked to stop waits for a quorum; math.inf: until there is one.
         fragments: how many fragments DiLoCo syncs in turn; 0: gradients are averaged in every step.
         inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
         delay_steps: the inner steps between the begin of a sync and its end.
@@ -205,6 +210,7 @@ class Scenario:
     starts_late: bool = False
     is_fixed: bool = False
     min_replica_size: int = 0
+    stop_wait_s: float = math.inf
 
     @property
     def brief_s(self) -> float:
@@ -317,7 +323,8 @@ def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
 
 
 def _with_what_is_rare(scenario: Scenario, place: int) -> Scenario:
-    """Return the job with one more kind of fault, or another rule for who takes part in a step."""
+    """Return the job with one more kind of fault, or another rule for who takes part in a step, or leaves."""
+    scenario = _with_stops(scenario) if scenario.seed % 7 == STOPPING else scenario
     if place == TIMING_OUT and not scenario.fragments:  # an exception of such a script gives no sync up
         is_crowded = scenario.restarts or scenario.seed // 41 % 2 == 0
         return replace(scenario, kinds=(*scenario.kinds, "time_out")) if is_crowded else _in_haste(scenario)
@@ -357,6 +364,11 @@ def _with_long_steps(scenario: Scenario) -> Scenario:
     # Who is alone as it wishes to shrink goes on from a checkpoint of an earlier run that nobody believes.
     few = scenario.without(["shrink"])
     return replace(few, delay_s=delay_s, join_timeout_s=messages_s + part * scenario.compute_s)
+
+
+def _with_stops(scenario: Scenario) -> Scenario:
+    part = random.Random(scenario.seed * 3 + 7).random()
+    return replace(scenario, stop_wait_s=scenario.keepalive_s * (0.3 + 2 * part))
 
 
 def _with_spares(scenario: Scenario) -> Scenario:

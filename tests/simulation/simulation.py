@@ -100,6 +100,12 @@ class Simulation:
             self._faults.stop()
             world.checker.expect(self._alive(), QUIET_COMMITS)
             self._expect_commits()
+        # A rank that has loaded another state asks for a quorum while the others of its group go on.
+        is_whole = (
+            scenario.stop_wait_s < math.inf and not scenario.restarts and "restore" not in scenario.kinds
+        )
+        if is_whole and world.checker.violation is None:
+            self._leave_without_a_quorum()
         return Outcome(
             scenario,
             world.checker.violation,
@@ -111,6 +117,26 @@ class Simulation:
             world.now,
             world.story,
         )
+
+    def _leave_without_a_quorum(self) -> None:
+        """Check that all ranks leave soon, each with its group, where one is asked to and no lighthouse comes
+        back.
+        """
+        world, scenario = self.world, self.world.scenario
+        world.is_ending = True
+        world.run(world.now + 3 * scenario.compute_s * world.random(), EVENTS_MAX)
+        world.tell("THE LIGHTHOUSE", "is gone for good, and a rank of each group is asked to stop")
+        world.lighthouse.crash()
+        ranks = [r for replica in self._present() for r in replica.ranks if r.state != DEAD]
+        world.run(world.now + scenario.lease_s + scenario.keepalive_s + 20 * scenario.compute_s, EVENTS_MAX)
+        world.checker.expect_leave([rank.name for rank in ranks if rank.state != DEAD])
+        for replica in self._present():
+            replica.ranks[replica.slot % len(replica.ranks)].ask_to_stop()
+            for rank in replica.ranks:
+                rank.orders.clear()
+        soon_s = 40 * scenario.compute_s + 20 * scenario.latency_s
+        world.run(world.now + scenario.stop_wait_s + soon_s, EVENTS_MAX)
+        world.checker.give_up()
 
     def _expect_commits(self) -> None:
         self.world.run(self.world.now + self._patience_s(), EVENTS_MAX)
@@ -269,7 +295,7 @@ class Simulation:
 
     def _start(self, slot: int) -> None:
         world = self.world
-        is_left_empty = self._is_quiet and world.scenario.is_vacant and slot == 0
+        is_left_empty = world.is_ending or (self._is_quiet and world.scenario.is_vacant and slot == 0)
         if world.slots[slot] is not None or self._launches[slot] is not None or is_left_empty:
             return
         self._incarnations[slot] += 1

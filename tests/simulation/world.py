@@ -112,6 +112,7 @@ class World:
         self.stalled: list[Callable[[], object]] = []  # to be tried again when a partition ends
         self.lighthouse: SimLighthouse
         self.launcher: Launcher
+        self.is_ending = False  # all are asked to stop, and no process is started any more
         self.nobody = Process()  # the process of the network's own events
         self.heap: list[tuple[float, int, Process, Action, tuple[Any, ...]]] = []
         self._sequence = 0
