@@ -59,7 +59,7 @@ BEHAVIOUR: Mapping[str, str] = {
     "torchft.process_group.ProcessGroup*XCCL*": "making one raises NotSupportedError",
     "*.HTTPTransport.address": "what it serves there has another form",
     "*.HTTPTransport.allow_checkpoint": "CheckpointError where nothing is offered",
-    "*.PGTransport": "of `state_dict`, only tensors that are contiguous are received into",
+    "*.PGTransport": "of `state_dict`, only tensors that lie as those that come are received into",
     "torchft.utils.record_event": "it gives the event, as the nightly's",
     "TORCHFT_LIGHTHOUSE": "it beats the argument",
     "TORCHFT_MANAGER_PORT": "it beats the argument",

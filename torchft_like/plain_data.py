@@ -87,7 +87,7 @@ class Schema:
         keeps_devices: whether a tensor arrives on the type of device that it was sent from; if not, it
           arrives on the CPU.
         type_error: the error for a type that is refused.
-        joins_views: whether equal views of one memory are one memory again.
+        joins_views: whether equal views of one memory are one memory again, and elements lie as they did.
     """
 
     writers: Mapping[type, Callable[..., None]]
@@ -174,8 +174,9 @@ DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 (
     NONE, TRUE, FALSE, SMALL_INT, SHORT_STR, SHORT_BYTES, INT64, LONG, DOUBLE, STR, BYTES, LIST, TUPLE, DICT,
     LEAF_STR, LEAF_BYTES, LEAF_TENSOR, LEAF_ARRAY,
-    SAME_TENSOR, COMPLEX, SCALAR, DTYPE, DEVICE, SIZE, COUNTER, ORDERED_DICT, SHARD, INSTANCE, TAGS_END,
-) = range(29)  # fmt: skip
+    SAME_TENSOR, COMPLEX, SCALAR, DTYPE, DEVICE, SIZE, COUNTER, ORDERED_DICT, SHARD, INSTANCE, PERMUTED,
+    TAGS_END,
+) = range(30)  # fmt: skip
 
 TAGS = [bytes([tag]) for tag in range(TAGS_END)]
 # Encodings of small numbers, and of the heads of short texts, bytes and lists, are made once.
@@ -534,7 +535,7 @@ def about_key(key: object, schema: Schema) -> str:
     return f"is under a key of type {name_of(key)}; keys that travel are None, {', '.join(names)}{tuples}"
 
 
-def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
+def write_tensor(value: Tensor, sheet: Sheet, depth: int) -> None:
     if problem := _problem_of(value):
         raise UnfitType(problem)
     if sheet.schema.keeps_devices and value.device.type not in DEVICES:
@@ -544,12 +545,27 @@ def write_tensor(value: Tensor, sheet: Sheet, _: int) -> None:
     if not value.numel():
         _require_readable(value.shape)
     elif sheet.schema.joins_views:
+        if not value.is_contiguous() and (order := _order_without_gaps(value)):
+            sheet.open(PERMUTED, 1 + len(order), depth)
+            for part in (value.permute(order), *order):
+                sheet.write(part, depth + 1)
+            return
         view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         before = sheet.views.setdefault((*view, value.is_conj(), value.is_neg()), len(sheet.leaves))
         if before != len(sheet.leaves):
             sheet.put(LENGTH.pack(SAME_TENSOR, before))
             return
     sheet.put_leaf(LEAF_TENSOR, value.detach())
+
+
+def _order_without_gaps(value: Tensor) -> list[int]:
+    """Return the order of the dimensions in which the elements lie one after another; none if they do not.
+
+    An optimizer has a slow kernel for a state that lies otherwise than its parameter, such as one of a model
+    in `channels_last`.
+    """
+    order = sorted(range(value.dim()), key=value.stride().__getitem__, reverse=True)
+    return order if value.permute(order).is_contiguous() else []
 
 
 _PLAIN = Tensor, torch.nn.Parameter
@@ -898,6 +914,13 @@ def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
     return empty.set_(known.untyped_storage(), known.storage_offset(), known.shape, known.stride()), at + 5
 
 
+def _read_permuted(reader: Reader, at: int, depth: int) -> tuple[Tensor, int]:
+    (tensor, *order), at = reader.inner_values(at, depth)
+    if not isinstance(tensor, Tensor) or len(order) != tensor.dim() or {*order} != {*range(tensor.dim())}:
+        raise ValueError("what lies in another order is no tensor, or the order is none")
+    return tensor.permute([order.index(dim) for dim in range(tensor.dim())]), at
+
+
 def _read_leaf_array(reader: Reader, at: int, _: int) -> tuple[np.ndarray, int]:
     spec, leaves = reader.next_spec()
     length, dimensions, _unused = ARRAY.unpack_from(reader.data, at + 1)
@@ -1026,6 +1049,7 @@ _READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
     ORDERED_DICT: _read_ordered_dict,
     SHARD: _read_shard,
     INSTANCE: _read_instance,
+    PERMUTED: _read_permuted,
 }
 
 # --------------------------------------------------------------------------------------------- schemas

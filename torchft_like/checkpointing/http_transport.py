@@ -254,7 +254,7 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> T:
         """Fetch the state of `step`; wait until it is offered.
 
-        `timeout` is this transport's own unless given. The tensors are on the CPU, contiguous and without
+        `timeout` is this transport's own unless given. The tensors are on the CPU, without gaps and without
         gradient: `load_state_dict` has to copy them into the model. A DTensor arrives as this rank's
         `plain_data.Shard`: `shards.place` puts it on a mesh.
         """

@@ -459,9 +459,9 @@ class IncomingState:
     def land_in(self, own: object) -> bool:
         """Let the bytes of a tensor land in the tensor at the same place of `own`, where they lie alike.
 
-        That is a contiguous one on the CPU or on a CUDA device, of the same dtype and shape, that shares its
-        memory with no other one of them. Return whether there is any. What the current stream has begun with
-        them is over then.
+        That is one without gaps on the CPU or on a CUDA device, of the same dtype, shape and order of
+        dimensions, that shares its memory with no other one of them. Return whether there is any. What the
+        current stream has begun with them is over then.
         """
         found = sorted(_alike(self.outline(), own, self._outlines.places))
         reach = 0
@@ -655,9 +655,10 @@ def _alike(outline: Any, own: Any, places: dict[int, int]) -> Iterator[tuple[int
             inner, *_ = parts_of(own) or ({},)
             yield from _alike(outline.inner, inner, places)
     elif isinstance(outline, torch.Tensor):
-        index = places.get(id(outline))  # another tensor on the memory of one has none
+        lying = outline if outline._base is None else outline._base  # as the leaf does
+        index = places.get(id(lying))  # another tensor on the memory of one has none
         if index is not None and type(own) in (torch.Tensor, torch.nn.Parameter) and _fits(outline, own):
-            yield own.data_ptr(), index, own.detach()
+            yield own.data_ptr(), index, own.detach().as_strided(lying.shape, lying.stride())
     elif isinstance(outline, dict) and isinstance(own, dict):
         for key in outline.keys() & own.keys():
             yield from _alike(outline[key], own[key], places)
@@ -670,7 +671,8 @@ def _fits(outline: torch.Tensor, own: torch.Tensor) -> bool:
     if not is_dense(own) or own.is_conj() or own.is_neg() or not own.numel():
         return False
     is_reached = own.device.type == "cpu" or devices.has(own)
-    return is_reached and own.dtype is outline.dtype and own.shape == outline.shape and own.is_contiguous()
+    lies_alike = own.is_contiguous() if outline.is_contiguous() else own.stride() == outline.stride()
+    return is_reached and own.dtype is outline.dtype and own.shape == outline.shape and lies_alike
 
 
 def _malformed(error: PlainDataError) -> CheckpointFormatError:

@@ -52,17 +52,15 @@ def test_scalar_comes_back_with_its_type_and_bits(value: object) -> None:
 @pytest.mark.parametrize(
     "view",
     [
-        lambda t: t.T,
         lambda t: t[::2, 1:],
         lambda t: t[0],
         lambda t: t[2, 3],
         lambda t: t.unsqueeze(0).expand(3, -1, -1),
         lambda t: t.flip(0),
-        lambda t: t.reshape(2, 2, 2, 4).to(memory_format=torch.channels_last),
         lambda t: torch.complex(t, t).conj(),
         lambda t: torch.complex(t, t).conj().imag,
     ],
-    ids=["T", "stride", "row", "cell", "expand", "flip", "channels_last", "conj", "neg"],
+    ids=["stride", "row", "cell", "expand", "flip", "conj", "neg"],
 )
 def test_views_arrive_with_the_values_that_they_show(view: Any) -> None:
     tensor = view(torch.arange(32, dtype=torch.float32).reshape(4, 8)[:4])
@@ -70,6 +68,21 @@ def test_views_arrive_with_the_values_that_they_show(view: Any) -> None:
     assert torch.equal(received, tensor.resolve_conj().resolve_neg())
     assert received.is_contiguous()
     assert received._base is None
+
+
+def test_elements_without_a_gap_between_them_lie_as_they_did() -> None:
+    """Or each step of an optimizer would take another kernel after a heal, and several times as long."""
+    matrix, images = torch.randn(3, 4).T, torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
+    state = {
+        "m": matrix,
+        "tied": matrix.detach(),
+        "i": nn.Parameter(images),
+        "c": torch.complex(matrix, matrix),
+    }
+    received = round_trip(state)
+    assert same(received, {name: tensor.detach() for name, tensor in state.items()})
+    assert {n: t.stride() for n, t in received.items()} == {n: t.stride() for n, t in state.items()}
+    assert received["m"].data_ptr() == received["tied"].data_ptr()
 
 
 def test_ordered_dict_and_counter_keep_their_types_and_a_models_state_its_versions() -> None:
@@ -246,6 +259,14 @@ class TestLanding:
         assert same(received, state)
         for name in "ws":
             assert received["m"][0][name].data_ptr() == own["m"][0][name].data_ptr()  # type: ignore[index]
+
+    def test_one_whose_elements_lie_in_the_same_order_takes_the_bytes(self) -> None:
+        theirs = torch.randn(2, 5, 3, 3).to(memory_format=torch.channels_last)
+        mine, other = torch.zeros_like(theirs), torch.zeros(2, 5, 3, 3)
+        received = self.land({"a": theirs, "b": theirs.clone()}, {"a": mine, "b": other})
+        assert torch.equal(mine, theirs)
+        assert received["a"].data_ptr() == mine.data_ptr()
+        assert not other.any()
 
     def test_a_parameter_takes_them_and_knows_nothing_of_it(self) -> None:
         net, peer = nn.Linear(3, 2), nn.Linear(3, 2)
