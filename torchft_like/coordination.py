@@ -6,6 +6,7 @@ The Manager uses the same. Names and arguments are torchft's.
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -131,15 +132,15 @@ class LighthouseClient(UnaryClient):
     def __init__(self, addr: str, connect_timeout: timedelta = timedelta(seconds=60)) -> None:
         timeout_s = seconds_of(connect_timeout, "connect_timeout")
         super().__init__(parse_address(addr, "lighthouse address"), "lighthouse")
-        try:
-            grpc.channel_ready_future(self._channel).result(timeout_s)
-        except grpc.FutureTimeoutError:
+        ready, is_ready = grpc.channel_ready_future(self._channel), threading.Event()
+        ready.add_done_callback(lambda _: is_ready.set())
+        if not is_ready.wait(timeout_s):  # its own wait follows the wall clock, which may be set back
             self.close()
             raise ConnectError(
                 f"no lighthouse answered at {self._address} within {timeout_s:g} s; check that "
                 "`python -m lighthouse` is running there, that the address is right, and that both have "
                 "TORCHFT_TLS or neither"
-            ) from None
+            )
 
     def quorum(
         self,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,7 @@ from lighthouse.address import LOOPBACK, parse_address
 from lighthouse.errors import ConfigError
 from lighthouse.net import Keepalive, default_keepalive
 from torchft_like.coordination import LighthouseClient, LighthouseServer
-from torchft_like.errors import AddressError
+from torchft_like.errors import AddressError, ConnectError
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
@@ -85,6 +88,28 @@ def test_a_lighthouse_on_all_interfaces_gives_an_address_that_others_reach(
         assert parse_address(server.address()).host == "named"
     finally:
         server.shutdown()
+
+
+def test_a_client_gives_a_lighthouse_up_in_time_where_the_clock_is_set_back_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """gRPC's own wait would last for as long as the clock was set back."""
+    readings = iter([time.time()])
+    set_back = SimpleNamespace(time=lambda: next(readings, time.time() - 3600))
+    monkeypatch.setattr("grpc._utilities.time", set_back)
+    errors = []
+
+    def connect(port: int) -> None:
+        try:
+            LighthouseClient(f"{LOOPBACK}:{port}", timedelta(seconds=0.2))
+        except ConnectError as error:
+            errors.append(error)
+
+    with socket.create_server((LOOPBACK, 0)) as silent:
+        client = threading.Thread(target=connect, args=[silent.getsockname()[1]], daemon=True)
+        client.start()
+        client.join(LIMIT_S)
+    assert len(errors) == 1
 
 
 def test_what_the_lighthouse_refuses_is_no_lost_connection() -> None:
