@@ -302,7 +302,7 @@ class MessageQueue:
             ring travels as a file in memory of its own. A remote reader may be `max_chunks` messages
             behind.
         connect_ip: the address of this machine at which remote readers reach it; that of this host's name
-            unless given.
+            unless given, or where that is loopback the one of the default route.
 
     Raises:
         ValueError: the numbers make no sense, or `connect_ip` is no address of this machine.
@@ -328,7 +328,8 @@ class MessageQueue:
             if n_remote:
                 from torchft_like.message_queue.remote import RemoteReaders  # noqa: PLC0415 - zmq
 
-                remote = RemoteReaders(connect_ip or own_host(), n_remote, max_chunks, token, ranks)
+                host = connect_ip or own_host(others_ask=True)
+                remote = RemoteReaders(host, n_remote, max_chunks, token, ranks)
                 undo.callback(remote.close)
             writer = Writer(geometry, ranks, token, remote)
             undo.pop_all()

@@ -90,12 +90,13 @@ def host_named(name: str) -> str:
     return socket.inet_ntoa(found[20:24])
 
 
-def own_host(towards: Address | None = None) -> str:
+def own_host(towards: Address | None = None, *, others_ask: bool = False) -> str:
     """Return the address at which other hosts reach this one; loopback where its own name does not resolve.
 
     Args:
         towards: if given, the address of the interface that leads there is returned. Otherwise the one that
           the host's name resolves to, as in Gloo, or the name that its operator has given (TORCHFT_HOSTNAME).
+        others_ask: whether other hosts are known to come, for whom that name is not loopback.
 
     Raises:
         AddressError: the name that the operator has given does not resolve.
@@ -105,7 +106,7 @@ def own_host(towards: Address | None = None) -> str:
     try:
         if towards is not None:
             return local_host_towards(towards.host, towards.port)
-        return source_towards(socket.gethostname())
+        return (local_host_towards if others_ask else source_towards)(socket.gethostname())
     except AddressError:
         return LOOPBACK
 

@@ -83,7 +83,9 @@ def test_a_host_whose_name_is_loopback_here_alone_gives_an_address_that_others_r
     monkeypatch.setattr(hosts, "_ANYWHERE", ())  # a host without a default route
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
     monkeypatch.setattr(hosts, "host_named", given.__getitem__)
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer-3")
     assert hosts.local_host_towards("trainer-3") == "198.51.100.7"
+    assert (hosts.own_host(), hosts.own_host(others_ask=True)) == ("127.0.0.1", "198.51.100.7")
     assert hosts.local_host_towards("127.0.1.1") == "127.0.0.1"
     del given["eth0"]
     assert hosts.local_host_towards("trainer-3") == "127.0.0.1"

@@ -62,6 +62,19 @@ def stranger(writer: MessageQueue) -> Iterator[zmq.Socket[bytes]]:
         yield dealer
 
 
+def test_remote_readers_find_a_host_that_knows_its_own_name_as_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Debian has it so (127.0.1.1); the address is that of the default route."""
+    monkeypatch.delenv("TORCHFT_HOSTNAME", raising=False)
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer-3")
+    monkeypatch.setattr("torchft_like.runtime.hosts.source_towards", lambda *_: LOOPBACK)
+    monkeypatch.setattr("torchft_like.runtime.hosts._outer_address", lambda: "127.0.0.2")
+    with MessageQueue(1, 0) as writer:
+        handle: Any = writer.export_handle()
+        assert handle["address"].startswith("tcp://127.0.0.2:")
+
+
 def test_a_connection_that_says_nonsense_disturbs_nobody(queues: Queues) -> None:
     writer, (reader, remote) = queues.make(2, remote=[1])
     token: Any = writer.export_handle()["token"]
