@@ -52,8 +52,14 @@ class Difference:
     other: str
 
     def sentence(self, own: str, other: str) -> str:
-        """Describe the difference, with names for the two states."""
-        return f"{self.path or 'the state'} is {self.own} in {own} and {self.other} in {other}"
+        """Describe the difference, with names for the two states, and its cure."""
+        cure = "all replicas of a job train the same model"
+        if "missing" in (self.own, self.other):
+            cure += (
+                ", and register their state functions before the first step; what a later step makes is None "
+                "in the state, or in an empty dict, until then"
+            )
+        return f"{self.path or 'the state'} is {self.own} in {own} and {self.other} in {other}: {cure}"
 
 
 def form_of_rows(rows: Iterable[tuple[str, str]]) -> StateForm:

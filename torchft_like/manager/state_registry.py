@@ -93,11 +93,7 @@ class StateRegistry:
         """
         difference = None if self.form is None else first_difference(self.form, form_of(state))
         if difference is not None:
-            sentence = difference.sentence("this replica", f"the state of {source}")
-            cure = "all replicas of a job train the same model"
-            if "missing" in (difference.own, difference.other):
-                cure += "; what a later step makes is None in the state, or in an empty dict, until then"
-            raise ForeignStateError(f"{sentence}: {cure}")
+            raise ForeignStateError(difference.sentence("this replica", f"the state of {source}"))
 
     def check_registered(self) -> None:
         """Check that there are functions to save and to load a state.
@@ -166,7 +162,7 @@ class StateRegistry:
         if set(state) != set(self._functions):
             raise CheckpointError(
                 f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
-                "every replica must register the same keys"
+                "every replica must register the same keys, before its first step"
             )
         if next(shards_in(dict(state)), None) is not None:
             state = place(dict(state), self._save() if own is None else own)

@@ -75,7 +75,11 @@ SECOND = ("optim.state[1].exp_avg", "float32 [128]")
 
 def told_first(own: StateForm, other: StateForm) -> str:
     difference = first_difference(own, other)
-    return "" if difference is None else difference.sentence("b", "a")
+    if difference is None:
+        return ""
+    sentence, _, cure = difference.sentence("b", "a").partition(": ")
+    assert ("before the first step" in cure) == ("missing" in sentence)
+    return sentence
 
 
 @pytest.mark.parametrize(
