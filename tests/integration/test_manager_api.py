@@ -478,7 +478,8 @@ def test_a_group_of_which_one_rank_is_asked_to_stop_leaves_where_no_quorum_comes
             if rank == 1:
                 manager.request_stop()
             manager.start_quorum()
-            assert manager.share_of_step() == Share(None, 1, 0)
+            assert manager.share_of_step() == Share(None, 1, 1)
+            assert manager.num_participants() == 1  # by which scripts divide
             manager.allreduce(torch.ones(4)).wait()
             collective.wait(LIMIT_S)  # of the ranks of the group, as in a backward pass
             return manager.should_commit(), manager.stop_agreed
@@ -531,6 +532,34 @@ def test_ranks_leave_though_they_hold_for_a_lighthouse_that_is_gone(
 
     with lighthouse_here() as lighthouse, ThreadPoolExecutor(4) as threads:
         assert list(threads.map(train, "aabb", (0, 1, 0, 1))) == [(False, True)] * 4
+
+
+@pytest.mark.leave_together
+@pytest.mark.parametrize("asked", [0, 1])
+def test_a_rank_that_begins_its_step_once_the_one_that_was_asked_to_stop_has_left_leaves_in_order(
+    asked: int, lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With rank 0 the group's server has left, and with rank 1 the group is over for it."""
+    monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.2)
+    store, are_there = serve_store(), threading.Barrier(2)
+
+    def train(rank: int) -> tuple[bool, bool]:
+        place: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        with make_manager(
+            lighthouse, "a", nn.Linear(1, 1), rank=rank, quorum_timeout=LIMIT_S, **place
+        ) as manager:
+            are_there.wait(LIMIT_S)
+            if rank == asked:
+                manager.request_stop()
+            else:
+                link: Any = manager._link
+                is_over = (lambda: link.group.lost_reason) if asked == 1 else (lambda: link._closing)
+                assert holds_within(LIMIT_S, is_over)
+            manager.start_quorum()
+            return manager.should_commit(), manager.stop_agreed
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(train, range(2))) == [(False, True)] * 2
 
 
 @pytest.mark.leave_together

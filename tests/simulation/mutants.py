@@ -289,12 +289,18 @@ ReplicaGroup.rank_voted
 + if False and group_rank
 leaves others waiting: all ranks leave where no quorum comes (6, leave_together)
 ReplicaGroup._leave
+- range(self.world_size)
++ ()
+ReplicaGroup._leave
 - {rank: join.step for rank, join in self._joins.items()}
 + {}
 leaves others holding: all ranks leave where those that stand hold (83, leave_together)
 ReplicaGroup._leave
-- held = self._held or {}
-+ held = {}
+- range(self.world_size)
++ ()
+ReplicaGroup._leave
+- steps |= self._held or {}
++ pass
 holds at two steps: without a lighthouse the ranks of a group hold at one step (608, progress)
 ReplicaGroup._all_hold
 - or (self._is_alone and

@@ -146,12 +146,13 @@ class Rank(Process):
             return
         if self.protocol.goes_on or self.orders.get("restore", 1.0) % 0.5 < 0.25:  # many wait for quiet steps
             self._restore()
-        scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
+        scenario, told = self.replica.world.scenario, self._told
+        goes_on = self.protocol.goes_on and told is None
         self._refuse_state()
         self._own, self._is_stepping = self.protocol.begin(), False
         self._attempt += 1
         self._has_computed = self._is_waiting = self._is_in_vain = False
-        self._began, told, self._told = self.replica.world.now, self._told, None
+        self._began, self._told = self.replica.world.now, None
         self._plan, self._source = None, None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
@@ -159,7 +160,7 @@ class Rank(Process):
         if goes_on:
             self.protocol.stand()
             self._collectives = scenario.collectives(self.protocol.step)
-        elif told is not None:  # in the last step, whose end the script has skipped
+        elif told is not None:  # before this step, or in the last one, whose end the script has skipped
             self._told = told
             self._wait_no_longer()
         else:
@@ -437,7 +438,10 @@ class Rank(Process):
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """Take the verdict of this group's ranks."""
-        if verdict.step != self.protocol.step or not self.protocol.in_step:
+        if verdict.step != self.protocol.step:
+            return
+        if not self.protocol.in_step:
+            self._told = verdict if verdict.stop else None
             return
         if verdict.stop:
             self._ask_instead_of_holding()

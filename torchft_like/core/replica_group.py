@@ -444,8 +444,6 @@ class ReplicaGroup:
         earlier answer, so only the answer to the last request counts.
         """
         self._to_answer[group_rank] -= 1
-        if self._is_leaving:
-            return [ReleaseRanks((group_rank,), quorum_id, step)]
         is_early = self._to_answer[group_rank] > 0
         if is_early or self._held is None or quorum_id != self.last_quorum_id:
             return []
@@ -698,18 +696,18 @@ class ReplicaGroup:
         return [RankVerdict(rank, refused._replace(step=vote.step)) for rank, vote in sorted(votes.items())]
 
     def _leave(self) -> list[Effect]:
-        """Have all ranks leave without a quorum, for which one that was asked to stop has waited in vain."""
+        """Have all ranks leave without a quorum, for which one that was asked to stop has waited in vain.
+
+        Those that have yet to begin that step are told now: by then the one that was asked may be gone.
+        """
         self._is_leaving = True
-        held = self._held or {}  # by rank: the next step, which some of them have yet to begin
-        steps = dict(held)
+        steps = dict.fromkeys(range(self.world_size), max(join.step for join in self._joins.values()))
+        steps |= self._held or {}  # by rank: the next step, which some of them have yet to begin
         steps |= {rank: join.step for rank, join in self._joins.items()}
         steps |= {rank: vote.step for rank, vote in self._votes.items()}
-        # Who begins it later has not heard the verdict, and asks.
-        at = [(rank, held[rank]) for rank in self._not_joined() if rank in held]
-        asking = [ReleaseRanks((rank,), self.last_quorum_id, step) for rank, step in at]
         self._held, self._joins, self._open_join, self._votes = None, {}, None, {}
         away = [] if self._suspects else [GroupAway(is_back=False)]
-        return [*away, *[_stops(rank, step) for rank, step in sorted(steps.items())], *asking]
+        return [*away, *[_stops(rank, step) for rank, step in steps.items()]]
 
     def rank_left(self, group_rank: int, reason: str) -> list[Effect]:
         """Handle a rank that has left between two steps, and with it the group."""

@@ -488,8 +488,8 @@ class StepProtocol:
         """This replica group's part of the current attempt."""
         rank, counted = self.participating_rank, self._counted
         place = None if rank is None or rank not in counted else counted.index(rank)
-        # A first step may end without a quorum: nothing of it counts, but a script divides by the number.
-        return Share(place, max(len(counted), 1), self.num_participants)
+        # A first step may end without a quorum: nothing of it counts, but a script divides by the numbers.
+        return Share(place, max(len(counted), 1), max(self.num_participants, 1))
 
     def vote(self) -> bool:
         """Return whether this rank may commit."""

@@ -227,6 +227,9 @@ class Manager:
     ) -> None:
         """Add one part of the training script's state; every replica registers the same keys.
 
+        It does so before its first step: in that one a replica that comes later takes over a state that has
+        all of them.
+
         Raises:
             ConfigError: the key is taken, or what is given is no function.
         """
@@ -579,12 +582,13 @@ class Manager:
     def num_participants(self) -> int:
         """Return how many replica groups' gradients count in the current step; waits for the quorum.
 
-        In the very first step these are all members, though all but one add zeros (`init_sync`).
+        In the very first step these are all members, though all but one add zeros (`init_sync`). It is 0
+        before that step, and never in a step: one that ends without a quorum has as many as the last one had.
         """
         if self._driver.attempt is None:
             return 0
         self.wait_quorum()
-        return self._protocol.num_participants
+        return self._protocol.share.divisor
 
     def share_of_step(self) -> Share:
         """Return this replica group's part of the step that has begun, which is the same until its end.

@@ -104,6 +104,9 @@ class QuorumDriver:
         self._members: tuple[str, ...] = ()
         self._loop = coordination_loop().loop
         self._is_asked_to_stop = False
+        # The verdict with which all ranks of the group leave without a quorum. A rank that hears it between
+        # two steps, or whose script skips the end of its step, leaves with the next one.
+        self._farewell: Verdict | None = None
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
@@ -119,15 +122,14 @@ class QuorumDriver:
             if last is not None and last.result is not None and last.result.healing_replica_ids:
                 attempt.quorum_timeout_s += self._config.timeout_s  # which they may take, and are awaited
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
-            goes_on = self._protocol.goes_on and self.divergence.may_go_on
+            goes_on = self._protocol.goes_on and self.divergence.may_go_on and self._farewell is None
             own = self._protocol.begin()
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
                 attempt.stand(result._replace(max_step=own.step))
-            if last is not None and last.is_given_up and last.verdict is not None:
-                # The script has skipped the end of the last step: it leaves with this one.
+            if self._farewell is not None:
                 self._give_up(attempt)
-                attempt.decide(last.verdict)
+                attempt.decide(self._farewell)
             return own
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
@@ -283,17 +285,12 @@ class QuorumDriver:
                 self.released(message.quorum_id, message.ask_at)
             case SuspectNotice(group_rank, reason):
                 self.suspected(group_rank, reason)
-            case GroupLeftNotice() | GroupLostNotice() if self._is_told_to_leave:
+            case GroupLeftNotice() | GroupLostNotice() if self._farewell is not None:
                 pass  # another rank of the group was quicker
             case GroupLeftNotice() | GroupLostNotice():
                 lost = GroupLostError(f"{message.reason}; restart all ranks of this replica group")
                 self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
         return None
-
-    @property
-    def _is_told_to_leave(self) -> bool:
-        attempt = self.attempt
-        return attempt is not None and attempt.is_given_up and attempt.verdict is not None
 
     def quorum(self, result: QuorumResult) -> None:
         # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
@@ -328,8 +325,14 @@ class QuorumDriver:
 
     def verdict(self, verdict: Verdict) -> None:
         """Handle a verdict; one on an attempt that was given up comes before the next attempt's quorum."""
-        attempt = self.attempt
-        if attempt is None or verdict.step != self._protocol.step:
+        with self._group.lock:
+            attempt = self.attempt
+            is_over = attempt is None or attempt.verdict is not None
+            if verdict.step != self._protocol.step:
+                return
+            if verdict.stop and (is_over or self._protocol.is_waiting or self._protocol.is_held):
+                self._farewell = verdict
+        if attempt is None or is_over:
             return
         if verdict.stop:
             self._ask_instead_of_holding(attempt)
