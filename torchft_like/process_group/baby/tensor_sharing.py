@@ -17,6 +17,7 @@ INVARIANTS
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import os
 import threading
@@ -445,9 +446,14 @@ class Staging(Blocks):
             os.posix_fallocate(descriptor, 0, nbytes)
         except OSError as error:
             os.close(descriptor)
+            cure = (
+                "raise the limit of the size of files, which shared memory is to the system (ulimit -f)"
+                if error.errno == errno.EFBIG
+                else "use fewer or smaller tensors at a time, or tensors that live in shared memory "
+                "(Tensor.share_memory_)"
+            )
             raise ProcessGroupError(
-                f"no shared memory left for {nbytes} bytes ({error.strerror}): use fewer or smaller tensors "
-                "at a time, or tensors that live in shared memory (Tensor.share_memory_)"
+                f"no shared memory left for {nbytes} bytes ({error.strerror}): {cure}"
             ) from error
         segment = Segment(nbytes, descriptors=(descriptor,))
         weakref.finalize(segment, os.close, descriptor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import resource
 import weakref
 from pathlib import Path
 
@@ -97,6 +98,16 @@ def test_closed_exports_leave_nothing_on_the_storage() -> None:
         del exports
         gc.collect()
         assert watcher() is None
+
+
+def test_a_limit_of_the_size_of_files_is_an_error_that_names_it() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        with pytest.raises(ProcessGroupError, match="ulimit -f"):
+            Staging().stage(torch.zeros(10))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_full_machine_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
