@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -21,11 +23,14 @@ from torchft_like import (
     Manager,
     NotSupportedError,
     Optimizer,
+    ProcessGroupGloo,
     PureDistributedDataParallel,
 )
 from torchft_like.digest import state_digest
+from torchft_like.process_group import ManagedProcessGroup
 
 pytestmark = pytest.mark.integration
+LIMIT_S = 60.0
 
 T = TypeVar("T")
 
@@ -67,11 +72,23 @@ class Branches(nn.Module):
         return result
 
 
+Trained = tuple[str, int, list[list[float] | None]]
+
+
+def torchs_own(manager: Manager, model: nn.Module, **settings: Any) -> nn.Module:
+    group: Any = ManagedProcessGroup(manager)
+    return nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+
+
 def train_branches(
-    replica: Replica, branch: Callable[[int], str], steps: int, **settings: Any
-) -> tuple[str, int, list[list[float] | None]]:
+    replica: Replica,
+    branch: Callable[[int], str],
+    steps: int,
+    wrap: Callable[..., nn.Module] = DistributedDataParallel,
+    **settings: Any,
+) -> Trained:
     """Train; return a digest of the state, how many steps failed, and the last gradients."""
-    parallel = DistributedDataParallel(replica.manager, replica.model, **settings)
+    parallel = wrap(replica.manager, replica.model, **settings)
     optimizer = Optimizer(replica.manager, torch.optim.AdamW(replica.model.parameters()))
     attempts = 0
     while (step := replica.manager.current_step()) < steps:
@@ -99,12 +116,64 @@ def test_a_parameter_that_one_replica_uses_has_the_same_gradient_on_all(
 ) -> None:
     """With `init_sync` one of them heals in the first step."""
 
-    def train(replica: Replica) -> tuple[str, int, list[list[float] | None]]:
+    def train(replica: Replica) -> Trained:
         return train_branches(replica, lambda _: replica.name, 3, **settings)
 
     one, other = on_both(lighthouse, Branches, train, init_sync=init_sync)
     assert one == other
     assert one[1:] == (lost, [[0.5] * 3, [0.5] * 3, None])
+
+
+@pytest.mark.agreement
+@pytest.mark.parametrize(
+    ("settings", "of_unused"),
+    [({"find_unused_parameters": True}, None), ({"static_graph": True}, [0.0] * 3)],
+)
+@pytest.mark.parametrize("init_sync", [False, True])
+def test_so_it_has_with_torchs_own_class_over_a_managed_group(
+    lighthouse: LighthouseServer, settings: dict[str, Any], of_unused: list[float] | None, init_sync: bool
+) -> None:
+    def train(replica: Replica) -> Trained:
+        return train_branches(replica, lambda _: replica.name, 3, torchs_own, **settings)
+
+    one, other = on_both(lighthouse, Branches, train, init_sync=init_sync)
+    assert one == other
+    assert one[1:] == (0, [[0.5] * 3, [0.5] * 3, of_unused])
+
+
+@pytest.mark.agreement
+def test_a_newcomer_with_a_static_graph_reduces_in_its_first_step_what_the_others_do() -> None:
+    lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
+    has_begun, last_step = threading.Event(), [math.inf]
+
+    def train(name: str) -> Trained:
+        model = Branches()
+        if name == "b":
+            assert has_begun.wait(LIMIT_S)
+        with make_manager(
+            lighthouse, name, model, min_replica_size=1, pg=ProcessGroupGloo(LIMIT_S)
+        ) as manager:
+            parallel = torchs_own(manager, model, static_graph=True)
+            optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+            attempts = 0
+            while manager.current_step() < last_step[0]:
+                attempts += 1
+                optimizer.zero_grad()
+                parallel(torch.ones(1, 3), name).sum().backward()
+                optimizer.step()
+                if name == "b" and manager.current_step() > 0:
+                    last_step[0] = min(last_step[0], manager.current_step() + 3)
+                elif manager.current_step() >= 3:
+                    has_begun.set()
+            lost = attempts - manager.current_step() if name == "a" else 0
+        return state_digest(model.state_dict()), lost, []
+
+    try:
+        one, other = each_in_a_thread("ab", train)
+    finally:
+        lighthouse.shutdown()
+    assert one == other
+    assert one[1] == 0
 
 
 class Both(Branches):
@@ -124,7 +193,7 @@ def test_parameters_left_out_cost_a_step(lighthouse: LighthouseServer, searches_
     nothing.
     """
 
-    def train(replica: Replica) -> tuple[str, int, list[list[float] | None]]:
+    def train(replica: Replica) -> Trained:
         searches = replica.name == searches_from_the_start
         leaves_out = replica.name == "a"
         return train_branches(

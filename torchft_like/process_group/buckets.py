@@ -1,15 +1,22 @@
-"""The buckets of torch's DistributedDataParallel, over a group whose members come and go.
+"""What torch's DistributedDataParallel reduces, over a group whose members come and go.
 
 torch assigns parameters to buckets twice: when the model is wrapped, and before the second forward pass, in
 the order in which the first gradients came. A replica that joins later reduces its first gradients in buckets
 that the others no longer have. A sum carries no names, so each takes the other's parameters for its own.
 
-INVARIANT: over a group that torch did not make, a reducer's buckets depend on the model alone.
+And it reduces which parameters were used, where it looks for unused ones: one that no member used keeps the
+gradient that it had. A replica that heals adds zero to gradients, but has those of what it used. With a
+static graph that is reduced in the first step of each replica only, which the others do not do with it.
+
+INVARIANTS
+* Over a group that torch did not make, a reducer's buckets depend on the model alone.
+* Over a managed group all members write the reduced gradients of the same parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +28,10 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.collectives import ALLREDUCE, Collective
+from torchft_like.process_group.swallowing import ManagedProcessGroup, skipped
 from torchft_like.process_group.torch_interface import TorchInterface
-from torchft_like.process_group.wrapper import ProcessGroupDummy
+from torchft_like.process_group.wrapper import ProcessGroupDummy, ProcessGroupWrapper
 
 
 def fix_buckets(model: DistributedDataParallel) -> None:
@@ -47,19 +55,54 @@ def fix_buckets(model: DistributedDataParallel) -> None:
 
 def adopt_reducers() -> None:
     """Make torch's DistributedDataParallel keep its first buckets over such groups. May be repeated."""
-    _torchs_class._ddp_init_helper = _init_and_fix
+    for name, method in _ASSIGNING.items():
+        setattr(DistributedDataParallel, name, _then_fixed(method))
 
 
-_torchs_class: Any = DistributedDataParallel
-_torchs_init = _torchs_class._ddp_init_helper
+# After each of these torch would assign parameters anew.
+_ASSIGNING: Mapping[str, Callable[..., None]] = {
+    name: getattr(DistributedDataParallel, name)
+    for name in ("_ddp_init_helper", "_set_static_graph", "_update_process_group")
+}
 
 
-def _init_and_fix(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-    _torchs_init(model, *args, **kwargs)
-    group: Any = model.process_group
-    is_torchs = group in c10d._world.pg_map and not getattr(group, "_was_registered_here", False)
-    if isinstance(group, TorchInterface) and not is_torchs:
-        fix_buckets(model)
+def _then_fixed(method: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(method)
+    def call(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        method(model, *args, **kwargs)
+        group: Any = model.process_group
+        if isinstance(group, _ReducersGroup):
+            group = group.parent
+        if isinstance(group, ManagedProcessGroup):
+            model.process_group = _ReducersGroup(group, model.static_graph)
+        is_torchs = group in c10d._world.pg_map and not getattr(group, "_was_registered_here", False)
+        if isinstance(group, TorchInterface) and not is_torchs:
+            fix_buckets(model)
+
+    return call
+
+
+class _ReducersGroup(ProcessGroupWrapper):
+    """A managed group for a reducer, whose only integers are how many members used each parameter.
+
+    All members count. With a static graph each parameter counts as used.
+    """
+
+    def __init__(self, group: ManagedProcessGroup, is_static: bool) -> None:
+        super().__init__(pg=group)
+        self._is_static = is_static
+
+    def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
+        if collective is ALLREDUCE:
+            call = collective.bind(args, kwargs)
+            (tensor,) = call.inputs
+            if tensor.dtype == torch.int32 and self._is_static:
+                tensor.fill_(1)
+                return skipped(call, self)
+            if tensor.dtype == torch.int32:
+                work: Work | None = self.parent.begin_allreduce(collective, args, kwargs, of_all_members=True)
+                return work
+        return super()._run(collective, args, kwargs)
 
 
 class _Dictating(ProcessGroupDummy):

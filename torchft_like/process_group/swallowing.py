@@ -282,7 +282,10 @@ class GroupManager(Protocol):
     def group_allreduce(
         self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
     ) -> Work:
-        """Reduce in place over the participants, in one operation that never fails."""
+        """Reduce in place over the participants, in one operation that never fails.
+
+        That of a Manager takes `of_all_members`, too: whether those of a replica that heals count.
+        """
 
     def num_participants(self) -> int:
         """Return how many replicas contribute to the current step."""
@@ -370,15 +373,7 @@ class ManagedProcessGroup(SwallowingGroup):
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
-            if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
-                tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
-            else:
-                tensors, options = collective.bind(args, kwargs).reduction()
-            try:
-                return self._manager.group_allreduce(tensors, options, collective=collective)
-            except UNAVAILABLE as error:
-                self._manager.report_error(error)
-                return skipped(collective.bind(args, kwargs), self)
+            return self.begin_allreduce(collective, args, kwargs)
         if self._manager.is_exchanging_state():
             if collective.everyone:
                 raise CollectiveRefusedError(
@@ -392,6 +387,20 @@ class ManagedProcessGroup(SwallowingGroup):
             return skipped(collective.bind(args, kwargs), self)
         self._manager.wait_for_turn()
         return self._swallow(collective, args, kwargs)
+
+    def begin_allreduce(
+        self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any], **how: Any
+    ) -> Work | None:
+        """Begin an allreduce; `how` goes to the manager's `group_allreduce`."""
+        if len(args) == 2 and type(args[0]) is list and type(args[1]) is AllreduceOptions:
+            tensors, options = args[0][:], args[1]  # the form in which DDP and torch.distributed call it
+        else:
+            tensors, options = collective.bind(args, kwargs).reduction()
+        try:
+            return self._manager.group_allreduce(tensors, options, collective=collective, **how)
+        except UNAVAILABLE as error:
+            self._manager.report_error(error)
+            return skipped(collective.bind(args, kwargs), self)
 
     def _report_of(self, configuration: Configuration, error: Exception) -> None:
         if self.configuration is configuration:

@@ -38,8 +38,9 @@ def gradients(model: nn.Module, inputs: Tensor) -> list[Tensor]:
     [{}, {"bucket_cap_mb": 0.0001}, {"gradient_as_bucket_view": True}],
     ids=str,
 )
+@pytest.mark.parametrize("is_moved", [False, True])
 def test_a_newcomer_and_those_that_have_stepped_average_the_gradients_of_the_same_parameters(
-    party: Party, options: dict[str, Any]
+    party: Party, options: dict[str, Any], is_moved: bool
 ) -> None:
     groups, inputs = [party.own(ProcessGroupGloo(30)) for _ in range(2)], torch.randn(2, 2, 4)
     plain, models = UsedInAnotherOrder(), []
@@ -47,7 +48,10 @@ def test_a_newcomer_and_those_that_have_stepped_average_the_gradients_of_the_sam
         group.configure(party.prefix(), 0, 1)
         module = UsedInAnotherOrder()
         module.load_state_dict(plain.state_dict())
-        models.append(DistributedDataParallel(module, process_group=group, **options))
+        model = DistributedDataParallel(module, process_group=group, **options)
+        if is_moved:
+            model._update_process_group(group)  # type: ignore[no-untyped-call]
+        models.append(model)
     for _ in range(3):
         gradients(models[0], inputs[0])
     party.configure(groups)
