@@ -9,11 +9,18 @@ from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
 
 LOOPBACK = "127.0.0.1"
+# By RFC 6761, and as distributions have it in /etc/hosts.
+_LOOPBACK_NAME = re.compile(
+    r"((.+\.)?localhost|localhost[46]?\.localdomain[46]?|localhost[46]|ip6-(localhost|loopback))\.?",
+    re.IGNORECASE,
+)
 
 
 def is_loopback(host: str) -> bool:
     """Return whether a host's name or address is that of the loopback interface, which no other reaches."""
-    return host == "localhost" if (address := ip_of(host)) is None else address.is_loopback
+    if (address := ip_of(host)) is None:
+        return _LOOPBACK_NAME.fullmatch(host) is not None
+    return address.is_loopback
 
 
 @dataclass(frozen=True)

@@ -62,9 +62,21 @@ def test_a_grpc_server_at_such_a_name_is_reached_at_every_address_and_keeps_its_
     asyncio.run(serve())
 
 
-def test_a_server_at_localhost_is_reached_at_loopback_alone() -> None:
-    with listen_tcp(Address("localhost", 0)) as listener:
+@pytest.mark.parametrize(
+    "name", ["localhost", "LOCALHOST.", "localhost.localdomain", "ip6-localhost", "job.localhost"]
+)
+def test_a_server_at_localhost_is_reached_at_loopback_alone(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    resolve = socket.getaddrinfo
+
+    def look_up(host: str | None, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.0.1" if host == name else host, *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    with listen_tcp(Address(name, 0)) as listener:
         assert not _is_reached("127.0.0.2", listener.getsockname()[1])
+    assert hosts.local_host_towards(name) == "127.0.0.1"
 
 
 def test_a_server_listens_at_a_name_that_has_no_ipv4_address(trainer_3_is: Resolve) -> None:
