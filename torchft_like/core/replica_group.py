@@ -22,8 +22,8 @@ Invariants:
 * The lighthouse knows which groups this one cannot reach before the join: after a failed step that no death
   explains, the join waits until the other members were probed (`peer_links.py`).
 * A step that stalls is given up by a group that finds a member unreachable. It gives up at once, unless that
-  was known when the quorum was formed, or there are only two groups: then no group could be left out for it,
-  and another try is no better until others have come.
+  was known when the quorum was formed: then no group could be left out for it, and another try is no better
+  until others have come.
 * Ranks leave together: the verdict tells all ranks that one was asked to stop, so none begins a step alone.
   Where that one has waited for a quorum in vain, the verdict comes to those that wait for it, too.
 * A group that has said that it gives a quorum up commits nothing more in it, whatever its ranks vote then.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -21,6 +22,7 @@ from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.gang import ProcessGroupGang
 from torchft_like.gang.group_gang import Part
+from torchft_like.manager import quorum_driver
 from torchft_like.manager.attempt import Attempt
 from torchft_like.manager.config import ManagerArguments, ManagerConfig, resolve
 from torchft_like.manager.managed_group import ManagedGroup
@@ -231,3 +233,19 @@ def test_a_verdict_on_an_attempt_given_up_is_void(driver: QuorumDriver, protocol
     assert again.wait_decided(0) is None
     driver.verdict(Verdict(protocol.step, False))
     assert again.wait_decided(0) == Verdict(protocol.step, False)
+
+
+@pytest.mark.progress
+def test_a_rank_whose_group_does_not_leave_after_all_asks_again(
+    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was to stop and had waited for too long, just as there was a quorum; another rank lost its step."""
+    monkeypatch.setattr(quorum_driver, "STOP_WAIT_S", 0.01)
+    in_vain, left = begun(driver), threading.Event()
+    in_vain.leave = left.set
+    driver.asked_to_stop()
+    assert left.wait(LIMIT_S)
+    monkeypatch.undo()
+    driver.verdict(Verdict(protocol.step, False))
+    protocol.decide(committed=False)
+    assert not begun(driver).is_given_up
