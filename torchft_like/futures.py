@@ -12,6 +12,7 @@ every thread on stderr, because no other timeout would work any more. Without th
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import faulthandler
 import heapq
 import itertools
@@ -85,10 +86,10 @@ def empty_future() -> Future[Any]:
 class _Failed(torch.Tensor):
     """A tensor on which each operation raises an error."""
 
-    _error: Exception
+    _error: BaseException
 
     @staticmethod
-    def of(error: Exception) -> _Failed:
+    def of(error: BaseException) -> _Failed:
         """Return such a tensor, without elements."""
         failed: _Failed = torch.Tensor._make_wrapper_subclass(_Failed, (0,))
         failed._error = error
@@ -99,7 +100,9 @@ class _Failed(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Raise the error."""
-        raise next(leaf._error for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise without_frames(
+            next(leaf._error for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        )
 
 
 def fail(future: Future[Any], error: Exception) -> None:
@@ -107,13 +110,29 @@ def fail(future: Future[Any], error: Exception) -> None:
 
     To torch's own `set_exception` the error is a value that Python raises. C++ takes it for tensors, as DDP
     without a comm hook does, whose process it ended with SIGSEGV. So this value is tensors that raise.
+
+    INVARIANT: the error that a future keeps holds no frame. One that is raised holds those that it went
+    through, and these the future and the backend's works; Python's collector sees no cycle through C++.
     """
+    kept = without_frames(error)
 
     def raise_it(_: object) -> None:
-        raise error
+        raise without_frames(kept)
 
     future._set_unwrap_func(raise_it)
-    future.set_result([_Failed.of(error)])
+    future.set_result([_Failed.of(kept)])
+
+
+def without_frames(error: BaseException) -> BaseException:
+    """Return a copy of an error, with those of its causes, that holds no frame; one that cannot be copied
+    loses its own.
+    """
+    try:
+        copied = copy.copy(error)
+    except Exception:  # noqa: BLE001 - its class is made of other arguments than it keeps
+        copied = error
+    copied.__cause__ = None if error.__cause__ is None else without_frames(error.__cause__)
+    return copied.with_traceback(None)
 
 
 def complete(

@@ -22,6 +22,7 @@ from torch.futures import Future
 from tests.faults import raising
 from tests.forking import is_so_in_a_fork
 from torchft_like import futures
+from torchft_like.errors import CollectiveTimeoutError
 from torchft_like.futures import (
     WATCHDOG_TIMEOUT_SEC,
     TimerThread,
@@ -86,6 +87,37 @@ def test_a_wait_returns_the_result_or_raises_the_error_or_a_timeout() -> None:
         future_wait(bad, LATE)
     with pytest.raises(TimeoutError, match="future did not complete"):
         future_wait(Future[int](), SOON)
+
+
+def test_a_failed_future_keeps_nothing_of_those_that_its_error_was_raised_to() -> None:
+    class Held:
+        """An object of a caller."""
+
+    def wait(held: Held, *futures: Future[Any]) -> weakref.ref[Held]:
+        for future in futures:
+            with pytest.raises(CollectiveTimeoutError, match="rank 1 did not come") as caught:
+                future.wait()
+            assert str(caught.value.__cause__) == "why"
+        with pytest.raises(CollectiveTimeoutError):
+            futures[0].value()
+        return weakref.ref(held)
+
+    def failed() -> Future[Any]:
+        held, future = Held(), Future[Any]()
+        try:
+            raise CollectiveTimeoutError(1.0, [1], {}) from ValueError("why")
+        except CollectiveTimeoutError as error:
+            futures.fail(future, error)
+        made.append(weakref.ref(held))
+        return future
+
+    made: list[weakref.ref[Held]] = []
+    first = failed()
+    passed_on: Future[Any] = Future()
+    first.add_done_callback(lambda done: futures.copy_outcome(done, passed_on))
+    made.append(wait(Held(), first, passed_on))
+    gc.collect()  # pytest's own cycles
+    assert [held() for held in made] == [None, None]
 
 
 class TestContextTimeout:
