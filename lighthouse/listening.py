@@ -11,6 +11,8 @@ from lighthouse.forks import disown
 from lighthouse.trust import refuse_if_open, warn_if_open
 
 _EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+# Addresses for documentation, which are nobody's: the route there is the default one.
+ANYWHERE = {socket.AF_INET: "203.0.113.1", socket.AF_INET6: "2001:db8::1"}
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
@@ -49,8 +51,20 @@ def _where(bind: Address) -> tuple[socket.AddressFamily, str]:
     found = socket.getaddrinfo(bind.host or None, bind.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     family, _, _, _, target = min(found, key=lambda each: each[0] != socket.AF_INET)
     host = str(target[0])
-    only_here = is_loopback(host) and not is_loopback(bind.host)
-    return family, _EVERY_ADDRESS[family] if only_here else host
+    if not is_loopback(host) or is_loopback(bind.host):
+        return family, host
+    # On a host from which only IPv6 leads away others find the name there. It takes those of IPv4, too.
+    if not _leads_away(socket.AF_INET) and _leads_away(socket.AF_INET6):
+        family = socket.AF_INET6
+    return family, _EVERY_ADDRESS[family]
+
+
+def _leads_away(family: socket.AddressFamily) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            return probe.connect_ex((ANYWHERE[family], 9)) == 0
+    except OSError:  # this host does without the family
+        return False
 
 
 def listen_guarded(bind: Address) -> socket.socket:

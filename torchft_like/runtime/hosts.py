@@ -12,12 +12,10 @@ from pathlib import Path
 
 from lighthouse.address import LOOPBACK, Address, is_loopback, parse_host
 from lighthouse.errors import AddressError
-from lighthouse.listening import why_unbindable
+from lighthouse.listening import ANYWHERE, why_unbindable
 
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
-# Addresses for documentation, which are nobody's: the route there is the default one.
-_ANYWHERE = ("203.0.113.1", "2001:db8::1")
 _EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
 
@@ -57,7 +55,7 @@ def source_towards(host: str, port: int = 9) -> str:
 
 
 def _outer_address() -> str:
-    for anywhere in _ANYWHERE:
+    for anywhere in ANYWHERE.values():
         with contextlib.suppress(AddressError):
             return source_towards(anywhere)
     for _, name in socket.if_nameindex():

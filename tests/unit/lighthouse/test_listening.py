@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lighthouse import listening
 from lighthouse.address import Address
 from lighthouse.listening import bind_error, listen_tcp, why_unbindable
 from lighthouse.net import ServerLimits, make_aio_server
@@ -87,12 +88,25 @@ def test_a_server_listens_at_a_name_that_has_no_ipv4_address(trainer_3_is: Resol
         assert _is_reached("::1", listener.getsockname()[1])
 
 
+@pytest.mark.skipif(why_unbindable(Address("::1", 0)) is not None, reason="no IPv6 on this host")
+def test_a_server_at_such_a_name_is_reached_by_ipv6_on_a_host_from_which_no_other_leads_away(
+    trainer_3_is: Resolve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_3_is("127.0.1.1")
+    monkeypatch.setitem(
+        listening.ANYWHERE, socket.AF_INET, "255.255.255.255"
+    )  # for which a socket lacks leave
+    monkeypatch.setitem(listening.ANYWHERE, socket.AF_INET6, "::1")
+    with listen_tcp(Address("trainer-3", 0)) as listener:
+        assert all(_is_reached(host, listener.getsockname()[1]) for host in ("::1", "127.0.1.1"))
+
+
 def test_a_host_whose_name_is_loopback_here_alone_gives_an_address_that_others_reach(
     trainer_3_is: Resolve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer_3_is("127.0.1.1")
     given = {"lo": "127.0.0.1", "eth0": "198.51.100.7"}
-    monkeypatch.setattr(hosts, "_ANYWHERE", ())  # a host without a default route
+    monkeypatch.setattr(hosts, "ANYWHERE", {})  # a host without a default route
     monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
     monkeypatch.setattr(hosts, "host_named", given.__getitem__)
     monkeypatch.setattr(socket, "gethostname", lambda: "trainer-3")
