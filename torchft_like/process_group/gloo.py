@@ -267,7 +267,12 @@ def _broken_off(
             yield
     except RuntimeError as error:
         if not is_late.is_set():
-            raise
+            is_refused = "Connection refused" in str(error) and abort.reason is None
+            if not (is_refused and isinstance(store, ExchangeStore) and store.is_gathered):
+                raise
+            listeners = _listeners_in(store, members.world_size)
+            why = report_refusal(store.inner, members, listeners, str(error))
+            raise RuntimeError(f"{why}{error}") from error
         failure = error
     finally:
         done.set()
@@ -1119,7 +1124,8 @@ def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:
 #
 # Gloo says that a peer is missing, and not which one; and a member that reaches all others waits as well, for
 # one that waits for a third. So whoever gives up asks the listeners of all others first. As long as they have
-# the store in which they meet, the members exchange there what they have found.
+# the store in which they meet, the members exchange there what they have found. Who is refused does not wait,
+# and leaves word there: of a member that is still there that is a firewall's doing.
 
 ASK_S = 2.5  # for the answers of all
 # In which the others say what they have found: most of them give up at the same time, and ask for a second.
@@ -1140,7 +1146,23 @@ def explain_links(store: AbortableStore, members: GroupMembers, listeners: Liste
     found: dict[int, Iterable[int]] = {members.rank: silent}
     with contextlib.suppress(ProcessGroupError, OSError):  # this rank's own answers are enough for an error
         found |= _exchange(store, members, silent)
+    ended = {*refusing} - found.keys()  # before they could say anything
+    found = {one: {*others} - ended for one, others in found.items()}
     return describe_links(members.rank, found, refusing, listeners)
+
+
+def report_refusal(store: AbortableStore, members: GroupMembers, listeners: Listeners, error: str) -> str:
+    """Tell the members that go on waiting who refuses this one, as Gloo's error says by an address; return
+    the beginning of a text that says so.
+    """
+    # Gloo writes the port as it is sent, so most machines read another number.
+    at = {rank: f"remote=[{to.host}]:{socket.htons(to.port)}$" for rank, to in listeners.items()}
+    refusing = [rank for rank, remote in at.items() if remote in error]
+    store.set_timeout(timedelta(seconds=REPORT_S))
+    with contextlib.suppress(ProcessGroupError, OSError):
+        there = [rank for rank in refusing if not store.check([f"silent/{rank}"])]
+        store.set(f"silent/{members.rank}", ",".join(map(str, there)))
+    return f"{describe_links(members.rank, {}, refusing, listeners)}: " if refusing else ""
 
 
 def unreached(rank: int, listeners: Listeners) -> str:

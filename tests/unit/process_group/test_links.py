@@ -78,6 +78,27 @@ def test_a_member_that_reaches_all_hears_from_the_others_who_does_not(
     assert [text.startswith(named) for text in said] == [True] * 3, said
 
 
+def test_who_is_refused_leaves_word_for_those_that_wait(party: Party, listener: socket.socket) -> None:
+    """Rank 1 is refused by two: by rank 0, which the others reach, and by rank 3, which has ended."""
+    prefix, at = parse_store_address(party.prefix()), Address("127.0.0.1", listener.getsockname()[1])
+    with socket.socket() as closed, contextlib.ExitStack() as stack:
+        closed.bind(("127.0.0.1", 0))
+        gone = Address("127.0.0.1", closed.getsockname()[1])
+        ports = (socket.htons(at.port), socket.htons(gone.port))
+        error = " ".join(f"SO_ERROR: Connection refused, remote=[127.0.0.1]:{port}$1" for port in ports)
+
+        def store_of(rank: int) -> tuple[AbortableStore, GroupMembers]:
+            members = GroupMembers(prefix, rank, 4, timedelta(seconds=LIMIT_S))
+            store = stack.enter_context(contextlib.closing(AbortableStore(prefix, members.timeout)))
+            store.connect()
+            return store, members
+
+        own = gloo.report_refusal(*store_of(1), {0: at, 3: gone}, error)
+        text = gloo.explain_links(*store_of(2), {0: at, 1: gone, 2: at, 3: gone})
+    assert own.startswith("ranks [0, 3] refuse connections")
+    assert text.startswith("ranks 0 (127.0.0.1) and 1 (127.0.0.1) do not reach each other; "), text
+
+
 def test_a_rank_whose_host_refuses_has_ended(party: Party, listener: socket.socket) -> None:
     at = Address("127.0.0.1", listener.getsockname()[1])
     with socket.socket() as closed:
