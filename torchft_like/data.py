@@ -216,10 +216,12 @@ class DistributedSampler(_TorchSampler[Any]):
 
 def _place_in_group(rank: int | None, count: int | None, name: str, count_name: str) -> tuple[int, int]:
     has_group = dist.is_initialized()
-    if rank is None:
-        rank = dist.get_rank() if has_group else _env_int("RANK", 0)
     if count is None:
         count = dist.get_world_size() if has_group else _env_int("WORLD_SIZE", 1)
+    if rank is None:
+        if not has_group and count != 1 and "RANK" not in os.environ:
+            raise ConfigError(f"{count_name} is {count}, so {name} is needed: pass it, or set RANK")
+        rank = dist.get_rank() if has_group else _env_int("RANK", 0)
     _check_range(name, rank, count_name, count)
     return rank, count
 

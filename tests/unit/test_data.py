@@ -68,6 +68,13 @@ def test_a_group_of_one_needs_no_environment(monkeypatch: pytest.MonkeyPatch) ->
     assert DistributedSampler(Numbers(10), 1, 2).global_world_size == 2
 
 
+def test_a_rank_of_several_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="num_replicas is 2, so group_rank is needed"):
+        DistributedSampler(Numbers(10), 0, 2)
+
+
 def test_a_rank_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "first")
     with pytest.raises(ValueError, match="RANK='first' is not a number"):

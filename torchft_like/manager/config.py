@@ -220,11 +220,17 @@ def _place(arguments: ManagerArguments, given: _Settings) -> GroupPlace:
         raise ConfigError(
             f"rank (RANK) is {rank}: it must be in [0, world_size), and WORLD_SIZE is {world_size}"
         )
+    store = _store(arguments, given, world_size)
+    if world_size > 1 and arguments.rank is None and "RANK" not in given.environ:
+        raise ConfigError(
+            f"world_size (WORLD_SIZE) is {world_size}, and nothing says which of them this process is: "
+            "pass rank, or set RANK (torchrun does; the launcher in Lightning's Trainer does not)"
+        )
     of_torchrun = given.environ.get
     return GroupPlace(
         rank,
         world_size,
-        _store(arguments, given, world_size),
+        store,
         of_torchrun(AGENT_STORE_ENV) == "True",
         *(of_torchrun(name, "0") for name in OF_TORCHRUN),
     )

@@ -106,6 +106,7 @@ def test_each_start_has_an_id_of_its_own() -> None:
         ({"RANK": "one"}, "RANK is 'one'"),
         ({"RANK": "2", "WORLD_SIZE": "2"}, r"rank \(RANK\) is 2"),
         ({"WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT"),
+        ({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "77"}, "set RANK"),
         ({"TORCHFT_QUORUM_RETRIES": "x"}, "TORCHFT_QUORUM_RETRIES"),
         ({"TORCHFT_LIGHTHOUSE": ""}, "TORCHFT_LIGHTHOUSE"),
     ],
