@@ -77,7 +77,9 @@ Trained = tuple[str, int, list[list[float] | None]]
 
 def torchs_own(manager: Manager, model: nn.Module, **settings: Any) -> nn.Module:
     group: Any = ManagedProcessGroup(manager)
-    return nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+    parallel = nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
+    assert parallel.process_group is group, "which libraries ask for its name"
+    return parallel
 
 
 def train_branches(

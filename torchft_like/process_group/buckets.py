@@ -16,6 +16,7 @@ INVARIANTS
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ def fix_buckets(model: DistributedDataParallel) -> None:
         reducer._push_all_rebuilt_params()
         reducer._rebuild_buckets()
     finally:
-        reducer._update_process_group(model.process_group)
+        reducer._update_process_group(_group_of_reducer(model))
 
 
 def adopt_reducers() -> None:
@@ -71,15 +72,19 @@ def _then_fixed(method: Callable[..., None]) -> Callable[..., None]:
     def call(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
         method(model, *args, **kwargs)
         group: Any = model.process_group
-        if isinstance(group, _ReducersGroup):
-            group = group.parent
-        if isinstance(group, ManagedProcessGroup):
-            model.process_group = _ReducersGroup(group, model.static_graph)
         is_torchs = group in c10d._world.pg_map and not getattr(group, "_was_registered_here", False)
         if isinstance(group, TorchInterface) and not is_torchs:
             fix_buckets(model)
 
     return call
+
+
+def _group_of_reducer(model: DistributedDataParallel) -> Any:
+    group: Any = model.process_group
+    if not isinstance(group, ManagedProcessGroup):
+        return group
+    kinds = _reducers_groups.setdefault(group, {})
+    return kinds.setdefault(model.static_graph, _ReducersGroup(group, model.static_graph))
 
 
 class _ReducersGroup(ProcessGroupWrapper):
@@ -89,8 +94,14 @@ class _ReducersGroup(ProcessGroupWrapper):
     """
 
     def __init__(self, group: ManagedProcessGroup, is_static: bool) -> None:
-        super().__init__(pg=group)
+        super().__init__()
+        self._group = weakref.ref(group)  # the model has it
         self._is_static = is_static
+
+    @property
+    def parent(self) -> Any:
+        """The managed group."""
+        return self._group()
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective is ALLREDUCE:
@@ -103,6 +114,12 @@ class _ReducersGroup(ProcessGroupWrapper):
                 work: Work | None = self.parent.begin_allreduce(collective, args, kwargs, of_all_members=True)
                 return work
         return super()._run(collective, args, kwargs)
+
+
+# A reducer keeps only the part in C++ of its group alive.
+_reducers_groups: weakref.WeakKeyDictionary[ManagedProcessGroup, dict[bool, _ReducersGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Dictating(ProcessGroupDummy):
