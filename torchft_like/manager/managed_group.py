@@ -163,8 +163,8 @@ class ManagedGroup:
         return is_news
 
     def call_under_way(self) -> object | None:
-        """Return the oldest call of a gang or a coordinator over the group as it is configured now, by a key;
-        None if there is none.
+        """Return the oldest call of a gang, a coordinator or a managed group over the group as it is
+        configured now, by a key; None if there is none.
         """
         return oldest_call(self.pg.configuration) if isinstance(self.pg, ProcessGroup) else None
 

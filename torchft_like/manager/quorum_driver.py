@@ -430,7 +430,7 @@ class QuorumDriver:
         """Return what the training thread waits for in its step.
 
         That is its preparation, the device, a state, other ranks' votes, the oldest allreduce that is not
-        followed up yet, or the oldest call of a gang or a coordinator over the process group.
+        followed up yet, or the oldest call of a gang, a coordinator or a managed group.
         """
         attempt = self.attempt
         if attempt is None or not attempt.is_agreed or attempt.error is not None or attempt.is_standing:

@@ -18,6 +18,7 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, Protocol, TypeVar, Unpack
 
@@ -46,6 +47,7 @@ from torchft_like.process_group.work import (
     wait_until,
 )
 from torchft_like.process_group.wrapper import ProcessGroupWrapper
+from torchft_like.runtime.long_waits import calls
 from torchft_like.writing import writing_to
 
 T = TypeVar("T")
@@ -83,7 +85,7 @@ class SwallowingGroup(ProcessGroupWrapper):
         except Exception as error:  # noqa: BLE001 - any error of a backend is reported
             self._report_of(configuration, error)
             return skipped(bind(), self.parent)
-        return None if work is None else SwallowedOperation(work, bind, self, configuration)
+        return None if work is None else SwallowedOperation(work, bind, self, configuration, collective.name)
 
 
 class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
@@ -185,18 +187,26 @@ class SwallowedOperation(FollowingOperation):
 
     The first call of `wait`, `get_future`, `is_completed` or `synchronize` notices it. `bind` reads the
     call's arguments only when its outputs are asked for, because that takes longer than most operations.
+
+    While a thread waits for it, it is a call under way, so that a Manager looks for a link that may not work.
     """
 
     _has_failed = False
 
     def __init__(
-        self, inner: Work, bind: Callable[[], Call], group: SwallowingGroup, configuration: Configuration
+        self,
+        inner: Work,
+        bind: Callable[[], Call],
+        group: SwallowingGroup,
+        configuration: Configuration,
+        name: str,
     ) -> None:
         super().__init__()
         self.inner = inner
         self._bind = bind
         self._group = group
         self._configuration = configuration
+        self._name = name
         self._filling_in = threading.Lock()
 
     @functools.cached_property
@@ -205,7 +215,19 @@ class SwallowedOperation(FollowingOperation):
 
     def wait_until(self, deadline: float) -> None:
         """Block until the operation is over; a passed deadline is an error like any other."""
-        self._settle(functools.partial(wait_until, self.inner, deadline))
+        calls[self] = time.monotonic(), self._name, self
+        try:
+            self._settle(functools.partial(wait_until, self.inner, deadline))
+        finally:
+            calls.pop(self, None)  # another thread that waited may have deleted it
+
+    @property
+    def endings(self) -> tuple[Configuration]:
+        """What ends it."""
+        return (self._configuration,)
+
+    def __str__(self) -> str:
+        return str(self._group)
 
     is_success = Operation.is_success
 

@@ -1,8 +1,8 @@
 """The log line of a wait that takes minutes: once a minute it says what the process waits for.
 
-A message queue wakes often and looks by itself. A coordinator's call sleeps in its backend: while the call is
-under way it has an entry in `calls`, and a thread looks on its behalf. It is not the timer thread, on which
-all timeouts depend: a log may block.
+A message queue wakes often and looks by itself. A call of a coordinator, a gang or a managed group sleeps in
+its backend: while it is under way it has an entry in `calls`, and a thread looks on its behalf. It is not the
+timer thread, on which all timeouts depend: a log may block.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from torchft_like.process_group.gloo import ThreadWatch
 from torchft_like.process_group.store import GroupMembers, StoreAddress
 from torchft_like.process_group.swallowing import SwallowedOperation
 from torchft_like.process_group.work import DeferredOperation, Explain, FinishedOperation, JointOperation
+from torchft_like.runtime.long_waits import oldest_call
 
 LIMIT_S = 30.0
 ABORTED = ProcessGroupAbortedError("lost b")
@@ -154,12 +155,26 @@ def test_the_outputs_of_a_swallowed_work_that_was_given_up_are_defined_when_its_
     group = ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
     outputs, inputs = [[torch.full((2,), 9.0)]], [torch.ones(2)]
     call = BY_NAME["allgather"].bind((outputs, inputs), {})
-    swallowed = SwallowedOperation(inner, lambda: call, group, group.configuration)
+    swallowed = SwallowedOperation(inner, lambda: call, group, group.configuration, "allgather")
     done = swallowed.get_future()
     operations.give_up(lambda: True, ABORTED)
     done.wait()
     assert swallowed.is_completed()
     assert [tensor.tolist() for tensor in outputs[0]] == [[1.0, 1.0]]
+
+
+def test_a_swallowed_operation_is_a_call_under_way_while_a_thread_waits_for_it() -> None:
+    promise, group = Promise(), ErrorSwallowingProcessGroupWrapper(ProcessGroupDummy(0, 1))
+    call = BY_NAME["broadcast"].bind(([torch.ones(1)],), {})
+    inner, configuration = begun(Operations(), promise), group.configuration
+    swallowed = SwallowedOperation(inner, lambda: call, group, configuration, "broadcast")
+    assert oldest_call(configuration) is None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(swallowed.wait)
+        wait_for(lambda: oldest_call(configuration) is swallowed)
+        promise.future.set_result([])
+        assert waiting.result(LIMIT_S)
+    assert oldest_call(configuration) is None
 
 
 def test_what_one_operation_has_left_to_do_keeps_no_other_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
