@@ -9,7 +9,7 @@ from operator import attrgetter
 import pytest
 import torch.distributed as dist
 
-from tests.versions import NEEDS_PERMUTE_TENSOR
+from tests.versions import NEEDS_COMPARABLE_GROUPS, NEEDS_PERMUTE_TENSOR
 
 from . import cases
 from .calls import CALLS
@@ -85,6 +85,7 @@ def test_compiled_code_gets_torchs_results(fleet: Fleet, subject: Subject, world
     fleet.assert_like_torch(subject.name, world, f"compiled {name}")
 
 
+@NEEDS_COMPARABLE_GROUPS
 @pytest.mark.parametrize("subject", DOING, ids=attrgetter("name"))
 def test_the_interpreter_calls_a_group_between_compiled_code(
     fleet: Fleet, subject: Subject, world: int

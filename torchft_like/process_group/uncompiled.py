@@ -22,9 +22,11 @@ def uncompiled(cls: ClassT) -> ClassT:
     for base in cls.__mro__:
         for value in vars(base).values():
             for function in _functions_of(value):
-                # In code that is traced a call of it ends the graph.
-                function.__dict__["_torchdynamo_disable"] = True
                 set_code_exec_strategy(function.__code__, _UNTRACED)
+                if function is value:
+                    # In code that is traced a call of it ends the graph. torch 2.11, to which a group is
+                    # an object like others, reads its name there: a property.
+                    function.__dict__["_torchdynamo_disable"] = True
     return cls
 
 
