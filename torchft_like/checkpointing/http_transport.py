@@ -668,7 +668,7 @@ class _Connection:
                     if self.is_given_up:
                         raise ConnectionError("it was silent while others needed the connection")
                     self.has_asked = True
-                while self._answer(head):
+                while head and self._answer(head):
                     head = _read_head(self._peer, limits.chunk_s)
         except (OSError, CheckpointError) as error:
             _logger.info("a checkpoint client was lost: %s", error)
@@ -796,6 +796,7 @@ def _send_some(peer: socket.socket, piece: memoryview) -> int:
 
 
 def _read_head(peer: socket.socket, limit_s: float) -> bytes:
+    """Return the head of a request; nothing where the client has no more of them."""
     deadline = time.monotonic() + limit_s
     head = b""
     while b"\r\n\r\n" not in head:
@@ -804,8 +805,10 @@ def _read_head(peer: socket.socket, limit_s: float) -> bytes:
             raise ConnectionError(f"no request within {limit_s:g} s and {HEAD_BYTES_MAX} bytes")
         peer.settimeout(remaining_s)
         received = peer.recv(HEAD_BYTES_MAX)
-        if not received:
+        if not received and head:
             raise ConnectionError("the connection ended before the request did")
+        if not received:
+            return b""
         head += received
     return head
 

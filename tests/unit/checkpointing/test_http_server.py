@@ -125,6 +125,17 @@ class TestHostileClients:
             (peer,) = server._connections
             assert peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
+    def test_a_client_that_ends_between_two_requests_is_not_told_of_as_lost(
+        self, server: CheckpointServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO")
+        socket.create_connection((LOOPBACK, server.port), timeout=30).close()
+        server.offer(5, Snapshot({"w": torch.zeros(1)}).fill())
+        with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
+            assert b" 200 " in client.recv(1000)
+        wait_for(lambda: not server._connections)
+        assert "client was lost" not in caplog.text
+
     def test_a_client_that_asks_for_nothing_more_is_cut_off(self, server: CheckpointServer) -> None:
         with request(server.port, "/checkpoint/5/header?wait_ms=0") as client:
             assert drain(client) > 0
