@@ -143,14 +143,32 @@ def test_so_it_has_with_torchs_own_class_over_a_managed_group(
     assert one[1:] == (0, [[0.5] * 3, [0.5] * 3, of_unused])
 
 
+class Counted(Branches):
+    """Counts its forward passes in a buffer."""
+
+    seen: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(1))
+
+    def forward(self, rows: Tensor, branch: str) -> Tensor:
+        self.seen += 1
+        return super().forward(rows, branch)
+
+
 @pytest.mark.agreement
-def test_a_newcomer_with_a_static_graph_reduces_in_its_first_step_what_the_others_do() -> None:
+@pytest.mark.parametrize("newcomer", ["a", "b"])
+def test_a_newcomer_with_a_static_graph_and_buffers_costs_no_step_with_torchs_own_class(
+    newcomer: str,
+) -> None:
+    """Rank 0 of the group, `a`, whose buffers torch sends, is the newcomer in one case."""
     lighthouse = LighthouseServer(min_replicas=1, join_timeout_ms=60_000)
     has_begun, last_step = threading.Event(), [math.inf]
 
     def train(name: str) -> Trained:
-        model = Branches()
-        if name == "b":
+        model = Counted()
+        if name == newcomer:
             assert has_begun.wait(LIMIT_S)
         with make_manager(
             lighthouse, name, model, min_replica_size=1, pg=ProcessGroupGloo(LIMIT_S)
@@ -163,11 +181,11 @@ def test_a_newcomer_with_a_static_graph_reduces_in_its_first_step_what_the_other
                 optimizer.zero_grad()
                 parallel(torch.ones(1, 3), name).sum().backward()
                 optimizer.step()
-                if name == "b" and manager.current_step() > 0:
+                if name == newcomer and manager.current_step() > 0:
                     last_step[0] = min(last_step[0], manager.current_step() + 3)
                 elif manager.current_step() >= 3:
                     has_begun.set()
-            lost = attempts - manager.current_step() if name == "a" else 0
+            lost = 0 if name == newcomer else attempts - manager.current_step()
         return state_digest(model.state_dict()), lost, []
 
     try:

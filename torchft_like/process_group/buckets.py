@@ -8,9 +8,12 @@ And it reduces which parameters were used, where it looks for unused ones: one t
 gradient that it had. A replica that heals adds zero to gradients, but has those of what it used. With a
 static graph that is reduced in the first step of each replica only, which the others do not do with it.
 
+Before each forward pass it sends the buffers of rank 0 to all, which may heal in that step.
+
 INVARIANTS
 * Over a group that torch did not make, a reducer's buckets depend on the model alone.
-* Over a managed group all members write the reduced gradients of the same parameters.
+* Over a managed group all members write the reduced gradients of the same parameters, and take the buffers of
+  one that has the state.
 """
 
 from __future__ import annotations
@@ -55,9 +58,21 @@ def fix_buckets(model: DistributedDataParallel) -> None:
 
 
 def adopt_reducers() -> None:
-    """Make torch's DistributedDataParallel keep its first buckets over such groups. May be repeated."""
+    """Make torch's DistributedDataParallel keep these invariants. May be repeated."""
     for name, method in _ASSIGNING.items():
         setattr(DistributedDataParallel, name, _then_fixed(method))
+    _torchs_class._sync_module_buffers = _sync_module_buffers
+
+
+_torchs_class: Any = DistributedDataParallel
+_torchs_sync = _torchs_class._sync_module_buffers
+
+
+def _sync_module_buffers(model: DistributedDataParallel, authoritative_rank: int) -> None:
+    group: Any = model.process_group
+    if isinstance(group, ManagedProcessGroup):
+        authoritative_rank = group.member_with_state(authoritative_rank)
+    _torchs_sync(model, authoritative_rank)
 
 
 # After each of these torch would assign parameters anew.

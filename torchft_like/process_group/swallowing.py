@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import threading
 import time
@@ -392,6 +393,12 @@ class ManagedProcessGroup(SwallowingGroup):
             return int(self.parent.rank())
         except ProcessGroupNotConfiguredError:
             return 0
+
+    def member_with_state(self, rank: int) -> int:
+        """Return this rank or, where that member heals in the current step, the first that does not."""
+        self._ask(self._manager.wait_quorum, otherwise=lambda: None)
+        healing = self._ask(self._manager.healing_ranks, otherwise=frozenset)
+        return next(each for each in itertools.chain([rank], itertools.count()) if each not in healing)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if collective is ALLREDUCE or collective is ALLREDUCE_COALESCED:
