@@ -198,6 +198,85 @@ def queue_is_read(names: Names) -> None:
     assert [message["step"] for message in names["messages"]] == [7] * 3
 
 
+class PlainTrainer:
+    """Trains as transformers' Trainer does: its counter and its schedule follow each try of a step."""
+
+    def __init__(self, model: Any, args: Any, *, optimizers: Any, callbacks: Any, **_: Any) -> None:
+        self.model, self.args, (self.optimizer, self.schedule) = model, args, optimizers
+        self.callback, self.state = callbacks[0], SimpleNamespace(global_step=0)
+
+    def train(self, resume_from_checkpoint: str | None) -> None:
+        model = self._wrap_model(self.model)  # type: ignore[attr-defined] # the block's class has it
+        tries = 0
+        while tries < 3:
+            tries += 1
+            control = SimpleNamespace(should_save=False)
+            self.callback.on_step_begin(self.args, self.state, control)
+            model(torch.ones(4, 2)).sum().backward()
+            if tries == 2:
+                self.callback.manager.report_error(RuntimeError("this try is lost"))
+            self.optimizer.step()
+            self.callback.on_optimizer_step(self.args, self.state, control)
+            self.schedule.step()
+            self.state.global_step += 1
+            control.should_save = True
+            self.callback.on_step_end(self.args, self.state, control)
+            if control.should_save:
+                os.makedirs(f"{self.args.output_dir}/checkpoint-{self.state.global_step}", exist_ok=True)
+                self.callback.on_save(self.args, self.state, control)
+
+
+def with_trainer(names: Names) -> Names:
+    manager = names["make_manager"]()
+    return {
+        "manager": manager,
+        "transformers": SimpleNamespace(
+            Trainer=PlainTrainer, TrainerCallback=type("Callback", (), {"manager": manager})
+        ),
+        "LambdaLR": torch.optim.lr_scheduler.LambdaLR,
+        "args": SimpleNamespace(output_dir="out"),
+        "dataset": None,
+        "last": None,
+    }
+
+
+def counts_what_was_committed(names: Names) -> None:
+    step = names["manager"].current_step()
+    assert (step, names["trainer"].state.global_step) == (2, 2)
+    assert names["adamw"].param_groups[0]["lr"] == 1e-3 * 0.5 ** (step / 1000)
+    assert torch.load("out/checkpoint-2/manager.pt") == names["manager"].state_dict()
+
+
+class PlainStrategy:
+    """Does what Lightning's strategy does for one process, in the order in which Lightning calls it."""
+
+    lightning_module: torch.nn.Module
+    optimizers: list[Any]
+
+    def setup_environment(self) -> None: ...
+    def setup_optimizers(self, trainer: object) -> None:
+        self.optimizers = [torch.optim.AdamW(self.lightning_module.parameters())]
+
+    def teardown(self) -> None: ...
+
+
+def with_strategy(_: Names) -> Names:
+    strategies = SimpleNamespace(DDPStrategy=PlainStrategy)
+    return {"lightning": SimpleNamespace(pytorch=SimpleNamespace(strategies=strategies))}
+
+
+def strategy_trains(names: Names) -> None:
+    strategy = names["FaultTolerant"]()
+    strategy.lightning_module = names["model"]
+    strategy.setup_environment()
+    model = strategy._setup_model(names["model"])
+    strategy.setup_optimizers(None)
+    strategy.load(copy.deepcopy(strategy.save()))
+    (optimizer,) = strategy.optimizers
+    trains({**names, "manager": strategy.manager, "optimizer": optimizer, "model": model})
+    strategy.teardown()
+
+
 TWO_WORKERS = {"num_workers=4": "num_workers=2"}  # torch warns of more than this machine has processors
 SCENES: dict[Number, Scene] = {
     ("README.md", 0): Scene(
@@ -260,6 +339,8 @@ SCENES: dict[Number, Scene] = {
     ("process-groups.md", 0): Scene(
         instead={"10.0.0.1:29500": "STORE"}, after=lambda names: names["group"].shutdown()
     ),
+    ("process-groups.md", 3): Scene(with_trainer, after=counts_what_was_committed),
+    ("process-groups.md", 4): Scene(with_strategy, after=strategy_trains),
     ("restart.md", 1): Scene(with_diloco, after=begins_as_it_was_saved),
     ("sharded-training.md", 2): Scene(replicated_and_sharded, after=needed_no_quorum),
 }
