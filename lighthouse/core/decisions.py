@@ -106,7 +106,8 @@ class QuorumFormed(NamedTuple):
 class MemberLost(NamedTuple):
     """A replica is gone without a leave: tell these sessions, all of which are in the quorum with it.
 
-    `quorum_id` is NO_QUORUM, and `sessions` is empty, if the replica was not in the last quorum.
+    `quorum_id` is NO_QUORUM if the replica was not in the last quorum; the sessions are those of replicas
+    that cannot reach it, then.
     """
 
     quorum_id: int

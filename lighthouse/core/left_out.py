@@ -61,6 +61,10 @@ class Links:
             if replica_id in unreachable:
                 self.report(one, [other for other in unreachable if other != replica_id])
 
+    def reporters_of(self, replica_id: str) -> list[str]:
+        """Return who reports a replica, sorted."""
+        return sorted(one for one, unreachable in self._unreachable.items() if replica_id in unreachable)
+
     def among(self, replica_ids: Container[str]) -> tuple[Link, ...]:
         """Return the broken links between these replicas, sorted, each once."""
         found = {

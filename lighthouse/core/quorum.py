@@ -942,7 +942,8 @@ class QuorumCore:
             self._heard_at = now
             self._silent.add(replica_id)
         if not self._depart(replica_id, reason, decisions):
-            decisions.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
+            told = self._sessions(self._links.reporters_of(replica_id))
+            decisions.append(MemberLost(NO_QUORUM, replica_id, reason, told))
 
     def _depart(self, replica_id: str, reason: str, decisions: list[Decision]) -> bool:
         """End the replica's part in the last quorum; return False if it had none, or none any more."""

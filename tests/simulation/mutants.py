@@ -227,7 +227,7 @@ stands in the way of the cured: the end of a pause ends a quorum that stands (0,
 QuorumCore.advance
 - self._hold(replica_id, decisions)
 + pass
-counts members only: a new id where one is out for another one (169, progress)
+counts members only: a new id where one is out for another one (49, progress)
 QuorumCore._is_same
 - len(chosen) == len(self._joined) or chosen.keys() == self._last
 + True
@@ -417,7 +417,7 @@ ReplicaGroup.rank_joined
 probes once: whoever could not be reached is probed again (67, progress)
 ReplicaGroup.probed
 - *probes,
-never tries again: a step that waits for long for a known link is given up (64, progress)
+never tries again: a step that waits for long for a known link is given up (80, progress)
 ReplicaGroup.step_stalled
 - if for_long and
 + if False and
@@ -509,7 +509,7 @@ holds nobody: a newcomer ends a quorum that stands (0, progress)
 QuorumCore._hold = None
 asks nobody again: a new session is told what the last one missed (11425, progress)
 QuorumCore._remind = None
-forgets that it stands: a restart, while a quorum stands (857, progress)
+forgets that it stands: a restart, while a quorum stands (450, progress)
 QuorumCore._learn
 - self._stands(stands, now)
 + self._stands(False, now)

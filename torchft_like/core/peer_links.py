@@ -6,7 +6,8 @@ the next quorum. A replica group that gives no answer is reported as unreachable
 time, and once it answers it is no longer reported. The host of a process that has ended refuses connections,
 and a firewall may do so, too. So to refuse is an answer after one step that has failed: a group that has
 ended is no member of the next quorum, and one behind a firewall is. When that fails, too, its group must
-listen. This module does not know how a probe is done, nor how long it takes.
+listen, unless its session with the lighthouse has ended since. This module does not know how a probe is done,
+nor how long it takes.
 
 Invariants:
 
@@ -69,6 +70,7 @@ class PeerLinks:
         False  # whether it has a member that is probed again, and the join waits for that
     )
     _is_watching: bool = False
+    _without_session: set[str] = field(default_factory=set)  # of the unreachable, and since they were found
 
     @property
     def is_unsettled(self) -> bool:
@@ -88,6 +90,7 @@ class PeerLinks:
             i: address for i, address in self.unreachable.items() if at.get(i, address) == address
         }
         self._known = frozenset(self.unreachable)
+        self._without_session -= at.keys()
         self._failed_with = frozenset(i for i, address in at.items() if before.get(i) == address)
         self._lost, self._has_failed = set(), False
 
@@ -101,6 +104,10 @@ class PeerLinks:
         self._lost.add(replica_id)
         self._asked.pop(replica_id, None)
         self._awaits_repeated = False
+
+    def session_ended(self, replica_id: str) -> None:
+        """Take it for an answer where the host of an unreachable group refuses from now on: it has ended."""
+        self._without_session |= {replica_id} & self.unreachable.keys()
 
     def step_succeeded(self) -> None:
         """Drop the suspicion: all members did their part of the step."""
@@ -153,7 +160,9 @@ class PeerLinks:
         if self._is_watching or not self.unreachable:
             return []
         self._is_watching = True
-        return [Probe(tuple(self.unreachable.items()), True, frozenset(self.unreachable))]
+        self._without_session &= self.unreachable.keys()
+        must_listen = frozenset(self.unreachable.keys() - self._without_session)
+        return [Probe(tuple(self.unreachable.items()), True, must_listen)]
 
 
 def _beyond_a_report(replica_ids: Sequence[str]) -> Sequence[str]:

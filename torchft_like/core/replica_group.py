@@ -582,6 +582,8 @@ class ReplicaGroup:
         If this group is that member, it was away, and is alive. Where it `must_answer`, others wait until it
         says that it commits nothing more in the quorum: a rank may hang, and the group answers for it.
         """
+        if not is_alive:
+            self._links.session_ended(replica_id)
         if quorum_id != self.last_quorum_id:
             return []
         is_own = replica_id == self.replica_id

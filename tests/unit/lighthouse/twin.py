@@ -785,7 +785,8 @@ class Twin:
             self.heard = now
             self.silent.add(replica_id)
         if not self.depart(replica_id, reason, out):
-            out.append(MemberLost(NO_QUORUM, replica_id, reason, ()))
+            told = {one for one, others in self.unreachable.items() if replica_id in others}
+            out.append(MemberLost(NO_QUORUM, replica_id, reason, self.numbers(told)))
 
     def depart(self, replica_id: str, reason: str, out: list[Decision]) -> bool:
         (quorum_id, _), ids = self.last

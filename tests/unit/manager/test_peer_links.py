@@ -241,7 +241,30 @@ def test_the_link_to_a_member_that_is_lost_is_probed_on() -> None:
     asking = after_a_failure()
     asking.answered("b")
     asking.group.member_lost(7, "b", "its session broke")
+    assert asking.group.probed(AGAIN, {"b"}) == [replace(AGAIN, must_listen=frozenset())]
+
+
+@pytest.mark.parametrize("quorum_id", [7, -1], ids=["a member", "one that was left out"])
+def test_who_is_out_of_reach_and_refuses_once_its_session_has_ended_has_ended(quorum_id: int) -> None:
+    asking = after_a_failure()
+    asking.answered("b")
+    asking.group.member_lost(quorum_id, "b", "it gave the quorum up", is_alive=True)
     assert asking.group.probed(AGAIN, {"b"}) == [AGAIN]
+    asking.group.member_lost(quorum_id, "b", "its session ended")
+    (again,) = of_kind(asking.group.probed(AGAIN, {"b"}), Probe)
+    assert isinstance(again, Probe)
+    assert again.must_listen == frozenset()
+    assert asking.group.probed(again, ()) == [BrokenLinks(())]
+
+
+def test_who_is_back_in_a_quorum_must_listen_again() -> None:
+    asking = after_a_failure()
+    asking.answered("b")
+    asking.group.member_lost(-1, "b", "its session ended")
+    asking.group.rank_joined(join(0, commit_failures=1))
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    (again,) = of_kind(asking.group.probed(AGAIN, {"b"}), Probe)
+    assert again == AGAIN
 
 
 def test_a_quorum_without_whom_one_cannot_reach_is_not_given_up() -> None:
