@@ -42,7 +42,7 @@ LONGEST = (
     "unit/test_imports.py",
     "unit/test_as_torchft.py",
 )
-FILES_MAX = 6  # of one folder in one job; those that start no job may be more, as they fill gaps
+FILES_MAX = 6  # of one folder in one job; those that start no job may be twice as many, as they fill gaps
 # What starts jobs or servers, whose answers are waited for, in the folders of tests that mostly do not.
 WITH_JOBS = re.compile(
     r"test_elastic|process_group/baby|unit/manager/test_(group|lighthouse_link|peer_links|probing|service|stall)"
@@ -115,7 +115,7 @@ def jobs() -> list[Job]:
         if file not in LONGEST:
             folders.setdefault((os.path.dirname(file), starts_jobs(file)), []).append(file)
     for (_, is_job), those in folders.items():
-        count = FILES_MAX if is_job else len(those)
+        count = FILES_MAX if is_job else 2 * FILES_MAX
         found += [those[start : start + count] for start in range(0, len(those), count)]
     return [Job(files) for files in found]
 

@@ -61,7 +61,8 @@ def violation(seed: int) -> str | None:
 )
 def test_a_broken_core_is_caught(mutant: Mutant, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "EVENTS_MAX", EVENTS_MAX)
-    assert violation(mutant.seed) is None, "it would catch the real core, too"
+    is_run_above = mutant.seed < SEEDS
+    assert is_run_above or violation(mutant.seed) is None, "it would catch the real core, too"
     assert (hunt(mutant, [mutant.seed]).violation or "").startswith(f"{mutant.invariant}: ")
 
 
