@@ -38,6 +38,7 @@ from torchft_like.process_group.store import (
 )
 from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.event_loop import coordination_loop
+from torchft_like.runtime.hosts import lead_torch_out
 
 PROBE_S = 1.0
 START_S = 0.1  # until a rank looks again whether rank 0 has begun another start
@@ -223,6 +224,8 @@ def start_default_group(store: Store, incarnation: str, config: ManagerConfig, b
         config: the settings of this rank.
         backend: the backend's name for torch; None for torch's choice.
     """
+    if config.store is not None:
+        lead_torch_out(config.store)
     dist.init_process_group(
         backend,
         store=PrefixStore(f"default_group/{incarnation}", store),

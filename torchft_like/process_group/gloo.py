@@ -77,7 +77,7 @@ from torchft_like.process_group.store import AbortableStore, ExchangeStore, Grou
 from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
 from torchft_like.runtime.event_loop import coordination_loop
-from torchft_like.runtime.hosts import interfaces, local_host_towards
+from torchft_like.runtime.hosts import INTERFACE_ENV, gloo_interface, interfaces, local_host_towards
 from torchft_like.runtime.reach import ask_all, is_silence, why_out_of_reach
 from torchft_like.writing import divide, share_memory, writing_to
 
@@ -476,7 +476,6 @@ class _NativeBackend(Backend):
 
 # -- the device
 
-INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
 TRANSPORT_ENV = "GLOO_DEVICE_TRANSPORT"
 ATTEMPTS_MAX = 20
 KNOCK_SECONDS_MAX = 0.2
@@ -690,12 +689,12 @@ def require_device() -> None:
             f"{TRANSPORT_ENV} is {wanted!r:.50}, and was {_transport[0]!r:.50} when the first group of this "
             "process was made, which is when torch reads it: set it before"
         )
-    if wanted or os.environ.get(INTERFACE_ENV):
+    if wanted or gloo_interface():
         _make_device(LOOPBACK)
 
 
 def _make_device(host: str) -> object:
-    transport, interface = os.environ.get(TRANSPORT_ENV, ""), os.environ.get(INTERFACE_ENV, "").split(",")[0]
+    transport, interface = os.environ.get(TRANSPORT_ENV, ""), gloo_interface()
     _transport.extend([] if _transport else [transport])
     try:
         if interface:

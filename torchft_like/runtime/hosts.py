@@ -15,6 +15,7 @@ from lighthouse.errors import AddressError
 from lighthouse.listening import ANYWHERE, why_unbindable
 
 HOSTNAME_ENV = "TORCHFT_HOSTNAME"
+INTERFACE_ENV = "GLOO_SOCKET_IFNAME"  # torch's own
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 _EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
@@ -107,6 +108,38 @@ def own_host(towards: Address | None = None, *, others_ask: bool = False) -> str
         return (local_host_towards if others_ask else source_towards)(socket.gethostname())
     except AddressError:
         return LOOPBACK
+
+
+_led_out: list[str] = []  # the interfaces that `lead_torch_out` has chosen
+
+
+def lead_torch_out(meeting: Address) -> None:
+    """Have torch's own Gloo groups of this process listen where the other hosts that meet there reach them.
+
+    torch takes the address of the host's own name, which may be loopback here alone, as Debian has it: a rank
+    of another host would connect to itself, fail, and leave this one waiting. What an operator has set stays.
+    """
+    own = local_host_towards(meeting.host, meeting.port)
+    if os.environ.get(INTERFACE_ENV) or is_loopback(own) or not is_loopback(_named_host()):
+        return
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(AddressError):
+            if host_named(name) == own:
+                _led_out.append(name)
+                os.environ[INTERFACE_ENV] = name
+
+
+def _named_host() -> str:
+    try:
+        return source_towards(socket.gethostname())
+    except AddressError:
+        return LOOPBACK
+
+
+def gloo_interface() -> str:
+    """Return the interface that an operator has named for Gloo; empty without one."""
+    first = os.environ.get(INTERFACE_ENV, "").split(",")[0]
+    return "" if first in _led_out else first
 
 
 def given_host(name: str, what: str) -> str:

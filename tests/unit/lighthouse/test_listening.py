@@ -117,6 +117,26 @@ def test_a_host_whose_name_is_loopback_here_alone_gives_an_address_that_others_r
     assert hosts.local_host_towards("trainer-3") == "127.0.0.1"
 
 
+def test_torchs_own_gloo_groups_of_such_a_host_listen_where_others_reach_them(
+    trainer_3_is: Resolve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_3_is("127.0.1.1")
+    given = {"lo": "127.0.0.1", "eth0": "198.51.100.7"}
+    monkeypatch.setattr(hosts, "ANYWHERE", {})
+    monkeypatch.setattr(socket, "if_nameindex", lambda: list(enumerate(given, 1)))
+    monkeypatch.setattr(hosts, "host_named", given.__getitem__)
+    monkeypatch.setattr(socket, "gethostname", lambda: "trainer-3")
+    monkeypatch.setattr(hosts, "_led_out", [])
+    monkeypatch.setenv(hosts.INTERFACE_ENV, "")
+    for meeting in ("127.0.0.1", "trainer-3"):
+        assert os.environ[hosts.INTERFACE_ENV] == ""
+        hosts.lead_torch_out(Address(meeting, 29400))
+    assert (os.environ[hosts.INTERFACE_ENV], hosts.gloo_interface()) == ("eth0", "")  # an operator named none
+    monkeypatch.setenv(hosts.INTERFACE_ENV, "eth1,eth2")
+    hosts.lead_torch_out(Address("trainer-3", 29400))
+    assert (os.environ[hosts.INTERFACE_ENV], hosts.gloo_interface()) == ("eth1,eth2", "eth1")
+
+
 def test_who_has_asked_for_any_free_port_is_not_told_to() -> None:
     error = bind_error(Address("127.0.0.1", 0), OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
     assert "ip_local_port_range" in str(error)
