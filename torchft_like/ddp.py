@@ -37,6 +37,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     does not disturb the backward pass: it makes `should_commit` return False. A parameter that one replica
     used gets a gradient on all of them.
 
+    Each rank averages with the same rank of the other replica groups, and not with those of its own group.
+    Where each rank has the whole model, let each be a group: `Manager(rank=0, world_size=1)`.
+
     Buffers, such as the running statistics of BatchNorm, are each replica's own between two heals, as in
     torchft: torch's class broadcasts those of rank 0 before each forward pass, when here the quorum may not
     be known yet. So evaluate on one replica, or use a normalization without them.
