@@ -291,8 +291,8 @@ class Replica:
                 for number in effect.group_ranks:
                     self._tell(number, Rank.hear_step_lost, effect.quorum_id)
             elif isinstance(effect, GroupLeftNotice):
-                for number in effect.group_ranks:
-                    self._tell(number, Rank.hear_group_left)
+                for number in effect.group_ranks:  # once all are told of the verdict after which one leaves
+                    self.world.after(0.0, self.server, self._tell, number, Rank.hear_group_left)
             elif isinstance(effect, GroupLostNotice):
                 self._hang_up()
                 for number in range(len(self.ranks)):
