@@ -191,6 +191,12 @@ awaits the idle for ever: who does not join counts until join_timeout only (1, p
 QuorumCore._awaited
 - if now < end
 + if now < (end := math.inf)
+waits for no heal: a member that heals has the time that its operations have (286, progress)
+QuorumCore._await_healing = None
+waits for a heal for ever: nobody waits for a heal longer than for an operation (286, progress)
+QuorumCore._await_healing
+- , *others)
++ , math.inf)
 shrinks for ever: a wish to shrink that no quorum can heed is void (5, progress)
 QuorumCore._is_shrinking
 - if not self._shrinking:
@@ -532,7 +538,7 @@ forms beside the silent: members that are silent may go on in their quorum (255,
 QuorumCore._awaits_silent = False
 goes on for ever: members that hear nothing give their quorum up in time (255, one_quorum_per_step)
 ReplicaGroup.lease_ended = []
-commits after the lease: a step is lost where the lease ends in it (2047, one_quorum_per_step)
+commits after the lease: a step is lost where the lease ends in it (14719, one_quorum_per_step)
 ReplicaGroup.lease_ended
 - ._replace(must_fail=True)
 answers for one rank: the steps of all ranks in the answer (56, no_zombie)

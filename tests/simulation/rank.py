@@ -879,9 +879,14 @@ class Rank(Process):
         time = world.latency() * 3
         if attempt < 0:
             time += world.scenario.transfer_s * world.random()
+        else:
+            time += world.scenario.heal_s
         if world.random() < world.heal_break_rate:
             world.feel("heal_break")
-            world.after(time / 2, rank, rank._heal_broke, attempt)
+            if attempt > 0 and world.scenario.patience_s:
+                world.after(rank.replica.patience_s, rank, rank._heal_failed, attempt)
+            else:
+                world.after(time / 2, rank, rank._heal_broke, attempt)
         else:
             world.after(time, rank, rank.hear_state, attempt, self, self.offer, step)
 

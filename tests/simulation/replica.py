@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 BACKOFF_MIN_S = 0.01
 BACKOFF_MAX_S = 0.08
 LIARS_STEP = 1_000_000
+FOR_EVER_S = 3600.0
 LATE = 6  # in keepalives, the longest for which the others of its group wait for a rank to start
 
 
@@ -101,6 +102,12 @@ class Replica:
     def is_spare(self) -> bool:
         """Whether it waits for a place until it has seen a quorum."""
         return self.slot >= self.world.scenario.replicas
+
+    @property
+    def patience_s(self) -> float:
+        """How long it waits for a state: in the first place for ever, where the others do not."""
+        patience_s = self.world.scenario.patience_s
+        return FOR_EVER_S if patience_s and self.slot == 0 else patience_s
 
     @property
     def is_alive(self) -> bool:
@@ -378,6 +385,7 @@ class Replica:
             join.may_stand,
             join.own_failure,
             join.own_failures,
+            timeout_ms=int(self.patience_s * 1000),
         )
         self.world.send_up(session, self.world.lighthouse.hear_join, session, member)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import multiprocessing
 import time
@@ -56,20 +57,29 @@ def run_batch(seeds: Sequence[int]) -> Tally:
     """Run seeds one after the other in this process."""
     tally = Tally(len(seeds))
     began = time.process_time()
-    gc.freeze()  # the collector need not look at what was there before
-    collected_often = gc.get_threshold()
-    gc.set_threshold(GARBAGE_MAX)
-    for seed in seeds:
-        outcome = run(draw(seed))
-        tally.commits += outcome.commits
-        tally.fewest_faults = min(tally.fewest_faults, outcome.faults)
-        tally.felt.update(outcome.felt)
-        if outcome.violation is not None:
-            tally.violations.append((seed, outcome.violation))
-    gc.set_threshold(*collected_often)
-    gc.unfreeze()
+    with collecting_rarely():
+        for seed in seeds:
+            outcome = run(draw(seed))
+            tally.commits += outcome.commits
+            tally.fewest_faults = min(tally.fewest_faults, outcome.faults)
+            tally.felt.update(outcome.felt)
+            if outcome.violation is not None:
+                tally.violations.append((seed, outcome.violation))
     tally.cpu_s = time.process_time() - began
     return tally
+
+
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Let the collector look at what is made from now on only, and at much of it at once."""
+    gc.freeze()
+    collected_often = gc.get_threshold()
+    gc.set_threshold(GARBAGE_MAX)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*collected_often)
+        gc.unfreeze()
 
 
 def many(seeds: range, jobs: int) -> int:

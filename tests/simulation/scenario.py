@@ -93,6 +93,8 @@ TIMING_OUT, STARTING_LATE, FIXED, DEMANDING = 15, 19, 21, 30
 
 STOPPING = 6  # the seeds, modulo 7, in which who is asked to stop does not wait for a quorum for ever
 
+SLOW_HEALS = 28  # the seeds, modulo 43, of jobs in which a heal takes longer than `join_timeout`
+
 LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
 
 # A replica group that has just started says that it is at a step far ahead: counted, not switched on.
@@ -153,6 +155,9 @@ class Scenario:
         steps_kept_max: how many steps a replica group that heals lets pass before others wait for it; 0: it
             does not catch up beside them.
         transfer_s: the longest that a state takes then.
+        heal_s: how long a state takes otherwise, beside a few messages.
+        patience_s: how long a replica group waits for a state, as it tells the lighthouse; 0: until it
+            comes, and it tells nothing.
         is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
             its place.
         restarts: whether processes run their training functions again after errors that no step survives.
@@ -201,6 +206,8 @@ class Scenario:
     keeps_local: bool = False
     steps_kept_max: int = 0
     transfer_s: float = 0.0
+    heal_s: float = 0.0
+    patience_s: float = 0.0
     restarts: bool = False
     restarts_max: int = 0
     rank_spares: int = 0
@@ -305,7 +312,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = replace(scenario, has_liars=seed % 32 in LYING, min_replica_size=scenario.min_replicas)
     scenario = _with_what_is_rare(scenario, seed % 41)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
-    return replace(scenario, timeout_s=math.inf) if is_search_enough else scenario
+    return _with_slow_heals(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
 
 
 def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
@@ -364,6 +371,29 @@ def _with_long_steps(scenario: Scenario) -> Scenario:
     # Who is alone as it wishes to shrink goes on from a checkpoint of an earlier run that nobody believes.
     few = scenario.without(["shrink"])
     return replace(few, delay_s=delay_s, join_timeout_s=messages_s + part * scenario.compute_s)
+
+
+def _with_slow_heals(scenario: Scenario) -> Scenario:
+    """Return the job, in some of them with heals that take longer than `join_timeout`, or hang."""
+    if scenario.seed % 43 != SLOW_HEALS:
+        return scenario
+    part, delay_s = random.Random(scenario.seed * 3 + 8).random(), scenario.delay_s / 4
+    messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * delay_s
+    join_timeout_s = scenario.compute_s * (2 + 2 * part) + messages_s
+    # A source that has too few beside it commits nothing; its ranks release each other, which ends the heal.
+    few = scenario.min_replica_size if scenario.ranks == 1 else 1
+    return replace(
+        scenario,
+        kinds=tuple(dict.fromkeys((*scenario.kinds, "heal_break"))),
+        delay_s=delay_s,
+        heal_break_rate=0.5,
+        min_replica_size=few,
+        gap_s=4 * scenario.gap_s,
+        join_timeout_s=join_timeout_s,
+        heal_s=2 * join_timeout_s,
+        patience_s=4 * join_timeout_s,
+        timeout_s=scenario.timeout_s + 4 * join_timeout_s,
+    )
 
 
 def _with_stops(scenario: Scenario) -> Scenario:
