@@ -81,6 +81,7 @@ class Rank(Process):
         self.offer: Snapshot | None = None
         self._refused = -1  # the step whose state is not offered, as it was given up
         self._waiters: list[tuple[Rank, int, int]] = []
+        self._hung: list[tuple[Rank, int]] = []  # whose transfers from here hang, until this process ends
         self._attempt = 0
         self._operation = 0
         self.phase = PREPARE
@@ -884,6 +885,7 @@ class Rank(Process):
         if world.random() < world.heal_break_rate:
             world.feel("heal_break")
             if attempt > 0 and world.scenario.patience_s:
+                self._hung.append((rank, attempt))
                 world.after(rank.replica.patience_s, rank, rank._heal_failed, attempt)
             else:
                 world.after(time / 2, rank, rank._heal_broke, attempt)
@@ -995,7 +997,7 @@ class Rank(Process):
         for mesh in (self.group_mesh, self._configuring):
             if mesh is not None:
                 mesh.leave(self)
-        for rank, attempt, _ in self._waiters:
+        for rank, attempt in (*((rank, attempt) for rank, attempt, _ in self._waiters), *self._hung):
             world.after(world.latency(), rank, rank._heal_failed, attempt)
         self.replica.rank_died(self.number)
         if self.trainer is not None:
