@@ -444,6 +444,10 @@ class Rank(Process):
         if not self.protocol.in_step:
             self._told = verdict if verdict.stop else None
             return
+        if verdict.committed and not self._is_agreed:  # on the attempt before
+            if verdict.stop or self._is_in_vain:
+                self.die("its replica group leaves after a step that it gave up")
+            return
         if verdict.stop:
             self._ask_instead_of_holding()
         if verdict.stop and not self._is_agreed:

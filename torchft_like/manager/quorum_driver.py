@@ -334,12 +334,22 @@ class QuorumDriver:
                 self._farewell = verdict
         if attempt is None or is_over:
             return
+        if verdict.committed and not attempt.is_agreed:
+            # It is on the attempt before, which the script gave up after its vote: those averages are gone.
+            if verdict.stop or attempt.is_given_up:
+                self._end_behind(verdict.step)
+            return
         if verdict.stop:
             self._ask_instead_of_holding(attempt)
         if verdict.stop and not attempt.is_agreed:
             self._give_up(attempt)
         if attempt.is_agreed or attempt.is_given_up:
             attempt.decide(verdict)
+
+    def _end_behind(self, step: int) -> None:
+        """End this Manager, which is a step behind the other ranks of its group, and has no time to heal."""
+        reason = f"its script gave up step {step} after its vote, and the replica group committed it"
+        self.end(GroupLostError(f"{reason} and leaves; restart all ranks of this replica group"), reason)
 
     def released(self, quorum_id: int, ask_at: int | None) -> None:
         """Go on, and ask for a quorum at this step, which may be that of the current attempt."""

@@ -249,3 +249,16 @@ def test_a_rank_whose_group_does_not_leave_after_all_asks_again(
     driver.verdict(Verdict(protocol.step, False))
     protocol.decide(committed=False)
     assert not begun(driver).is_given_up
+
+
+@pytest.mark.agreement
+def test_a_rank_does_not_leave_with_a_step_that_it_gave_up(
+    driver: QuorumDriver, protocol: StepProtocol
+) -> None:
+    """Its script did so after its vote. What it has begun again has no averages."""
+    begun(driver)
+    again = begun(driver)
+    driver.verdict(Verdict(protocol.step, True, stop=True))
+    with pytest.raises(GroupLostError, match="gave up step 0"):
+        again.wait_decided(0)
+    assert again.verdict is None
