@@ -507,20 +507,22 @@ class CheckpointMetadataResponse(_message.Message):
     def __init__(self, checkpoint_metadata: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched")
+    __slots__ = ("should_commit", "group_rank", "step", "stop", "passed", "has_fetched", "went_well")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
     PASSED_FIELD_NUMBER: _ClassVar[int]
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
+    WENT_WELL_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     group_rank: int
     step: int
     stop: bool
     passed: bool
     has_fetched: bool
-    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ...) -> None: ...
+    went_well: bool
+    def __init__(self, should_commit: bool = ..., group_rank: _Optional[int] = ..., step: _Optional[int] = ..., stop: bool = ..., passed: bool = ..., has_fetched: bool = ..., went_well: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
     __slots__ = ("should_commit", "step", "stop", "passed", "has_fetched")

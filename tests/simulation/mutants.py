@@ -191,6 +191,10 @@ awaits the idle for ever: who does not join counts until join_timeout only (1, p
 QuorumCore._awaited
 - if now < end
 + if now < (end := math.inf)
+ends heals for want of others: a no where only too few take part releases no rank of the group (372, progress)
+ReplicaGroup.rank_voted
+- _says_lost(vote)
++ not (vote.committed or vote.passed)
 waits for no heal: a member that heals has the time that its operations have (286, progress)
 QuorumCore._await_healing = None
 waits for a heal for ever: nobody waits for a heal longer than for an operation (286, progress)
@@ -374,7 +378,7 @@ takes the spoilt for equal: states of no version are not equal (54, heal_is_clea
 StepProtocol.disown_state
 - self.commit_quorum_id = DISOWNED
 + self.commit_quorum_id = 0
-takes every step for bound: a step without a collective asks first (0, progress)
+takes every step for bound: a step without a collective asks first (5, progress)
 StepProtocol.stand
 - self._has_gone_on = True
 + self._has_gone_on = self.is_bound = True
@@ -515,7 +519,7 @@ holds nobody: a newcomer ends a quorum that stands (0, progress)
 QuorumCore._hold = None
 asks nobody again: a new session is told what the last one missed (11425, progress)
 QuorumCore._remind = None
-forgets that it stands: a restart, while a quorum stands (450, progress)
+forgets that it stands: a restart, while a quorum stands (573, progress)
 QuorumCore._learn
 - self._stands(stands, now)
 + self._stands(False, now)
@@ -610,7 +614,7 @@ ReplicaGroup.rank_lost
 + return [] if group_rank in self._suspects else self._lose(
 repeats nothing: what a session lost is said again in the next one (2, progress)
 Conversation.to_repeat = ()
-repeats everything: what has arrived is not said again (17, agreement)
+repeats everything: what has arrived is not said again (405, agreement)
 Conversation.arrived = True
 loses the delay: a sync ends so many inner steps after its begin (230, on_schedule)
 SyncSchedule.received
@@ -680,7 +684,7 @@ goes on alone: a spare that finds nobody left gives up (5002, progress)
 MeetingProtocol.visit
 - self._record(_ADMITTED), False
 + self._record(_ADMITTED), True
-goes on in smaller sides: of two sides of a cut one goes on (234, one_process_per_place)
+goes on in smaller sides: of two sides of a cut one goes on (458, one_process_per_place)
 MeetingProtocol.silent
 - or not (is_half or 2 * len(answer) > len(alive))
 asks nobody when it is back: who was passed over ends (599, progress)

@@ -421,7 +421,8 @@ class Rank(Process):
         """Vote, as the end of should_commit does."""
         protocol, replica = self.protocol, self.replica
         has_fetched = self._fetched is not None
-        vote = Verdict(protocol.step, protocol.vote(), self.stop_wanted, protocol.passes, has_fetched)
+        passes, went_well = protocol.passes, protocol.failure is None
+        vote = Verdict(protocol.step, protocol.vote(), self.stop_wanted, passes, has_fetched, went_well)
         if not (vote.committed or vote.passed) and not self._is_excused():
             replica.world.checker.refused_for_nothing(self.name, protocol.quorum_id)
         self.phase = VERDICT

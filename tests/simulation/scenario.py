@@ -380,14 +380,11 @@ def _with_slow_heals(scenario: Scenario) -> Scenario:
     part, delay_s = random.Random(scenario.seed * 3 + 8).random(), scenario.delay_s / 4
     messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * delay_s
     join_timeout_s = scenario.compute_s * (2 + 2 * part) + messages_s
-    # A source that has too few beside it commits nothing; its ranks release each other, which ends the heal.
-    few = scenario.min_replica_size if scenario.ranks == 1 else 1
     return replace(
         scenario,
         kinds=tuple(dict.fromkeys((*scenario.kinds, "heal_break"))),
         delay_s=delay_s,
         heal_break_rate=0.5,
-        min_replica_size=few,
         gap_s=4 * scenario.gap_s,
         join_timeout_s=join_timeout_s,
         heal_s=2 * join_timeout_s,

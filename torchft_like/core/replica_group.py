@@ -131,6 +131,8 @@ class Verdict(NamedTuple):
         stop: whether a rank was asked to stop: all leave after this step, none a step later than another.
         passed: whether all ranks, which catch up, keep the step and take it again later.
         has_fetched: whether all ranks have the state that they fetch for that.
+        went_well: in a vote, whether nothing went wrong in the step: where it is only too few replica groups
+          that took part, a no releases no other rank, as none waits for what has failed.
     """
 
     step: int
@@ -138,6 +140,7 @@ class Verdict(NamedTuple):
     stop: bool = False
     passed: bool = False
     has_fetched: bool = False
+    went_well: bool = False
 
 
 class HoldRanks(NamedTuple):
@@ -670,14 +673,14 @@ class ReplicaGroup:
         """Handle a rank's vote on a step: the verdict that it wants."""
         if self.lost_reason is not None:
             return [GroupLeftNotice((group_rank,), self.lost_reason, self.is_foreign)]
-        was_lost = any(not (other.committed or other.passed) for other in self._votes.values())
+        was_lost = any(_says_lost(other) for other in self._votes.values())
         self._votes[group_rank] = vote
         if vote.stop and group_rank in self._joins:
             return self._leave()
         if self._joins or self._suspects or self._is_leaving:
             return self._refuse_votes()
         if len(self._votes) < self.world_size:
-            is_news = not (vote.committed or vote.passed or was_lost)
+            is_news = _says_lost(vote) and not was_lost
             others = tuple(rank for rank in range(self.world_size) if rank not in self._votes)
             return [StepLostNotice(others, self.last_quorum_id)] if is_news else []
         votes, self._votes = self._votes, {}
@@ -759,6 +762,10 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
+
+
+def _says_lost(vote: Verdict) -> bool:
+    return not (vote.committed or vote.passed or vote.went_well)
 
 
 def _stops(group_rank: int, step: int) -> RankVerdict:

@@ -526,8 +526,13 @@ class Manager:
         protocol, is_alone = self._protocol, self._is_alone
         has_fetched = self._exchange.has_fetched
         with self._group.lock:
-            votes = {"committed": protocol.vote(), "passed": protocol.passes, "has_fetched": has_fetched}
-            verdict = Verdict(protocol.step, **votes)
+            verdict = Verdict(
+                protocol.step,
+                committed=protocol.vote(),
+                passed=protocol.passes,
+                has_fetched=has_fetched,
+                went_well=protocol.failure is None,
+            )
             # In one piece: the server may give the quorum up at any other time.
             if is_alone and verdict.committed:
                 protocol.decide(verdict.committed)

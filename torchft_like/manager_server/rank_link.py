@@ -162,7 +162,8 @@ class SessionLink:
         self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**fields)))
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
-        request = pb.ShouldCommitRequest(group_rank=group_rank, **verdict_fields(vote))
+        fields = {**verdict_fields(vote), "went_well": vote.went_well}
+        request = pb.ShouldCommitRequest(group_rank=group_rank, **fields)
         self._send(pb.RankSessionRequest(vote=request))
 
     def leave(self, reason: str, step: int = 0, quorum_id: int = 0) -> None:
@@ -373,8 +374,9 @@ def verdict_from_wire(message: pb.ShouldCommitRequest | pb.ShouldCommitResponse)
 
 
 def verdict_fields(verdict: Verdict) -> dict[str, Any]:
-    """Return the fields of a vote's message, or a verdict's."""
+    """Return the fields that a vote's message and a verdict's have in common."""
     fields = verdict._asdict()
+    del fields["went_well"]
     return {"should_commit": fields.pop("committed"), **fields}
 
 

@@ -117,6 +117,16 @@ def test_a_rank_that_asked_again_before_it_heard_of_a_quorum_has_given_that_up()
     assert [(e.broken_quorum_id, e.commit_failures) for e in effects if isinstance(e, GroupJoin)] == [(0, 0)]
 
 
+@pytest.mark.progress
+def test_a_no_for_want_of_other_replica_groups_releases_no_rank() -> None:
+    """One that is released gives the quorum up, and with it the transfer of the state to a newcomer."""
+    group = ReplicaGroup("a", 3)
+    assert group.rank_voted(0, Verdict(4, False, went_well=True)) == []
+    assert group.rank_voted(1, Verdict(4, False)) == [StepLostNotice((2,), group.last_quorum_id)]
+    effects = group.rank_voted(2, Verdict(4, False, went_well=True))
+    assert [e.verdict for e in effects if isinstance(e, RankVerdict)] == [Verdict(4, False)] * 3
+
+
 @pytest.mark.agreement
 def test_votes_on_different_steps_commit_nothing() -> None:
     group = ReplicaGroup("a", 2)
