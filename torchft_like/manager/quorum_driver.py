@@ -330,7 +330,8 @@ class QuorumDriver:
             is_over = attempt is None or attempt.verdict is not None
             if verdict.step != self._protocol.step:
                 return
-            if verdict.stop and (is_over or self._protocol.is_waiting or self._protocol.is_held):
+            is_in_vain = verdict.stop and not verdict.committed
+            if is_in_vain and (is_over or self._protocol.is_waiting or self._protocol.is_held):
                 self._farewell = verdict
         if attempt is None or is_over:
             return
