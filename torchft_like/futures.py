@@ -123,15 +123,22 @@ def fail(future: Future[Any], error: Exception) -> None:
     future.set_result([_Failed.of(kept)])
 
 
-def without_frames(error: BaseException) -> BaseException:
+def without_frames(error: BaseException, outer: tuple[BaseException, ...] = ()) -> BaseException:
     """Return a copy of an error, with those of its causes, that holds no frame; one that cannot be copied
     loses its own.
+
+    Args:
+        outer: the errors of which it is a cause. One of them may be its own cause, as after `raise e from e`.
     """
     try:
         copied = copy.copy(error)
+        copied.args = error.args  # its class may have made another text of what was one already
     except Exception:  # noqa: BLE001 - its class is made of other arguments than it keeps
         copied = error
-    copied.__cause__ = None if error.__cause__ is None else without_frames(error.__cause__)
+    cause, outer = error.__cause__, (*outer, error)
+    if cause is not None:
+        cause = None if any(cause is each for each in outer) else without_frames(cause, outer)
+    copied.__cause__ = cause
     return copied.with_traceback(None)
 
 

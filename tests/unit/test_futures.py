@@ -120,6 +120,28 @@ def test_a_failed_future_keeps_nothing_of_those_that_its_error_was_raised_to() -
     assert [held() for held in made] == [None, None]
 
 
+def test_a_failed_future_raises_its_error_as_it_was() -> None:
+    class OfAFile(Exception):  # noqa: N818 - an error as a script may define it
+        def __init__(self, name: str) -> None:
+            super().__init__(f"cannot read {name}")
+
+    future = Future[Any]()
+    futures.fail(future, OfAFile("data.bin"))
+    for _ in range(2):
+        with pytest.raises(OfAFile, match=r"^cannot read data\.bin$"):
+            future.wait()
+
+
+def test_an_error_that_is_a_cause_of_itself_fails_a_future() -> None:
+    first, second = ValueError("first"), KeyError("second")
+    first.__cause__, second.__cause__ = second, first
+    future = Future[Any]()
+    futures.fail(future, first)
+    with pytest.raises(ValueError, match="first") as caught:
+        future.wait()
+    assert repr(caught.value.__cause__) == "KeyError('second')"
+
+
 class TestContextTimeout:
     def test_a_block_that_takes_too_long_is_told(self) -> None:
         told = threading.Event()
