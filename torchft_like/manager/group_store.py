@@ -20,6 +20,7 @@ from hashlib import sha256
 from typing import cast
 
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed import DistError
 
@@ -29,14 +30,18 @@ from torchft_like.errors import ConnectError, GroupLostError, ProcessGroupError
 from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import ManagerServer
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.store import (
     AbortableStore,
+    GroupMembers,
     StoreAddress,
     is_known_to_be_served,
+    meet,
     serve_store,
     store_client,
 )
 from torchft_like.process_group.store_server import StoreServer
+from torchft_like.process_group.torch_interface import set_default_group_timeout
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import lead_torch_out
 
@@ -211,11 +216,17 @@ def enter_start(store: AbortableStore, key: str, said: bytes, place: GroupPlace)
     return store.compare_set(in_it, "", place.start).decode() == place.start
 
 
-def start_default_group(store: Store, incarnation: str, config: ManagerConfig, backend: str | None) -> None:
+def start_default_group(
+    store: Store, incarnation: str, config: ManagerConfig, backend: str | None, over: AbortSignal
+) -> None:
     """Start torch's default group in a part of the store that no earlier start of the group has written to.
 
     torchrun keeps its store when it starts a group again, and torch's own rendezvous uses the same keys: a
-    rank would find the address of a dead rank, and fail or hang.
+    rank would find the address of a dead rank, and fail or hang. So would one that starts the default group
+    once more, after `destroy_process_group`.
+
+    torch waits in C++ for a rank that never comes, which nothing ends. So the ranks meet before; torch has
+    `connect_timeout` for what is left.
 
     Args:
         store: the group's store.
@@ -223,15 +234,34 @@ def start_default_group(store: Store, incarnation: str, config: ManagerConfig, b
           other.
         config: the settings of this rank.
         backend: the backend's name for torch; None for torch's choice.
+        over: ends the wait for the other ranks.
+
+    Raises:
+        ProcessGroupAbortedError: `over` was set.
+        ProcessGroupError: the other ranks did not come within torch's timeout.
     """
+    if dist.is_initialized():
+        raise ValueError("torch has a default group: call torch.distributed.destroy_process_group before")
+    number = store.add(f"default_group/{incarnation}/{config.group_rank}", 1)
+    part = f"default_group/{incarnation}/{number}"
+    usual = c10d._get_default_timeout(c10d.Backend(backend or c10d.Backend.UNDEFINED))
+    rank, world_size = config.group_rank, config.group_world_size
     if config.store is not None:
         lead_torch_out(config.store)
+        members = GroupMembers(StoreAddress(config.store, part), rank, world_size, usual)
+        ours = AbortableStore(members.store, timedelta(seconds=config.connect_timeout_s))
+        with contextlib.closing(ours), over.ends(ours.abort):
+            ours.connect()
+            ours.set_timeout(usual)
+            meet(ours, members)
     dist.init_process_group(
         backend,
-        store=PrefixStore(f"default_group/{incarnation}", store),
-        rank=config.group_rank,
-        world_size=config.group_world_size,
+        store=PrefixStore(part, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=config.connect_timeout_s),
     )
+    set_default_group_timeout(usual)
 
 
 def is_listening(address: Address) -> bool:

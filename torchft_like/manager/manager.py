@@ -650,8 +650,18 @@ class Manager:
         """Start torch's default group over this replica group.
 
         The group meets in a part of the store that no earlier start of the replica group has used.
+
+        Raises:
+            GroupLostError: another rank of this replica group has ended, in this call or before.
+            ProcessGroupError: another rank did not call this within torch's timeout.
         """
-        start_default_group(self._store.shared, self._replica_id, self._config, backend)
+        self._driver.raise_if_over()
+        config, over = self._config, self._driver.over
+        try:
+            start_default_group(self._store.shared, self._replica_id, config, backend, over)
+        except Exception:
+            self._driver.raise_if_over()  # the error only says how this rank noticed it
+            raise
 
     # ------------------------------------------------------------------------- the end
 

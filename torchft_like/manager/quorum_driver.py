@@ -59,6 +59,7 @@ from torchft_like.manager.config import ManagerConfig
 from torchft_like.manager.managed_group import Emit, ManagedGroup
 from torchft_like.manager.state_exchange import StateExchange
 from torchft_like.manager_server.rank_link import RankLink
+from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.torch_interface import abort_groups_of_torch
 from torchft_like.process_group.work import DeferredOperation, FinishedOperation
 from torchft_like.runtime.background import awaited_at_exit
@@ -77,6 +78,7 @@ class QuorumDriver:
     Attributes:
         attempt: the current attempt, or the last one.
         fatal: the error with which this Manager ended; every later wait raises it.
+        over: is set once there is one.
         trouble: why the lighthouse cannot be reached at present, if so.
         divergence: the watch over differences between the replicas' states.
     """
@@ -91,6 +93,7 @@ class QuorumDriver:
     ) -> None:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
+        self.over = AbortSignal()
         self.trouble: str | None = None
         self.divergence: DivergenceWatch = DivergenceWatch(emit)
         self._config = config
@@ -526,6 +529,7 @@ class QuorumDriver:
         if attempt is not None:
             attempt.fail(self.fatal)
         self._exchange.end_fetch(str(error))
+        self.over.set(str(error))
 
 
 def end_all(error: FaultToleranceError) -> None:

@@ -398,6 +398,12 @@ def _set_pg_timeout(timeout: timedelta, group: Any = None) -> None:
         own.set_timeout(timeout)
 
 
+def set_default_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default group's operations, where its backend takes another one."""
+    with warnings.catch_warnings(action="ignore", category=UserWarning):  # which says that it takes none
+        (getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout)(timeout)
+
+
 def abort_groups_of_torch(reason: str) -> None:
     """Abort the groups that torch knows and that are of this package; torch's own cannot be ended."""
     for group in list(c10d._world.pg_map):
