@@ -39,7 +39,8 @@ class Parser:
         samples: good messages, or what makes them.
         parse: a function that reads one, or the file of this name in a folder, if there is a `file`.
         refusals: the errors with which it may refuse one; without any it takes everything.
-        found: inputs with which it once did something else.
+        foreign: inputs that it must refuse.
+        found: other inputs with which it once did something else.
         cost: how many other parsers read one in the time that it takes; it is given so much fewer of them.
     """
 
@@ -47,6 +48,7 @@ class Parser:
     samples: Sequence[bytes] | Callable[[], Sequence[bytes]]
     parse: Callable[[bytes], object] | Callable[[Path], object]
     refusals: tuple[type[Exception], ...] = ()
+    foreign: Sequence[bytes] = ()
     found: Sequence[bytes] = ()
     file: str = ""
     cost: int = 1
@@ -66,23 +68,26 @@ class Tally:
 
 
 def assert_all_are_taken_or_refused(parser: Parser, count: int, folder: Path) -> Tally:
-    """Give a parser its samples, all that was found once, and `count` changed samples, or fewer if they cost
-    more.
+    """Give a parser its samples, all that it must refuse or was found once, and `count` changed samples, or
+    fewer if they cost more.
 
     Raises:
-        AssertionError: it refuses a sample, or raises what it must not, or an input takes too much; the text
-          has the input's number.
+        AssertionError: it refuses a sample, takes what is foreign, or raises what it must not, or an input
+          takes too much; the text has the input's number.
     """
     tally, count = Tally(), count // parser.cost
+    known = [*parser.found, *parser.foreign]
     read = _reader(parser, folder)
     samples = parser.samples() if callable(parser.samples) else parser.samples
     for sample in samples:
         read(sample)  # so the changed ones are near to what is taken
     forget_peak()
     before = peak_bytes()
-    for number in range(-len(parser.found), count):
-        data = parser.found[number] if number < 0 else changed(samples, number)
-        _try(parser, read, data, number, tally)
+    for number in range(-len(known), count):
+        data = known[number] if number < 0 else changed(samples, number)
+        is_taken = _try(parser, read, data, number, tally)
+        is_foreign = -len(parser.foreign) <= number < 0
+        assert not (is_taken and is_foreign), f"{parser.name} takes input {number}: {data[:300]!r}"
         if number < 0 or number % LOOK_EVERY == 0 or number == count - 1:
             tally.memory_bytes = peak_bytes() - before
             assert tally.memory_bytes < MEMORY_BYTES_MAX, (
@@ -104,7 +109,8 @@ def _reader(parser: Parser, folder: Path) -> Callable[[bytes], object]:
     return read
 
 
-def _try(parser: Parser, read: Callable[[bytes], object], data: bytes, number: int, tally: Tally) -> None:
+def _try(parser: Parser, read: Callable[[bytes], object], data: bytes, number: int, tally: Tally) -> bool:
+    """Let the parser read an input; return whether it has taken it."""
     where = f"{parser.name}, input {number}: {data[:300]!r}, {len(data)} bytes"
     began = time.process_time()
     try:
@@ -120,6 +126,7 @@ def _try(parser: Parser, read: Callable[[bytes], object], data: bytes, number: i
     assert 0 < len(why) < REASON_MAX, f"{where}: a refusal says why, and does not repeat it all: {why!r:.200}"
     tally.slowest_s = max(tally.slowest_s, took)
     assert took < CPU_SECONDS_MAX, f"{where}: {took:.1f} s"
+    return end == "taken"
 
 
 def changed(samples: Sequence[bytes], number: int) -> bytes:

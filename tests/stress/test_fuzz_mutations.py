@@ -12,6 +12,7 @@ import functools
 import io
 import json
 import logging
+import math
 import os
 import socket
 import struct
@@ -102,12 +103,21 @@ from torchft_like.message_queue.leaves import Source as Leaves
 from torchft_like.message_queue.remote import RemoteReader, RemoteReaders
 from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
 from torchft_like.plain_data import (
+    DEVICE,
+    DICT,
+    DTYPE,
+    LEAF_BYTES,
     LEAF_TENSOR,
     LIST,
     LONG,
     MAGIC,
     MESSAGES,
     ORDERED_DICT,
+    SAME_TENSOR,
+    SCALAR,
+    SHARD,
+    SIZE,
+    STR,
     TUPLE,
     Structure,
     TensorLeaves,
@@ -160,6 +170,37 @@ def of_leaves(count: int) -> bytes:
     spec = struct.pack("<BBBQ", 1, 0, 1, 0)
     head = struct.pack("<II", MAGIC, count) + count * spec
     return head + struct.pack("<BI", LIST, count) + count * bytes([LEAF_TENSOR])
+
+
+def of_leaf(dtype: int, shape: Sequence[int], value: bytes) -> bytes:
+    """A structure of one tensor."""
+    spec = struct.pack(f"<BBB{len(shape)}Q", dtype, 0, len(shape), *shape)
+    return struct.pack("<II", MAGIC, 1) + spec + value
+
+
+FORGED = [
+    b"",
+    HEAD,
+    HEAD + struct.pack("<BI", LIST, 1) * 200_000,
+    HEAD + struct.pack("<BI", LIST, 4_000_001) + bytes(4_000_001),
+    HEAD + struct.pack("<BI", LIST, 100_000) + struct.pack("<BI", ORDERED_DICT, 0) * 100_000,
+    HEAD + struct.pack("<BI", DICT, 2) + 2 * (struct.pack("<BI", STR, 1) + b"a" + b"\x00"),
+    HEAD + struct.pack("<BI", DICT, 1) + struct.pack("<BI", LIST, 0) + b"\x00",
+    HEAD + struct.pack("<BI", DEVICE, 11) + b"gpu of mine",
+    HEAD + struct.pack("<BI", SHARD, 2) + b"\x00\x00",
+    HEAD + struct.pack("<BI", SHARD, 6) + bytes(6),
+    HEAD + struct.pack("<BB", SCALAR, 3) + b"|O8" + bytes(8),
+    HEAD + struct.pack("<BB", SIZE, 1) + b"\xff" * 8,
+    HEAD + struct.pack("<BB", DTYPE, 200),
+    HEAD + bytes([LEAF_TENSOR]),
+    HEAD + struct.pack("<BI", SAME_TENSOR, 0),
+    of_leaf(16, [0], struct.pack("<BBI", LEAF_BYTES, SAME_TENSOR, 0)),
+    of_leaf(16, [0], b"\x00"),
+    of_leaf(1, [0, 2**62, 2**62], bytes([LEAF_TENSOR])),
+    of_leaf(1, [2**61], bytes([LEAF_TENSOR])),
+    of_leaf(1, 65 * [1], bytes([LEAF_TENSOR])),
+    struct.pack("<II", MAGIC, 2**32 - 1) + bytes(100),
+]
 
 
 def heal(structure: bytes) -> object:
@@ -276,7 +317,7 @@ GEOMETRY = Geometry(4, 256)
 
 def read_plain(structure: bytes) -> object:
     known = Structure(structure, MESSAGES)
-    return known.value(TensorLeaves(MESSAGE.tensors)) if len(known.specs) == len(MESSAGE.tensors) else None
+    return known.value(TensorLeaves(MESSAGE.tensors)) if len(known.specs) <= len(MESSAGE.tensors) else None
 
 
 def ring() -> bytes:
@@ -861,7 +902,6 @@ TORCHELASTIC_RUN_ID=run"""
 BAD_VARIABLES = (
     b"TORCHFT_TIMEOUT_SEC=1e308",  # an OverflowError, later, of a timedelta
     b"TORCHFT_TIMEOUT_SEC=nan",
-    b"TORCHFT_TIMEOUT_SEC=1_0",
     b"TORCHFT_MANAGER_PORT=99999",  # an OverflowError, later, of a socket
     b"MASTER_ADDR=a..b\nMASTER_PORT=1",
     b"MASTER_ADDR=a\nMASTER_PORT=-1",
@@ -900,12 +940,13 @@ PARSERS = [
         load_state,
         (CheckpointFormatError,),
         [
-            forged(HEAD + struct.pack("<BI", LIST, 1) * 200_000),
+            *map(forged, FORGED),
+            b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00",  # announces 64 MB and sends none
+        ],
+        [
             forged(HEAD + struct.pack("<BI", LIST, 200_000) + b"\x00" * 200_000),
-            forged(HEAD + struct.pack("<BI", LIST, 100_000) + struct.pack("<BI", ORDERED_DICT, 0) * 100_000),
             forged(HEAD + struct.pack("<BI", LONG, 2_000_000) + b"\x7f" * 2_000_000),
             forged(of_leaves(20_000)),
-            b"TFTSTATE\x02\x00\x00\x00\xff\xff\xff\x03\x00\x00\x00\x00",  # announces 64 MB and sends none
         ],
     ),
     Parser(
@@ -922,8 +963,8 @@ PARSERS = [
         [
             HEAD + struct.pack("<BI", LIST, 200_000) + struct.pack("<BI", ORDERED_DICT, 0) * 200_000,
             of_leaves(1_000_000),
-            of_leaves(16_000),
         ],
+        [of_leaves(16_000)],
     ),
     Parser("a state over a process group", sent_over_group, received_over_group, (CheckpointError,)),
     Parser(
@@ -944,8 +985,8 @@ PARSERS = [
         [
             HEAD + struct.pack("<BI", LIST, 1) * 200_000,  # lists in lists
             HEAD + struct.pack("<BI", LIST, 4_000_000) + b"\x00" * 4_000_000,
-            struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00",
         ],
+        [struct.pack("<II", MAGIC, 65_536) + b"\x00" * 3 * 65_536 + b"\x00"],
     ),
     Parser("a ring of a queue", [ring()], read_ring, (QueueCorruptError, PlainDataError)),
     Parser(
@@ -997,8 +1038,8 @@ PARSERS = [
         [
             b"\1" + struct.pack("=Q", 2**63),
             b"\x0a" + struct.pack("=Q", 2**32) + bytes(100),
-            b"\x0b" + bytes(8),
         ],
+        [b"\x0b" + bytes(8)],
     ),
     Parser(
         "the handle of a group",
@@ -1035,8 +1076,12 @@ PARSERS = [
         take_requests,
         (ValueError,),
         [
-            struct.pack("<BQQdI", checking.CALL, 1, 1, float("nan"), 0),
-            struct.pack("<BQQdI", checking.CALL, 1, 1, 1.0, 2**32 - 1),
+            checking.REQUEST.pack(kind, 0, 1, timeout_s, length)
+            for kind, timeout_s, length in (
+                (9, 0.0, 0),
+                *((checking.CALL, timeout_s, 0) for timeout_s in (math.nan, math.inf, -1.0)),
+                *((checking.CALL, 1.0, length) for length in (checking.BODY_BYTES_MAX + 1, 2**32 - 1)),
+            )
         ],
     ),
     Parser(
@@ -1046,8 +1091,16 @@ PARSERS = [
         (ValueError,),
         [
             DEEP,  # a RecursionError, which ended the thread that reads
-            json.dumps(["a", "b", [["s", 10**9]], [], None, None, None, None]).encode(),
-            json.dumps(["a", "b", [["s", True]], [], None, None, None, None]).encode(),
+            *(b"", b"{", b"[]", b"\xff\xfe", b'["allreduce","same",[],[],null,null,null]'),
+            *(
+                json.dumps([name, "same", specs, [], root, None, None, None, [], None]).encode()
+                for name, specs, root in (
+                    (1, [], None),
+                    ("allreduce", [], "0"),
+                    ("allreduce", ["float32[4]"], None),
+                    *(("allreduce", [["float32[4]", count]], None) for count in (10**12, 10**9, -1)),
+                )
+            ),
         ],
     ),
     Parser(
@@ -1055,6 +1108,7 @@ PARSERS = [
         [statements.pack_statement(CALL, 3, b"payload")],
         read_record,
         (ValueError,),
+        [b"", bytes(statements.RECORD_BYTES), b"\xff" * statements.RECORD_BYTES],
     ),
     Parser(
         "a ruling",
@@ -1087,11 +1141,10 @@ PARSERS = [
         "an answer of a Baby group's child",
         [*ANSWERS_OF_CHILD, WORDS],
         answered,
-        (),
-        [struct.pack("<qqB", 1, 99, 0)],  # a ValueError of an enumeration, on whichever thread read it
+        found=[struct.pack("<qqB", 1, 99, 0)],  # a ValueError of an enumeration, on whichever thread read it
     ),
     Parser("calls of the lighthouse", CALL_SAMPLES, call_lighthouse, (RefusedCallError,), [b"\0" + NESTED]),
-    Parser("what a rank says to its group", [RANK_SAYS], said_by_rank, (), [b"\x0a\xff\xff\xff\xff\x7f"]),
+    Parser("what a rank says to its group", [RANK_SAYS], said_by_rank, found=[b"\x0a\xff\xff\xff\xff\x7f"]),
     Parser("what the lighthouse says", [LIGHTHOUSE_SAYS], said_by_lighthouse),
     Parser("what a group says to its rank", [RANK_HEARS], said_to_rank, (MalformedMessageError,)),
     Parser(
@@ -1129,7 +1182,14 @@ PARSERS = [
         (AddressError,),
         [host.encode() for host in BAD_HOSTS],
     ),
-    Parser("the environment", [ENVIRONMENT], read_environment, (AddressError, ConfigError), BAD_VARIABLES),
+    Parser(
+        "the environment",
+        [ENVIRONMENT],
+        read_environment,
+        (AddressError, ConfigError),
+        BAD_VARIABLES,
+        [b"TORCHFT_TIMEOUT_SEC=1_0"],
+    ),
     Parser(
         "the lighthouse's flags",
         [b"127.0.0.1:0\n2\n8"],
@@ -1141,8 +1201,7 @@ PARSERS = [
         "a line of a log",
         [b"a:1b4e|its connection ended"],
         log_it,
-        (),
-        [b"a\n[b] lost c|\x1b[2J\x1b[31m", "a\u202eb|\x00".encode(), "a\u2028b|\x85".encode()],
+        found=[b"a\n[b] lost c|\x1b[2J\x1b[31m", "a\u202eb|\x00".encode(), "a\u2028b|\x85".encode()],
     ),
     Parser("a header with a token", [f"Bearer {TRUST.shown}".encode(), b"Basic YTpi"], role_of_header),
     Parser(
@@ -1167,9 +1226,8 @@ PARSERS = [
         "a file of events",
         [EVENTS + b"\n"],
         lambda path: list(read_events(path)),
-        (),
-        [DEEP + b"\n"],
-        "events.jsonl",
+        found=[DEEP + b"\n"],
+        file="events.jsonl",
     ),
 ]
 

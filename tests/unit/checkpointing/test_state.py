@@ -168,6 +168,16 @@ def test_a_header_that_claims_too_much_is_refused_before_it_is_read() -> None:
         load_state(prefix)
 
 
+def test_a_header_whose_text_has_changed_on_the_way_is_refused() -> None:
+    with pytest.raises(CheckpointFormatError, match="the header is corrupt"):
+        load_state(dump_state("name").replace(b"name", b"nama"))
+
+
+def test_format_errors_are_checkpoint_errors_and_value_errors() -> None:
+    assert issubclass(CheckpointFormatError, CheckpointError)
+    assert issubclass(CheckpointFormatError, ValueError)
+
+
 def test_a_stream_of_another_version_is_refused_and_says_what_to_do() -> None:
     with pytest.raises(CheckpointFormatError, match=r"has version 1, this is 3: .* same version"):
         load_state(struct.pack("<8sIII", b"TFTSTATE", 1, 2, 0) + b"{}")
