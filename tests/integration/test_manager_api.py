@@ -30,6 +30,7 @@ from tests.stores import serve_store
 from torchft_like import (
     ConfigError,
     DistributedDataParallel,
+    GroupLostError,
     LighthouseServer,
     ManagedProcessGroup,
     Manager,
@@ -590,6 +591,37 @@ def test_a_rank_that_was_told_to_leave_does_so_also_where_its_script_skips_the_e
 
     with ThreadPoolExecutor(2) as threads:
         assert list(threads.map(train, range(2))) == [True, True]
+
+
+@pytest.mark.leave_together
+@pytest.mark.parametrize("goes_on", [False, True], ids=["", "goes on"])
+def test_rank_0_that_leaves_first_ends_nothing_for_one_that_was_told_to_leave_with_it(goes_on: bool) -> None:
+    """That one may still save its state, with collectives of others of the group, but begin no step."""
+    store, has_left = serve_store(), threading.Event()
+
+    def train(rank: int) -> None:
+        place: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        with make_manager(
+            lighthouse, "a", nn.Linear(1, 1), rank=rank, min_replica_size=1, **place
+        ) as manager:
+            manager.request_stop()
+            manager.start_quorum()
+            assert manager.should_commit()
+            assert manager.stop_agreed
+            if rank == 1:
+                link: Any = manager._link
+                assert has_left.wait(LIMIT_S)
+                assert holds_within(LIMIT_S, lambda: link._closing)  # it has seen that rank 0 is gone
+                assert manager._driver.fatal is None
+                if goes_on:
+                    manager.start_quorum()
+                    with pytest.raises(GroupLostError, match="rank 0"):
+                        manager.wait_quorum()
+        if rank == 0:
+            has_left.set()
+
+    with lighthouse_here(min_replicas=1) as lighthouse, ThreadPoolExecutor(2) as threads:
+        list(threads.map(train, range(2)))
 
 
 def test_what_times_out_on_one_rank_costs_its_group_a_step_and_not_the_group() -> None:

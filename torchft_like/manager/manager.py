@@ -538,6 +538,7 @@ class Manager:
                 protocol.decide(verdict.committed)
         if not is_alone:
             verdict = self._verdict_of_all(attempt, verdict, votes_s)
+            self._stop_agreed = self._driver.is_leaving = verdict.stop
         committed = verdict.committed
         if not (is_alone and committed):
             averages = self._exchange.keep() if verdict.passed else None
@@ -743,7 +744,6 @@ class Manager:
             )
             self._driver.stop(error, None)
             raise error
-        self._stop_agreed = verdict.stop
         return verdict
 
     def _check_process_group(self) -> None:

@@ -79,6 +79,8 @@ class QuorumDriver:
         attempt: the current attempt, or the last one.
         fatal: the error with which this Manager ended; every later wait raises it.
         over: is set once there is one.
+        is_leaving: whether the last step's verdict was to leave: the first to do so ends the group for the
+            others, which may still save their states with collectives.
         trouble: why the lighthouse cannot be reached at present, if so.
         divergence: the watch over differences between the replicas' states.
     """
@@ -94,6 +96,7 @@ class QuorumDriver:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
         self.over = AbortSignal()
+        self.is_leaving: bool = False
         self.trouble: str | None = None
         self.divergence: DivergenceWatch = DivergenceWatch(emit)
         self._config = config
@@ -110,11 +113,15 @@ class QuorumDriver:
         # The verdict with which all ranks of the group leave without a quorum. A rank that hears it between
         # two steps, or whose script skips the end of its step, leaves with the next one.
         self._farewell: Verdict | None = None
+        self._end_of_group: GroupLeftNotice | GroupLostNotice | None = None  # heard while this rank leaves
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
     def begin(self, attempt: Attempt) -> RankJoin:
         """Make `attempt` the current one, in the present quorum if that stands; return its join."""
+        self.is_leaving = False
+        if self._end_of_group is not None:  # the script goes on, and was told to leave
+            self.hear(self._end_of_group)
         with self._group.lock:
             last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
@@ -288,8 +295,8 @@ class QuorumDriver:
                 self.released(message.quorum_id, message.ask_at)
             case SuspectNotice(group_rank, reason):
                 self.suspected(group_rank, reason)
-            case GroupLeftNotice() | GroupLostNotice() if self._farewell is not None:
-                pass  # another rank of the group was quicker
+            case GroupLeftNotice() | GroupLostNotice() if self.is_leaving or self._farewell is not None:
+                self._end_of_group = message  # another rank of the group was quicker
             case GroupLeftNotice() | GroupLostNotice():
                 lost = GroupLostError(f"{message.reason}; restart all ranks of this replica group")
                 self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
