@@ -23,7 +23,7 @@ from torchft_like.errors import NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
 from torchft_like.manager.managed_work import SUM
 from torchft_like.process_group import ProcessGroupDummy
-from torchft_like.process_group.buckets import fix_buckets
+from torchft_like.process_group.buckets import NO_JOIN, fix_buckets
 from torchft_like.process_group.collectives import Collective
 
 MB = 1 << 20
@@ -122,15 +122,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "fewer bytes, reduce them with manager.allreduce(gradient, should_quantize=True)"
         )
 
-    def join(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse: replicas that have no more inputs leave, and the others go on without them.
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse `join` and torch's `Join`.
 
         Raises:
             NotSupportedError: always.
         """
-        raise NotSupportedError(
-            "replicas need no join for uneven inputs: one that has no more of them shuts its Manager down"
-        )
+        raise NotSupportedError(NO_JOIN)
 
     def __getstate__(self) -> NoReturn:
         """Refuse to be copied.

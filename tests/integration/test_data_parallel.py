@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 
 from lighthouse.events import Event
 from tests.integration.test_manager_api import make_manager
@@ -75,7 +76,7 @@ class Branches(nn.Module):
 Trained = tuple[str, int, list[list[float] | None]]
 
 
-def torchs_own(manager: Manager, model: nn.Module, **settings: Any) -> nn.Module:
+def torchs_own(manager: Manager, model: nn.Module, **settings: Any) -> nn.parallel.DistributedDataParallel:
     group: Any = ManagedProcessGroup(manager)
     parallel = nn.parallel.DistributedDataParallel(model, process_group=group, init_sync=False, **settings)
     assert parallel.process_group is group, "which libraries ask for its name"
@@ -491,8 +492,11 @@ def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
         parallel = DistributedDataParallel(replica.manager, replica.model)
         with pytest.raises(NotSupportedError, match="should_quantize"):
             parallel.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        with pytest.raises(NotSupportedError, match="shuts its Manager down"):
-            parallel.join()
+        for wrapped in (parallel, torchs_own(replica.manager, copy.deepcopy(replica.model))):
+            with pytest.raises(NotSupportedError, match="shuts its Manager down"):
+                wrapped.join()
+            with pytest.raises(NotSupportedError, match="shuts its Manager down"):
+                Join([wrapped])
         with pytest.raises(NotSupportedError, match="save its `module`"):
             copy.deepcopy(parallel)
 

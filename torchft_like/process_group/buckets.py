@@ -10,10 +10,12 @@ static graph that is reduced in the first step of each replica only, which the o
 
 Before each forward pass it sends the buffers of rank 0 to all, which may heal in that step.
 
+A member that has joined torch's `Join` repeats the others' collectives without beginning their steps.
+
 INVARIANTS
 * Over a group that torch did not make, a reducer's buckets depend on the model alone.
 * Over a managed group all members write the reduced gradients of the same parameters, and take the buffers of
-  one that has the state.
+  one that has the state. No member stands in for one that has no more inputs.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from torch._C._distributed_c10d import (
 from torch.distributed import distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
+from torchft_like.errors import NotSupportedError
 from torchft_like.process_group.collectives import ALLREDUCE, Collective
 from torchft_like.process_group.swallowing import ManagedProcessGroup, skipped
 from torchft_like.process_group.torch_interface import TorchInterface
@@ -62,10 +65,19 @@ def adopt_reducers() -> None:
     for name, method in _ASSIGNING.items():
         setattr(DistributedDataParallel, name, _then_fixed(method))
     _torchs_class._sync_module_buffers = _sync_module_buffers
+    _torchs_class.join_hook = _join_hook
 
 
+NO_JOIN = "replicas need no join for uneven inputs: one that has no more of them shuts its Manager down"
 _torchs_class: Any = DistributedDataParallel
 _torchs_sync = _torchs_class._sync_module_buffers
+_torchs_join_hook = _torchs_class.join_hook
+
+
+def _join_hook(model: DistributedDataParallel, **kwargs: Any) -> Any:
+    if isinstance(model.process_group, ManagedProcessGroup):
+        raise NotSupportedError(NO_JOIN)
+    return _torchs_join_hook(model, **kwargs)
 
 
 def _sync_module_buffers(model: DistributedDataParallel, authoritative_rank: int) -> None:
