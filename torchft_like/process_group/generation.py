@@ -23,6 +23,7 @@ which cannot be told from the backend's, may be busy for ever: ten seconds witho
 from __future__ import annotations
 
 import atexit
+import concurrent.futures
 import logging
 import math
 import threading
@@ -48,7 +49,7 @@ from torchft_like.errors import (
     is_refusal,
     is_timeout,
 )
-from torchft_like.futures import empty_future, fail
+from torchft_like.futures import complete, empty_future, fail
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.store import GroupMembers
@@ -275,24 +276,16 @@ class MessageOperation(GroupOperation):
             self._was_waited = True
 
     def _wait_in_thread(self, deadline: float) -> None:
-        ended, errors = threading.Event(), list[Exception]()
-        # It is not `run_in_background`: the end of the process would wait for it, too, and in vain.
-        about = self.inner, deadline, ended, errors
-        threading.Thread(target=_wait_beside, args=about, name="torchft-message", daemon=True).start()
+        ended = concurrent.futures.Future[bool]()
+        # It is not `in_background`: the end of the process would wait for it, too, and in vain.
+        about = ended, partial(wait_until, self.inner, deadline)
+        threading.Thread(target=complete, args=about, name="torchft-message", daemon=True).start()
         del about
-        while not ended.wait(LOOK_PAUSE_S):
+        while not concurrent.futures.wait([ended], LOOK_PAUSE_S).done:
             if self.operations.given_up is not None:
                 raise self.operations.given_up
-        if errors:
-            raise errors[0].with_traceback(None)
-
-
-def _wait_beside(work: Work, deadline: float, ended: threading.Event, errors: list[Exception]) -> None:
-    try:
-        wait_until(work, deadline)
-    except Exception as error:  # noqa: BLE001 - the error is raised where the caller waits
-        errors.append(error)
-    ended.set()
+        if (error := ended.exception()) is not None:
+            raise error.with_traceback(None)
 
 
 def _is_open(entry: weakref.ref[GroupOperation]) -> bool:

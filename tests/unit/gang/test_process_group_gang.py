@@ -175,34 +175,49 @@ def test_views_that_conjugate_are_taken_for_what_they_show(crew: MakeCrew) -> No
     assert crew(2).together(act) == [[[1 - 1j, 1 - 2j], [2 - 3j], [1 - 2j]]] * 2
 
 
-def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew) -> None:
-    gang = crew(2).gangs[0]  # the other one never calls: whatever is sent would hang
-    rows = torch.zeros(3, 2)
+ROWS = torch.zeros(3, 2)
+WRONG: list[tuple[Callable[[Gang], object], str]] = [
+    (lambda gang: gang.broadcast(ROWS, 2), r"source_rank 2 is not within \[0, 2\)"),
+    (lambda gang: gang.broadcast(ROWS, -1), r"source_rank -1 is not within \[0, 2\)"),
+    (lambda gang: gang.broadcast_objects([1], 2), r"source_rank 2 is not within \[0, 2\)"),
+    (lambda gang: broadcast_flag(gang, True, source_rank=2), r"source_rank 2 is not within \[0, 2\)"),
+    *(
+        (lambda gang, shape=shape: gang.all_gather(torch.zeros(shape), ROWS), r"not \(2, 3, 2\) or \(6, 2\)")
+        for shape in [(5, 2), (3, 2), (3, 3, 2), (12,), (2, 2, 3), (1, 2, 3, 2)]
+    ),
+    (lambda gang: gang.all_gather(torch.zeros(6, 2).int(), ROWS), "output_tensor is torch.int32"),
+    (lambda gang: gang.all_gather(torch.zeros(2, 6).t(), ROWS), "not contiguous"),
+    (lambda gang: gang.all_gather_to_list([ROWS], ROWS), "1 tensors for a gang of 2"),
+    (lambda gang: gang.all_gather_to_list([ROWS, ROWS[:1]], ROWS), r"s\[1\] has the shape \(1, 2\)"),
+    (lambda gang: gang.all_reduce(ROWS.long(), ReduceOperation.MEAN), "floating point"),
+    (lambda gang: gang.all_reduce(ROWS, "sum"), "no ReduceOperation"),  # type: ignore[arg-type]
+    (lambda gang: gang.all_reduce(ROWS.to_sparse(), ReduceOperation.SUM), "dense tensors"),
+    (lambda gang: gang.all_reduce(ROWS.to("meta"), ReduceOperation.SUM), "meta"),
+    (lambda gang: gang.all_reduce(ROWS[:1].expand(3, 2), ReduceOperation.SUM), "expanded"),
+    (lambda gang: gang.all_gather_to_list([ROWS, ROWS[:1].expand(3, 2)], ROWS), "expanded"),
+    (lambda gang: gang.all_gather_to_list([ROWS, ROWS.to_sparse()], ROWS), "dense tensors"),
+    (lambda gang: gang.broadcast(quantized()), "dense tensors"),
+    (lambda gang: gang.all_gather_to_list([quantized(), quantized()], quantized()), "dense tensors"),
+    (lambda gang: gang.create_gang([]), "at least one rank"),
+    (lambda gang: gang.create_gang([0, 2]), r"ranks \[2\] are not within \[0, 2\)"),
+    (lambda gang: gang.create_gang([-1]), r"ranks \[-1\] are not within \[0, 2\)"),
+    (lambda gang: gang.create_gang([0, 0]), "duplicates"),
+    (lambda gang: gang.split([[0, 1], [1]]), r"\[1\] are in more than one"),
+]
+
+
+def quantized() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):  # torch will do without
-        quantized = torch.quantize_per_tensor(rows, 0.1, 0, torch.quint8)
-    for act in (
-        lambda: gang.broadcast(rows, 2),
-        lambda: gang.broadcast(rows, -1),
-        lambda: gang.broadcast_objects([1], 2),
-        lambda: gang.all_gather(torch.zeros(5, 2), rows),
-        lambda: gang.all_gather(torch.zeros(6, 2, dtype=torch.int32), rows),
-        lambda: gang.all_gather(torch.zeros(2, 6).t(), rows),
-        lambda: gang.all_gather_to_list([rows], rows),
-        lambda: gang.all_reduce(rows.long(), ReduceOperation.MEAN),
-        lambda: gang.all_reduce(rows, "sum"),  # type: ignore[arg-type]
-        lambda: gang.all_reduce(rows.to_sparse(), ReduceOperation.SUM),
-        lambda: gang.all_reduce(rows.to("meta"), ReduceOperation.SUM),
-        lambda: gang.all_reduce(torch.zeros(1).expand(3), ReduceOperation.SUM),
-        lambda: gang.all_gather_to_list([rows, torch.zeros(3, 1).expand(3, 2)], rows),
-        lambda: gang.all_gather_to_list([rows, rows.to_sparse()], rows),
-        lambda: gang.broadcast(quantized),
-        lambda: gang.all_gather_to_list([quantized, quantized], quantized),
-        lambda: gang.create_gang([0, 2]),
-        lambda: gang.create_gang([0, 0]),
-        lambda: broadcast_flag(gang, True, source_rank=2),
-    ):
-        with pytest.raises(ValueError, match=r"."):
-            act()
+        return torch.quantize_per_tensor(ROWS, 0.1, 0, torch.quint8)
+
+
+@pytest.mark.parametrize("is_fake", [False, True])
+def test_wrong_arguments_are_refused_before_anything_is_sent(crew: MakeCrew, is_fake: bool) -> None:
+    # The other one never calls: whatever is sent would hang.
+    gang = FakeGang(CPU, size=2) if is_fake else crew(2).gangs[0]
+    for act, match in WRONG:
+        with pytest.raises(ValueError, match=match):
+            act(gang)
 
 
 def test_a_tensor_of_another_shape_is_an_error_on_all_and_the_gang_goes_on(crew: MakeCrew) -> None:

@@ -18,7 +18,6 @@ from torchft_like.errors import (
     CollectiveRefusedError,
     ConfigError,
     NotSupportedError,
-    ProcessGroupNotConfiguredError,
 )
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
@@ -151,11 +150,6 @@ def test_options_that_a_group_does_not_take_are_refused(function: str) -> None:
     with pytest.raises(NotSupportedError, match="takes no pg_options"):
         dist.new_group([0], pg_options=options)
     dist.destroy_process_group()
-
-
-def test_a_wrapper_without_a_group_says_what_it_lacks() -> None:
-    with pytest.raises(ProcessGroupNotConfiguredError, match="ProcessGroupWrapper has no inner group: pass"):
-        ProcessGroupWrapper().configure("127.0.0.1:1/a", 0, 1)
 
 
 # The sequence number

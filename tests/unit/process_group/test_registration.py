@@ -37,7 +37,6 @@ from torchft_like.errors import (
 from torchft_like.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FaultInjectingProcessGroup,
-    ManagedProcessGroup,
     ProcessGroup,
     ProcessGroupBabyGloo,
     ProcessGroupDummy,
@@ -318,8 +317,6 @@ def test_a_group_whose_members_are_lost_as_they_meet_is_shut_down(monkeypatch: p
 def test_what_cannot_be_made_says_why() -> None:
     with pytest.raises(ValueError, match="world of 1"):
         create("torchft-dummy", options(HashStore(), 1, 2))
-    with pytest.raises(NotSupportedError, match="pg_options"):
-        create("torchft-gloo", options(HashStore(), 0, 1), object())
     with pytest.raises(ProcessGroupNotConfiguredError, match="rank 0 of 2"):
         create("torchft-gloo", options(HashStore(), 0, 2, timeout_s=0.2))
 
@@ -499,18 +496,6 @@ def test_a_number_that_was_used_is_refused_on_every_member(party: Party) -> None
     for future in again:
         assert "every configure needs a fresh one" in str(future.exception(LIMIT_S))
     meet(party, groups, 2)
-
-
-def test_the_user_of_a_managed_group_does_not_configure_it() -> None:
-    class Manager:
-        process_group = ProcessGroupDummy(0, 1)
-
-    group = ManagedProcessGroup(Manager())  # type: ignore[arg-type] # what is asked here needs no more of it
-    assert not group.supports_reconfigure
-    with pytest.raises(ProcessGroupError, match="configured by its Manager"):
-        group.get_reconfigure_handle()
-    with pytest.raises(ProcessGroupError, match="configured by its Manager"):
-        group.reconfigure(ReconfigureOptions())
 
 
 # What is read from a handle

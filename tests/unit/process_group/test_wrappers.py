@@ -27,6 +27,7 @@ from torchft_like.process_group import (
     ProcessGroup,
     ProcessGroupDummy,
     ProcessGroupWrapper,
+    ReconfigureOptions,
 )
 from torchft_like.process_group.collectives import COLLECTIVES
 from torchft_like.process_group.configuration import AbortSignal
@@ -67,10 +68,11 @@ def test_a_dummy_counts_and_gives_what_a_group_of_one_gives() -> None:
 
 def test_a_wrapper_without_an_inner_group_says_so() -> None:
     group = ProcessGroupWrapper()
-    with pytest.raises(ProcessGroupNotConfiguredError):
-        group.allreduce([ones()])
-    with pytest.raises(ProcessGroupNotConfiguredError):
-        group.configure("127.0.0.1:1/x", 0, 1)
+    for call in (lambda: group.allreduce([ones()]), lambda: group.configure("127.0.0.1:1/x", 0, 1)):
+        with pytest.raises(
+            ProcessGroupNotConfiguredError, match="ProcessGroupWrapper has no inner group: pass"
+        ):
+            call()
 
 
 # Managed
@@ -140,8 +142,15 @@ def test_what_needs_every_member_is_skipped_while_one_does_not_participate_or_he
 
 
 def test_a_managed_group_is_configured_by_its_manager_only() -> None:
-    with pytest.raises(ProcessGroupError, match="Manager"):
-        ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1))).configure("127.0.0.1:1/x", 0, 1)
+    group: Any = ManagedProcessGroup(manager_of(ProcessGroupDummy(0, 1)))
+    assert not group.supports_reconfigure
+    for call in (
+        lambda: group.configure("127.0.0.1:1/x", 0, 1),
+        group.get_reconfigure_handle,
+        lambda: group.reconfigure(ReconfigureOptions()),
+    ):
+        with pytest.raises(ProcessGroupError, match="configured by its Manager"):
+            call()
 
 
 # Fault injection
