@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
-from tests.fake_world import fake_mesh
 from tests.faults import raising
 from tests.unit.checkpointing.states import dump_state, round_trip
 from torchft_like.checkpointing.shards import place, shards_in
@@ -20,12 +18,6 @@ from torchft_like.checkpointing.state_stream import IncomingState, flatten_state
 from torchft_like.errors import CheckpointFormatError, ConfigError
 from torchft_like.manager.state_registry import StateRegistry
 from torchft_like.plain_data import Shard as Sent
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(2, rank=1) as mesh:
-        yield mesh
 
 
 def lying(mesh: DeviceMesh, local: torch.Tensor, placement: Placement | None = None) -> DTensor:

@@ -6,7 +6,7 @@ import inspect
 import pickle
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim import lr_scheduler
 
 from tests.equality import same
-from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.states import round_trip
 from torchft_like.checkpointing.shards import place, shards_in
 from torchft_like.checkpointing.state_stream import flatten_state
@@ -144,12 +143,6 @@ def test_a_stateful_data_loader_travels() -> None:
     healed = stateful.StatefulDataLoader(list(range(20)), batch_size=2, num_workers=2)
     healed.load_state_dict(round_trip(state))
     assert torch.equal(next(iter(healed)), next(batches))
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(2, rank=1) as mesh:
-        yield mesh
 
 
 def trained(mesh: DeviceMesh) -> tuple[nn.Module, torch.optim.Optimizer]:

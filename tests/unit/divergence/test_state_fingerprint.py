@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from tests.fake_world import fake_mesh
 from tests.unit.checkpointing.library_types import quantized
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.dtypes import DTYPES
@@ -217,12 +216,6 @@ def test_looking_does_not_add_to_the_optimizer_s_state() -> None:
 
 
 # ------------------------------------------------------------- shards and devices
-
-
-@pytest.fixture
-def mesh() -> Iterator[DeviceMesh]:
-    with fake_mesh(2, rank=1) as mesh:
-        yield mesh
 
 
 def test_of_a_sharded_tensor_the_local_shard_is_read(mesh: DeviceMesh) -> None:

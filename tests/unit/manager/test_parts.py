@@ -21,6 +21,7 @@ from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from tests.faults import raising
 from tests.unit.manager.test_step import quorum
+from tests.unit.process_group.failing import Promise
 from torchft_like import OptimizerWrapper, stop_on_signals
 from torchft_like.core.replica_group import LossNotice, Verdict
 from torchft_like.core.step import StepProtocol, StepRules, WorldSizeMode
@@ -111,22 +112,6 @@ def unexpected(error: Exception) -> None:
     raise AssertionError(error)
 
 
-class FutureWork(Work):
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self.future.wait()
-        return True
-
-    def is_completed(self) -> bool:
-        return self.future.done()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self.future
-
-
 def following(kind: type[Reduction], work: Work, tensor: Any, divide_by: Any, report: Any) -> Reduction:
     """The handle of a reduction of the kind that follows a backend's work."""
     reduction = kind([tensor], divide_by, report)
@@ -200,7 +185,7 @@ def test_a_step_is_one_of_all_members_if_some_tensor_has_elements(elements: int)
 class TestReduction:
     @pytest.mark.parametrize("ask", ASK)
     def test_an_error_goes_to_the_manager(self, ask: Callable[[Reduction], object]) -> None:
-        tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
+        tensor, work, errors = torch.ones(2), Promise(), list[Exception]()
         result = following(Reduction, work, tensor, 2, errors.append)
         work.future.set_exception(RuntimeError("Connection reset by peer"))  # type: ignore[arg-type]
         ask(result)
@@ -210,19 +195,17 @@ class TestReduction:
 
     def test_nothing_runs_on_the_backends_thread_unless_the_future_was_asked_for(self) -> None:
         """Python there costs more than a small allreduce."""
-        work = FutureWork()
+        work = Promise()
         work.get_future = unexpected  # type: ignore[method-assign,assignment]
         work.future.set_result([torch.ones(1)])
         assert following(Reduction, work, torch.ones(1), 2, unexpected).wait()
 
     def test_a_wait_can_be_bounded(self) -> None:
         with pytest.raises(TimeoutError):
-            following(Reduction, FutureWork(), torch.ones(1), None, unexpected).wait(
-                timedelta(milliseconds=10)
-            )
+            following(Reduction, Promise(), torch.ones(1), None, unexpected).wait(timedelta(milliseconds=10))
 
     def test_a_wait_of_a_groups_work_that_ends_too_early_loses_the_step(self) -> None:
-        tensor, work, errors = torch.ones(2), FutureWork(), list[Exception]()
+        tensor, work, errors = torch.ones(2), Promise(), list[Exception]()
         result = following(GroupReduction, work, tensor, None, errors.append)
         assert not result.is_success()
         assert result.wait(timedelta(milliseconds=10))
@@ -238,7 +221,7 @@ class TestReduction:
     def test_an_average_is_divided_once_on_any_thread_whatever_autograd_says(
         self, make: Callable[[], torch.Tensor], ask: Callable[[Reduction], object]
     ) -> None:
-        tensor, work, pending = make(), FutureWork(), dict[Reduction, float]()
+        tensor, work, pending = make(), Promise(), dict[Reduction, float]()
         result = Reduction([tensor], 3, unexpected, pending)
         result.follow(work)
         if ask is Reduction.get_future:
@@ -256,7 +239,7 @@ class TestReduction:
 
     def test_an_average_that_cannot_be_divided_goes_to_the_manager_and_is_over(self) -> None:
         for ask in (Reduction.wait, lambda work: work.get_future().wait(), Reduction.is_completed):
-            tensor, work = torch.ones(1).expand(2), FutureWork()
+            tensor, work = torch.ones(1).expand(2), Promise()
             errors, pending = list[Exception](), dict[Reduction, float]()
             result = Reduction([tensor], 3, errors.append, pending)
             result.follow(work)
@@ -275,7 +258,7 @@ class TestReduction:
             divide(tensors, divisor)
             raise KeyboardInterrupt
 
-        tensor, work, errors = sixes(), FutureWork(), list[Exception]()
+        tensor, work, errors = sixes(), Promise(), list[Exception]()
         result = following(Reduction, work, tensor, 3, errors.append)
         work.future.set_result([tensor])
         with monkeypatch.context() as patch:
@@ -295,7 +278,7 @@ class TestReduction:
         with torch.inference_mode(is_inference):
             whole = torch.full((6,), 6.0)
             tensors = [whole[:4], whole[2:], whole[:4], torch.full((1,), 9.0)]
-        work = FutureWork()
+        work = Promise()
         result = GroupReduction(tensors, 3, unexpected)
         result.follow(work)
         work.future.set_result(tensors)

@@ -6,9 +6,11 @@ import copy
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from torch import Tensor
+from torch.distributed import Work
 from torch.futures import Future
 
 from torchft_like.process_group import (
@@ -85,6 +87,28 @@ class Pending(FinishedOperation):
 
     def is_completed(self) -> bool:
         return self.over.is_set()
+
+
+class Promise(Work):
+    """Of a backend: over when its future is; a wait can be bounded, as that of Gloo's collectives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.future: Future[list[Tensor]] = Future()
+        is_over = self._is_over = threading.Event()
+        self.future.add_done_callback(lambda _: is_over.set())
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if not self._is_over.wait(timeout.total_seconds() or None):
+            raise RuntimeError("Operation timed out!")
+        self.future.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self.future.done()
+
+    def get_future(self) -> Future[list[Tensor]]:
+        return self.future
 
 
 class FakeManager:

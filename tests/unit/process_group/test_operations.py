@@ -14,6 +14,7 @@ import torch
 from torch.distributed import Work
 
 from lighthouse.address import Address
+from tests.unit.process_group.failing import Promise
 from tests.waiting import wait_for
 from torchft_like.errors import ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.manager import managed_work
@@ -37,27 +38,6 @@ def begun(operations: Operations, work: Work) -> GroupOperation:
     operation = operations.begin(AS_IT_IS)
     operation.inner = work
     return operation
-
-
-class Promise(Work):
-    """Of a backend: over when its future is; a wait can be bounded, as that of Gloo's collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
-        is_over = self._is_over = threading.Event()
-        self.future.add_done_callback(lambda _: is_over.set())
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        if not self._is_over.wait(timeout.total_seconds()):
-            raise RuntimeError("Operation timed out!")
-        return True
-
-    def is_completed(self) -> bool:
-        return self.future.done()
-
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        return self.future
 
 
 def test_a_forgotten_future_is_given_up_once_the_backend_is_still() -> None:
