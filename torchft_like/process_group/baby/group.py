@@ -28,6 +28,7 @@ from torchft_like.errors import (
     ProcessGroupAbortedError,
     ProcessGroupError,
     SubprocessLostError,
+    is_refusal,
 )
 from torchft_like.process_group.baby.cuda_sharing import Arena, CudaExporter
 from torchft_like.process_group.baby.fork_pool import Child, fork_pool
@@ -319,9 +320,13 @@ class RemoteBackend(Backend):
             try:
                 data = encode_call(call.collective.name, call.args, call.kwargs, call_tensors.locate)
                 context = call_tensors.context()
-            except BaseException:
+            except BaseException as error:
                 call_tensors.settle(Request(UNASKED))
-                raise
+                if not isinstance(error, Exception) or is_refusal(error):
+                    raise
+                # The peers may have begun it, and would meet the next call in it.
+                self._end(f"a call could not be handed to it ({error}), and it was ended")
+                raise self._gone() from error.with_traceback(None)
             details = (data,) if context is None else (data, context)
             request = self._requests.add(self._patience_s(call), call_tensors.settle)
             self._send((ToChild.RUN.value, request.number, *details))

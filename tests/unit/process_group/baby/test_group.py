@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.forking import is_so_in_a_fork
+from tests.managers import error_of
 from tests.unit.process_group.conftest import LIMIT_S, Party, wait_until
 from tests.waiting import soon, wait_for
 from torchft_like.errors import (
@@ -40,6 +42,7 @@ from torchft_like.process_group.baby import requests
 from torchft_like.process_group.baby.fork_pool import WATCHED_MAX, fork_pool
 from torchft_like.process_group.baby.group import RemoteBackend
 from torchft_like.process_group.baby.heartbeat import Heartbeat
+from torchft_like.process_group.checking import Check
 from torchft_like.process_group.gloo import GLOO_THREADS_COUNT
 from torchft_like.testing.processes import wait_ended
 
@@ -342,6 +345,38 @@ def test_a_refused_call_gives_its_memory_back_and_the_next_one_works(party: Part
     gc.collect()
     group.allreduce([torch.zeros(100_000)]).wait()
     assert len([line for line in shared_mappings(process_of(group)) if "memfd" in line]) == 1
+
+
+@pytest.mark.parametrize("check", [False, "new"])
+def test_no_later_call_meets_one_that_cannot_be_handed_over(
+    party: Party, monkeypatch: pytest.MonkeyPatch, check: Check
+) -> None:
+    """As where a member has no memory or no descriptor left. Gloo ends a process to which more comes than it
+    awaits, which was the peer's.
+    """
+    groups = party.meet(2, lambda: ProcessGroupBabyGloo(30, check_collectives=check))
+    exporter: Any = backend_of(groups[0])._exporter
+    stage, failures = exporter.stage, [OSError(errno.EMFILE, os.strerror(errno.EMFILE))]
+
+    def stage_later(tensor: Tensor) -> Any:
+        if failures:
+            raise failures.pop()
+        return stage(tensor)
+
+    def reduce_twice(_: int, group: ProcessGroup) -> list[Exception | None]:
+        errors, works = list[Exception | None](), list[dist.Work]()
+        for size in (2, 100_000):
+            errors.append(error_of(lambda: works.append(group.allreduce([torch.ones(size)]))))  # noqa: B023
+        return [error for error in errors if error] + [error_of(work.wait) for work in works]
+
+    monkeypatch.setattr(exporter, "stage", stage_later)
+    own, peers = party.together(groups, reduce_twice)
+    assert isinstance(own[0], SubprocessLostError)
+    assert "Too many open files" in str(own[0])
+    assert all(own + peers)
+    assert "SIGABRT" not in str(peers)
+    party.configure(groups)
+    assert [one.tolist() for one in summed(party, groups)] == [[3.0] * 3] * 2
 
 
 def test_many_answers_that_nobody_has_read_block_nobody(party: Party) -> None:
