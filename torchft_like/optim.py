@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -21,6 +22,8 @@ class OptimizerWrapper(Optimizer):
 
         if optimizer.step():
             scheduler.step()
+
+    A GradScaler may step it with `use_async_quorum=False`, where a replica heals before the forward pass.
 
     Raises:
         NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step.
@@ -119,6 +122,26 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
+
+
+_torchs_step = torch.amp.GradScaler.step
+
+
+@functools.wraps(_torchs_step)
+def _step_by_scaler(
+    scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
+) -> float | None:
+    is_managed = isinstance(optimizer, OptimizerWrapper) and scaler.is_enabled()
+    if is_managed and optimizer.manager._use_async_quorum:  # type: ignore[attr-defined]
+        raise NotSupportedError(
+            "a GradScaler divides gradients by this replica's scale before the vote, in which one that heals "
+            "gets the peers' scale: give the Manager use_async_quorum=False, or let it step the inner "
+            "optimizer after manager.should_commit()"
+        )
+    return _torchs_step(scaler, optimizer, *args, **kwargs)
+
+
+setattr(torch.amp.GradScaler, _torchs_step.__name__, _step_by_scaler)
 
 
 class GradientReplay:

@@ -10,6 +10,7 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -519,6 +520,23 @@ def test_an_optimizer_has_the_methods_of_a_schedule_free_one_and_no_promise_to_u
         "a GradScaler would leave it to the inner one"
     )
     assert not hasattr(optimizer, "no_such_name")
+
+
+@pytest.mark.parametrize(
+    ("is_async", "is_enabled"), [(True, True), (True, False), (False, True)], ids=["refused", "off", "sync"]
+)
+def test_a_scaler_steps_no_optimizer_that_heals_once_gradients_are_unscaled(
+    is_async: bool, is_enabled: bool
+) -> None:
+    weight = torch.zeros(1, requires_grad=True)
+    manager = SimpleNamespace(current_step=lambda: 0, should_commit=lambda: True, _use_async_quorum=is_async)
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD([weight], lr=1.0))  # type: ignore[arg-type]
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=is_enabled)
+    scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+    is_refused = is_async and is_enabled
+    with pytest.raises(NotSupportedError, match="use_async_quorum") if is_refused else nullcontext():
+        assert scaler.step(optimizer)
+        assert weight.item() == -1.0
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
