@@ -133,7 +133,7 @@ def _counts_its_own_absence(world: World, process: Process) -> float:
 # is otherwise in it: a text that stands in a method once is another one, or missing, or a method gives the
 # same always.
 CHANGED = """
-reuses ids: a new id for new members (0, monotonic)
+reuses ids: a new id for new members (8, monotonic)
 QuorumCore._next_id
 - self._is_same(chosen) and not self._departed and not failed
 + self._last
@@ -166,7 +166,7 @@ does not say it is over: the alarm that a replica missed (359, progress)
 QuorumCore._is_over = False
 does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
 QuorumCore._break = None
-learns too late: what is reported after a quorum is of the past (922, progress)
+learns too late: what is reported after a quorum is of the past (2585, progress)
 QuorumCore._learn
 - or self._has_formed
 keeps the dead: a lost session ends the membership (2, progress)
@@ -191,7 +191,7 @@ awaits the idle for ever: who does not join counts until join_timeout only (1, p
 QuorumCore._awaited
 - if now < end
 + if now < (end := math.inf)
-ends heals for want of others: a no where only too few take part releases no rank of the group (372, progress)
+ends heals for want of others: a no where only too few take part releases no rank of the group (458, progress)
 ReplicaGroup.rank_voted
 - _says_lost(vote)
 + not (vote.committed or vote.passed)
@@ -207,7 +207,7 @@ QuorumCore._is_shrinking
 + if self._shrinking and self._last:
 +         return True
 +     if True:
-shrinks to a minority: a wish to shrink is void if stragglers are most (1071, one_quorum_per_step)
+shrinks to a minority: a wish to shrink is void if stragglers are most (3682, one_quorum_per_step)
 QuorumCore._is_shrinking
 - max(self._min_replicas, self._majority(now))
 + self._min_replicas
@@ -221,7 +221,7 @@ QuorumCore.report_links
 + if replica_id is not None and unreachable
 forgets the sick: who spoils quorums by itself is left out of them (1, progress)
 QuorumCore._sick = {}
-leaves the sick out for ever: who was left out is tried again (0, progress)
+leaves the sick out for ever: who was left out is tried again (104, progress)
 QuorumCore._sick
 - now < join.let_in_at
 + join.let_in_at
@@ -233,7 +233,7 @@ leaves all sick out: min_replicas, and half of those that count, stay (33, one_q
 QuorumCore._choose
 - leave_out_sick({i: join.as_believed for i, join in chosen.items()}, sick, at_least)
 + sick if len(sick) < len(chosen) else ()
-stands in the way of the cured: the end of a pause ends a quorum that stands (0, progress)
+stands in the way of the cured: the end of a pause ends a quorum that stands (250, progress)
 QuorumCore.advance
 - self._hold(replica_id, decisions)
 + pass
@@ -278,7 +278,7 @@ gives up quietly: a rank that gives a step up releases the others (1205, progres
 ReplicaGroup._release_others = []
 refuses no votes: votes on a step that a rank gave up are answered (0, progress)
 ReplicaGroup._refuse_votes = []
-answers nobody late: a rank that asks when its group has left is told (2174, progress)
+answers nobody late: a rank that asks when its group has left is told (1277, progress)
 ReplicaGroup.rank_joined
 - [GroupLeftNotice((join.group_rank,), self.lost_reason, self.is_foreign)]
 + []
@@ -354,7 +354,7 @@ StepProtocol.agreed
 + self._choose_participants(result, allow_heal)
 +     if result.begins_to_catch_up and allow_heal:
 +         self.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
-keeps what one rank keeps: all ranks keep a step, or none (114549, heal_is_clean)
+keeps what one rank keeps: all ranks keep a step, or none (1844, heal_is_clean)
 ReplicaGroup.rank_voted
 - passed=same_step and all(
 + passed=any(
@@ -366,7 +366,7 @@ votes yes unhealed: who could not heal does not commit (16, heal_is_clean)
 StepProtocol.objection
 - if self._lacks_state
 + if False
-keeps an early error to itself: peers hear of an early error (0, progress)
+keeps an early error to itself: peers hear of an early error (203, progress)
 StepProtocol.agreed
 - self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
 + self._failures[result.quorum_id] = self._failure_before_quorum
@@ -413,7 +413,7 @@ compares steps only: the quorum of the commit in the version (5, heal_is_clean)
 ReplicaGroup.quorum_formed
 - assign(quorum_id, participants
 + assign(quorum_id, [m._replace(commit_quorum_id=0) for m in participants]
-speaks for its first rank: the state of all ranks in the join (0, heal_is_clean)
+speaks for its first rank: the state of all ranks in the join (129, heal_is_clean)
 ReplicaGroup.rank_joined
 - step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
 + self._is_torn, step, commit_quorum_id = False, joins[0].step, joins[0].commit_quorum_id
@@ -464,7 +464,11 @@ StepProtocol._choose_participants
 + self.num_participants = rank, result.replica_world_size
 lets others go on: who is counted and cannot heal spoils the step (14, no_zombie)
 StepProtocol.is_counted_on = False
-keeps a torn state: who has a part of a peer's state has none (104, heal_is_clean)
+loads alone: all ranks of a group have a state that they load (25, heal_is_clean)
+ReplicaGroup.rank_voted
+- has_fetched=all(
++ has_fetched=any(
+keeps a torn state: who has a part of a peer's state has none (129, heal_is_clean)
 StepProtocol.lose_state = None
 counts on those that heal: in a first step its source's gradients count (149753, heal_is_clean)
 StepProtocol._choose_participants
@@ -481,20 +485,20 @@ StepProtocol.decide
 leaves quietly: who leaves after a failed step alarms the others (11, progress)
 StepProtocol.leaves_in_order
 - and self.commit_failures == 0
-hides broken groups: who needs a new process group says so (0, no_zombie)
+hides broken groups: who needs a new process group says so (83, no_zombie)
 StepProtocol.begin
 - failures = max(self.commit_failures, int(broken > 0))
 + failures = broken = 0
 takes any answer: a rank takes the answer to its last request only (57538, progress)
 StepProtocol.awaits
 - and result.request in (0, self._attempts)
-forgets what it missed: who asked again before it heard of a quorum gives that up (2926, progress)
+forgets what it missed: who asked again before it heard of a quorum gives that up (7190, progress)
 ReplicaGroup._with_what_it_missed
 - if join.answered >= self._answered.get(join.group_rank, 0)
 + if True
 meets nobody: the others are told of a quorum in which nobody here is (384, progress)
 ReplicaGroup._meet_nobody = []
-forgets the healed version: a heal takes over the whole version (2, progress)
+forgets the healed version: a heal takes over the whole version (131, progress)
 StepProtocol.heal
 - self._take_over(counters)
 + self._take_over({**counters, "commit_quorum_id": self.commit_quorum_id})
@@ -515,7 +519,7 @@ holds nobody for spares: a free place ends a quorum that stands (1636, progress)
 QuorumCore._fill_places
 - return self._hold(spare.replica_id, decisions)
 + return None
-holds nobody: a newcomer ends a quorum that stands (0, progress)
+holds nobody: a newcomer ends a quorum that stands (83, progress)
 QuorumCore._hold = None
 asks nobody again: a new session is told what the last one missed (11425, progress)
 QuorumCore._remind = None
@@ -523,11 +527,11 @@ forgets that it stands: a restart, while a quorum stands (573, progress)
 QuorumCore._learn
 - self._stands(stands, now)
 + self._stands(False, now)
-names the first step: no member has begun the step that is named (56, no_zombie)
+names the first step: no member has begun the step that is named (4976, no_zombie)
 QuorumCore._hold
 - standing.settle()
 + standing.ask_at = min((standing._not_begun or standing._not_done).values())
-waits for one answer: every member answers before a step is named (56, no_zombie)
+waits for one answer: every member answers before a step is named (145, no_zombie)
 QuorumCore.hold
 - standing.holds(replica_id, step)
 + unanswered = standing.members.difference(standing._not_begun, standing._not_done)
@@ -545,13 +549,13 @@ ReplicaGroup.lease_ended = []
 commits after the lease: a step is lost where the lease ends in it (14719, one_quorum_per_step)
 ReplicaGroup.lease_ended
 - ._replace(must_fail=True)
-answers for one rank: the steps of all ranks in the answer (56, no_zombie)
+answers for one rank: the steps of all ranks in the answer (657, no_zombie)
 ReplicaGroup.rank_holds
 - self._held[group_rank] = step
 + self._held = dict.fromkeys(range(self.world_size), step)
 holds without a lighthouse: who holds goes on when nobody tells when (851, progress)
 ReplicaGroup._go_on = []
-tells one rank only: all ranks ask at the same step (0, progress)
+tells one rank only: all ranks ask at the same step (83, progress)
 ReplicaGroup.released
 - ReleaseRanks(self._not_joined()
 + ReleaseRanks(self._not_joined()[:1]
@@ -559,11 +563,11 @@ does not hold: who was asked to hold begins no step (1023, no_zombie)
 StepProtocol.hold
 - self._is_held = self._stands
 + self._is_held = False
-forgets what it began: the answer counts the step that was begun (0, no_zombie)
+forgets what it began: the answer counts the step that was begun (35, no_zombie)
 StepProtocol.hold
 - self.step + int(self.in_step and self._is_entered)
 + self.step
-asks at once: all members ask at the step that was named (56, no_zombie)
+asks at once: all members ask at the step that was named (4976, no_zombie)
 StepProtocol.released
 - self._ask_at = step
 + self._ask_at = step = self.step + int(self.in_step and self._is_entered)
@@ -591,7 +595,7 @@ takes suspects for dead: a rank that answers again goes on (2, suspicion)
 ReplicaGroup.rank_suspected
 - was_away, self._suspects = bool(self._suspects), self._suspects | {group_rank}
 + return [*self.rank_lost(group_rank, reason)]
-commits without suspects: a group commits nothing without a rank (191, suspicion)
+commits without suspects: a group commits nothing without a rank (8127, suspicion)
 ReplicaGroup.rank_suspected
 - [*away, notice, *self._refuse_votes(), *self._end_quorum()]
 + away
@@ -608,13 +612,13 @@ ReplicaGroup.rank_resumed
 + ]
 lets any process in: no other process takes a rank's place (40, suspicion)
 ReplicaGroup.rank_registered = True
-waits for ever: a rank that is silent for the dead time is lost (59, progress)
+waits for ever: a rank that is silent for the dead time is lost (190, progress)
 ReplicaGroup.rank_lost
 - return self._lose(
 + return [] if group_rank in self._suspects else self._lose(
 repeats nothing: what a session lost is said again in the next one (2, progress)
 Conversation.to_repeat = ()
-repeats everything: what has arrived is not said again (405, agreement)
+repeats everything: what has arrived is not said again (4600, agreement)
 Conversation.arrived = True
 loses the delay: a sync ends so many inner steps after its begin (230, on_schedule)
 SyncSchedule.received
@@ -651,7 +655,7 @@ heals without local parameters: the model heals with its global parameters (6, h
 Fragments.load
 - list(local)
 + self.local
-keeps half a step: a state is kept once the script is done with its last step (2570, heal_is_clean)
+keeps half a step: a state is kept once the script is done with its last step (2583, heal_is_clean)
 StepProtocol.decide
 - self._is_settled = False
 + self._is_settled = True
@@ -659,7 +663,7 @@ takes any kept state: a kept state is of the step and quorum of the newest (151,
 StepProtocol.takes = True
 tells two of a place: a place is told to one spare (1898, one_process_per_place)
 Vacancies._on_its_way = None
-forgets lost spares: the place of a lost spare is told to another one (1143, progress)
+forgets lost spares: the place of a lost spare is told to another one (1706, progress)
 Vacancies.lost
 - self._free(spare)
 + pass
@@ -670,7 +674,7 @@ MeetingProtocol._take
 - said = yield from _put(_taken(attempt, self.own.rank), self._admission)
 + said = self._admission
 +         yield Write(_taken(attempt, self.own.rank), said.text())
-leaves no word: who has left a meeting says so in the next store (6442, progress)
+leaves no word: who has left a meeting says so in the next store (9687, progress)
 MeetingProtocol._leave_word = ()
 says nothing of the dead: the others speak for a rank that has ended (10, progress)
 MeetingProtocol._agree_in
@@ -680,7 +684,7 @@ keeps the dead in mind: a place that a spare has taken has a rank (87, one_proce
 MeetingProtocol._admit
 - self._gone.pop(rank, None)
 + pass
-goes on alone: a spare that finds nobody left gives up (5002, progress)
+goes on alone: a spare that finds nobody left gives up (5367, progress)
 MeetingProtocol.visit
 - self._record(_ADMITTED), False
 + self._record(_ADMITTED), True
@@ -731,8 +735,8 @@ MUTANTS = (
     *map(_read, re.split(r"^(?=[a-z])", CHANGED, flags=re.MULTILINE)[1:]),
     _mutant(_TakesTheFarthestForTheJob, "the job is that of most of them", 1, "progress"),
     _mutant(_ReleasesTheSameStepOnly, "a no releases ranks that have healed, too", 1325, "progress"),
-    _mutant(_HealsFromManyGroups, "all ranks of a group heal from the same one", 0, "progress"),
-    _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 0, "no_zombie"),
+    _mutant(_HealsFromManyGroups, "all ranks of a group heal from the same one", 8, "progress"),
+    _mutant(_KeepsItsProcessGroup, "every quorum has a process group of its own", 8, "no_zombie"),
     _mutant(_LeadsToAnySuchStep, "kept steps lead to the state of a quorum", 47892, "heal_is_clean"),
     Mutant(
         "counts its own absence",

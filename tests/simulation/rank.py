@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tests.simulation.replica import Replica
     from tests.simulation.restarting import Trainer
 
-FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP, TRAIN = range(9)
+FORWARD, GATE, COLLECTIVE, READY, VERDICT, PREPARE, HEAL, GIVEN_UP, TRAIN, AGREE = range(10)
 
 OF_EARLIER_RUN = 40, {"step": 40, "batches_committed": 0, "commit_quorum_id": 1, "first_quorum_id": 1}
 
@@ -36,6 +36,7 @@ BROKEN = ConnectionError("a connection of the process group broke")
 LOST = ConnectionError("a member was lost")
 VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
+NOT_ALL_HEALED = RuntimeError("another rank of the replica group has not fetched the state")
 IN_VAIN = RuntimeError("there was no quorum, and the replica group leaves")
 SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
@@ -102,6 +103,7 @@ class Rank(Process):
         # While it catches up: the source of the state, which is None again once that has come or will not.
         self._beside: Rank | None = None
         self._fetched: Snapshot | None = None
+        self._arrived: Snapshot | None = None  # the state that is loaded if all ranks of the group have it
         self._fetches = NO_FETCH  # the number of the last fetch beside the steps
         self.protocol.steps_kept_max = 0 if scenario.fragments else scenario.steps_kept_max
         self._sum: Sum | None = None
@@ -455,6 +457,8 @@ class Rank(Process):
             self._wait_no_longer()
         if self.phase == VERDICT:
             self._decide(verdict)
+        elif self.phase == AGREE:
+            self._hear_agreed(verdict.has_fetched)
         elif self._is_in_vain:
             self._told = verdict
 
@@ -913,16 +917,14 @@ class Rank(Process):
             world.after(world.scenario.keepalive_s / 2, self, self.hear_state, *again)
         else:
             self._source = None
-            self._load(state)
+            self._agree(state)
 
     def _heal_broke(self, attempt: int) -> None:
         """Lose the state: a part of it is the peer's by now, unless it comes beside the steps."""
         if attempt < 0:
             self._fetch_failed(-attempt)
         if attempt == self._attempt and self.phase == HEAL:
-            self.parameters = TORN
-            self.protocol.lose_state()
-            self.replica.world.checker.disowned(self)
+            self._tear_state()
             self._heal_failed(attempt)
 
     def _heal_failed(self, attempt: int) -> None:
@@ -931,18 +933,45 @@ class Rank(Process):
             self._fetch_failed(-attempt)
         if attempt == self._attempt and self.phase == HEAL:
             self._source = None
-            self._fail(self.protocol.quorum_id, NOT_HEALED, group_broken=self.protocol.is_counted_on)
             self.replica.world.tell(self.name, "cannot heal", f"in quorum {self.protocol.quorum_id}")
-            self._exchanged()
+            self._agree(None)
+
+    def _agree(self, state: Snapshot | None) -> None:
+        """Vote on whether the state can be loaded, before the vote on the step: all ranks load, or none."""
+        self._arrived = state
+        if len(self.replica.ranks) == 1:
+            self._hear_agreed(state is not None)
+            return
+        self.phase, has_fetched = AGREE, state is not None
+        vote = Verdict(self.protocol.step, False, self.stop_wanted, has_fetched, has_fetched)
+        self.replica.say(self.number, self.replica.vote, self.number, vote)
+
+    def _hear_agreed(self, has_fetched: bool) -> None:
+        state, self._arrived, self.phase = self._arrived, None, HEAL
+        result, loads = self._result, has_fetched and state is not None
+        if result is not None:
+            self.replica.world.checker.loads(self, result, loads)
+        if loads and state is not None:
+            self._load(state)
+            return
+        if state is not None and state[0] > 0:  # it has arrived in this rank's own tensors
+            self._tear_state()
+        reason = NOT_HEALED if state is None else NOT_ALL_HEALED
+        self._fail(self.protocol.quorum_id, reason, group_broken=self.protocol.is_counted_on)
+        self._exchanged()
+
+    def _tear_state(self) -> None:
+        """Have a part of the state another's."""
+        self.parameters = TORN
+        self.protocol.lose_state()
+        self.replica.world.checker.disowned(self)
 
     def _load(self, state: Snapshot) -> None:
         """Load a peer's state; where that raises, the script ends the step, or gives it up."""
         world = self.replica.world
         if (amount := self._does("load_error")) is not None:
             self._trouble_attempt = self._attempt
-            self.parameters = TORN
-            self.protocol.lose_state()
-            world.checker.disowned(self)
+            self._tear_state()
             if self._has_computed and amount < 0.5:
                 self._exchanged()
             else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 from lighthouse.core.claims import Past
 from lighthouse.core.decisions import Member, Quorum
 from lighthouse.core.membership import QuorumNumber
-from tests.simulation.rank import OF_EARLIER_RUN, VERDICT, Rank
+from tests.simulation.rank import AGREE, OF_EARLIER_RUN, VERDICT, Rank
 from tests.simulation.rank_line import RankLine
 from tests.simulation.scenario import LIE
 from tests.simulation.world import DEAD, LIGHTHOUSE, PAUSED, Action, Process, Session
@@ -251,7 +251,7 @@ class Replica:
         return bool(effects)
 
     def _vote_stalled(self, quorum_id: int, for_long: bool) -> None:
-        if self.ranks[0].phase == VERDICT:
+        if self.ranks[0].phase in (VERDICT, AGREE):
             self.stalled(0, quorum_id, for_long)
 
     def leave(self, number: int, step: int, quorum_id: int) -> None:

@@ -519,8 +519,9 @@ class ReplicaGroup:
         own = next((member for member in participants if member.replica_id == self.replica_id), None)
         if own is None:
             return []
-        if self._open_join is None or not _answers(own, self._open_join):
-            return self._meet_nobody(QuorumNumber(quorum_id, round_number))
+        number = QuorumNumber(quorum_id, round_number)
+        if self._open_join is None or not _answers(number, own, self._open_join):
+            return self._meet_nobody(number)
         self._unmet_quorum_id = 0
         joins, self._joins, self._open_join = self._joins, {}, None
         self._answered.update({rank: join.request for rank, join in joins.items()})
@@ -772,9 +773,13 @@ def _stops(group_rank: int, step: int) -> RankVerdict:
     return RankVerdict(group_rank, Verdict(step, False, stop=True))
 
 
-def _answers(own: QuorumMemberLike, join: GroupJoin) -> bool:
+def _answers(number: QuorumNumber, own: QuorumMemberLike, join: GroupJoin) -> bool:
     """Return whether a quorum with this entry for a group answers its join. The lighthouse may not believe
     that the group has a state, and torchft's names no quorum of a commit.
+
+    One with the id that the join gives up was formed before the lighthouse, if it counts rounds, heard that.
     """
+    if number.round > 0 and number.quorum_id == join.broken_quorum_id:
+        return False
     is_alike = own.step == join.step and own.commit_quorum_id in (0, join.commit_quorum_id)
     return is_alike or own.commit_quorum_id == NO_STATE

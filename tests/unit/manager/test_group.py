@@ -74,6 +74,16 @@ def test_an_answer_to_an_earlier_request_than_the_last_one_is_given_up() -> None
     assert group.last_quorum_id == 10
 
 
+def test_a_later_round_of_a_quorum_that_the_group_has_given_up_is_no_answer() -> None:
+    """It answers a request that was made twice, before the lighthouse hears that the step was given up."""
+    group = ReplicaGroup("a", 1)
+    group.rank_joined(join(0))
+    group.quorum_formed(9, members("a", "b"), 1)
+    (said,) = group.rank_joined(join(0, broken_quorum_id=9))
+    assert group.quorum_formed(9, members("a", "b"), 2) == [said]
+    assert [type(each) for each in group.quorum_formed(10, members("a", "b"), 3)] == [RankQuorum]
+
+
 @pytest.mark.parametrize("commit_quorum_id", [0, NO_STATE], ids=["of torchft's", "not believed"])
 def test_a_lighthouse_may_answer_without_the_quorum_of_the_commit(commit_quorum_id: int) -> None:
     group = ReplicaGroup("a", 1)
