@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from tests.simulation.mesh import Part
     from tests.simulation.rank import Rank
     from tests.simulation.world import World
-    from torchft_like.core.assignment import QuorumResult
 
 Ids = tuple[str, ...]
 TOGETHER = "all:together"  # in the place of a process: a commit in a quorum of all replica groups
@@ -61,7 +60,7 @@ class Checker:
         self._committed: dict[str, dict[int, tuple[int, int]]] = {}
         self._steps: dict[int, list[tuple[int, Ids]]] = {}  # by step: the quorums that committed it
         self._verdicts: dict[tuple[str, int, int], bool] = {}  # by replica group, quorum and step
-        # By replica group, quorum and the step of the state: whether its ranks load that.
+        # By replica group, quorum and round: whether its ranks load a state.
         self._loads: dict[tuple[str, int, int], bool] = {}
         self._lives: dict[tuple[str, int], bytes] = {}  # by replica group and rank: the process that is it
         # By replica group: the quorum and the step that it committed before it left, if so.
@@ -254,9 +253,10 @@ class Checker:
         if rank.parameters < 0:
             self.violate("heal_is_clean", f"{rank.name} offers a state of which a part is another's")
 
-    def loads(self, rank: Rank, result: QuorumResult, is_loaded: bool) -> None:
+    def loads(self, rank: Rank, is_loaded: bool) -> None:
         """Check that all ranks of a group load a peer's state, or none: it may take collectives."""
-        heal = rank.replica.replica_id, result.quorum_id, result.max_step
+        group = rank.replica.core
+        heal = group.replica_id, group.last_quorum_id, group.last_quorum_round
         if self._loads.setdefault(heal, is_loaded) != is_loaded:
             self.violate(
                 "heal_is_clean",

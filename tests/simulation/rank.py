@@ -95,6 +95,7 @@ class Rank(Process):
         self._plan: Plan | None = None
         self._promised: int | None = None  # the first step that it does not begin, as it was asked to hold
         self._named: int | None = None  # the step at which it was told to ask
+        self._went_on = 0  # the quorum in which it did not hold any longer: the lighthouse may name that step
         self._own: RankJoin
         self._is_waiting = False
         self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
@@ -574,8 +575,9 @@ class Rank(Process):
         self._promised, self._named = None, self._named if ask_at is None else ask_at
         if ask_at is None:
             protocol.resume()
+            self._went_on = quorum_id
         elif not protocol.released(quorum_id, ask_at):
-            if promised is not None and quorum_id == protocol.quorum_id:
+            if promised is not None and self._went_on != quorum_id == protocol.quorum_id:
                 self.replica.world.checker.released_too_late(self.name, promised, ask_at)
             self._fail(quorum_id, TOO_LATE)
         if protocol.is_due:
@@ -948,10 +950,8 @@ class Rank(Process):
 
     def _hear_agreed(self, has_fetched: bool) -> None:
         state, self._arrived, self.phase = self._arrived, None, HEAL
-        result, loads = self._result, has_fetched and state is not None
-        if result is not None:
-            self.replica.world.checker.loads(self, result, loads)
-        if loads and state is not None:
+        self.replica.world.checker.loads(self, has_fetched and state is not None)
+        if has_fetched and state is not None:
             self._load(state)
             return
         if state is not None and state[0] > 0:  # it has arrived in this rank's own tensors
