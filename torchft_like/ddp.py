@@ -4,6 +4,8 @@ The module has no `from __future__ import annotations`, because torch reads the 
 communication hook.
 """
 
+import functools
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -101,6 +103,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **ddp_kwargs,
         )
         self._set_reducer_up()
+        _adopt_stages()
         manager.check_before_vote(self._check_all_were_used)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -284,6 +287,7 @@ class PureDistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._hooks: _GradientHooks | None = _GradientHooks(manager)
+        _adopt_stages()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, such as an average of the parameters: a copy reduces nothing."""
@@ -318,3 +322,28 @@ class _GradientHooks:
 
         # The wait is at the end of the backward pass, because later code reads the gradient, or adds to it.
         torch.autograd.Variable._execution_engine.queue_callback(finish)
+
+
+def _adopt_stages() -> None:
+    """Let the stages of torch's pipelines, where they are imported, refuse to pass the hooks by.
+
+    A schedule that splits the backward pass computes the gradients of parameters by `autograd.grad`.
+    """
+    stages = sys.modules.get("torch.distributed.pipelining.stage")
+    base: Any = getattr(stages, "_PipelineStageBase", None)
+    method: Callable[..., Any] | None = getattr(base, "backward_maybe_with_nosync", None)
+    if method is None or hasattr(method, "__wrapped__"):
+        return
+
+    @functools.wraps(method)
+    def backward(stage: Any, kind: str, *args: Any, **kwargs: Any) -> Any:
+        module = stage.submod
+        if kind == "weight" and isinstance(module, DistributedDataParallel | PureDistributedDataParallel):
+            raise NotSupportedError(
+                "this schedule splits the backward pass, and computes gradients past the hooks by which "
+                f"{type(module).__name__} averages them: use fully_shard or replicate with a mesh of "
+                "ft_init_device_mesh, or average_over_replicas"
+            )
+        return method(stage, kind, *args, **kwargs)
+
+    base.backward_maybe_with_nosync = backward

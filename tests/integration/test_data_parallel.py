@@ -7,6 +7,7 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
+from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lighthouse.events import Event
 from tests.integration.test_manager_api import make_manager
@@ -501,3 +503,13 @@ def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
             copy.deepcopy(parallel)
 
     on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), register)
+
+
+def test_a_pipeline_that_computes_gradients_past_the_hooks_is_refused(lighthouse: LighthouseServer) -> None:
+    def refuse(replica: Replica) -> None:
+        for wrap in (DistributedDataParallel, PureDistributedDataParallel):
+            stage: Any = SimpleNamespace(submod=wrap(replica.manager, replica.model))
+            with pytest.raises(NotSupportedError, match=f"{wrap.__name__} averages them"):
+                _PipelineStageBase.backward_maybe_with_nosync(stage, "weight", {"param_groups": []})
+
+    on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), refuse)
