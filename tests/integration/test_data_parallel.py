@@ -505,6 +505,32 @@ def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
     on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), register)
 
 
+def test_a_scaler_unscales_by_the_peers_scale_where_a_replica_heals_before_the_forward_pass(
+    lighthouse: LighthouseServer,
+) -> None:
+    """One heals in the first step, and a gradient is infinite later: both leave that step out."""
+
+    def train(replica: Replica) -> tuple[str, float]:
+        scaler = torch.amp.GradScaler("cpu", init_scale={"a": 8.0, "b": 1024.0}[replica.name])
+        replica.manager.register_state_dict_fn("scaler", scaler.load_state_dict, scaler.state_dict)
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.AdamW(replica.model.parameters()))
+        spoils = replica.name == "a"
+        while (step := replica.manager.current_step()) < 4:
+            optimizer.zero_grad()
+            factor = float("inf") if spoils and step == 2 else 1.0
+            spoils = spoils and step != 2
+            scaler.scale(parallel(torch.ones(2, 3)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        digest = state_digest({"model": replica.model.state_dict(), "scaler": scaler.state_dict()})
+        return digest, scaler.get_scale()
+
+    one, other = on_both(lighthouse, lambda: nn.Linear(3, 1), train, init_sync=True, use_async_quorum=False)
+    assert one == other
+    assert one[1] in {4.0, 512.0}
+
+
 def test_a_pipeline_that_computes_gradients_past_the_hooks_is_refused(lighthouse: LighthouseServer) -> None:
     def refuse(replica: Replica) -> None:
         for wrap in (DistributedDataParallel, PureDistributedDataParallel):
