@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+from lighthouse.events import Event
 from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.options import WorkerOptions
+from tests.managers import PATIENCE_S, each_in_a_thread, lighthouse_here, manager_alone
+from torchft_like.digest import state_digest
 
 pytestmark = [pytest.mark.integration, *CHECKED]
 
@@ -109,3 +115,51 @@ def test_a_heal_that_takes_longer_than_join_timeout_is_waited_for(tmp_path: Path
         cluster.wait_for_quorum_of(a, b)
         news = [e["kind"] for e in b.ranks[0].events() if e["kind"] in ("abort", "error", "heal")]
         assert news[0] == "heal", "b was not left behind meanwhile"
+
+
+@pytest.mark.progress
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_a_newcomer_heals_in_a_lost_step_to_whose_end_it_comes_after_its_source(gives_up: bool) -> None:
+    """Otherwise a job whose steps are lost while somebody heals stands still beside one that is slower."""
+    has_begun, have_met = threading.Event(), threading.Event()
+
+    def train(name: str) -> tuple[str, int]:
+        model, is_newcomer = nn.Linear(2, 2), name == "a"
+        is_over, lost, together = threading.Event(), 0, 0
+
+        def note(event: Event) -> None:
+            if event.kind == "abort":
+                is_over.set()
+
+        if is_newcomer:
+            assert has_begun.wait(PATIENCE_S)
+        with manager_alone(name, lighthouse.address(), model) as manager:
+            manager.events.subscribe(note)
+            while together < 2:
+                assert lost < 5, "it stands still"
+                is_over.clear()
+                manager.start_quorum()
+                manager.wait_quorum()
+                if (heals := bool(manager.healing_ranks())) and is_newcomer:
+                    have_met.set()
+                    assert is_over.wait(PATIENCE_S), "its source asks for the next quorum"
+                elif heals:
+                    assert have_met.wait(PATIENCE_S)
+                    manager.report_error(ValueError("somebody heals"))
+                if heals and gives_up and not is_newcomer:
+                    lost += 1
+                    continue
+                manager.allreduce(gradient := torch.ones(2)).wait()
+                if not manager.should_commit():
+                    lost += 1
+                    continue
+                model.bias.data += gradient
+                together += manager.num_participants() == 2
+                if manager.current_step() == 3:
+                    has_begun.set()
+        return state_digest(model.state_dict()), lost
+
+    with lighthouse_here(min_replicas=1) as lighthouse:
+        newcomer, source = each_in_a_thread("ab", train)
+    assert newcomer == source
+    assert source[1] == 1, "a step"

@@ -241,15 +241,15 @@ counts members only: a new id where one is out for another one (49, progress)
 QuorumCore._is_same
 - len(chosen) == len(self._joined) or chosen.keys() == self._last
 + True
-leaves behind in silence: who was too slow hears that it is over (122, progress)
+leaves behind in silence: who was too slow hears that it is over (93, progress)
 QuorumCore._form
 - decisions.append(QuorumOver(session.number, replica_id, last_id))
 + pass
-keeps no distance: no id twice where the clock was set back (79, monotonic)
+keeps no distance: no id twice where the clock was set back (71, monotonic)
 QuorumCore._use_up
 - quorum_id + self._leap
 + quorum_id
-names any step: who asks at a later step has not come there with others (27054, progress)
+names any step: who asks at a later step has not come there with others (46, progress)
 QuorumCore._hold
 - standing.not_ended_at(step)) is not None
 + standing.not_ended_at(step)) is not None and standing._not_done[apart] < step
@@ -366,6 +366,15 @@ votes yes unhealed: who could not heal does not commit (16, heal_is_clean)
 StepProtocol.objection
 - if self._lacks_state
 + if False
+asks no source that is alive: one that gave its step up goes on offering its state (209, progress)
+StepProtocol.ends_fetch
+- not notice.is_alive or notice.replica_id == own
++ True
+leaves no state behind: who gives a step up offers its state (397, progress)
+StepProtocol.still_has = False
+asks whom it cannot reach: who gives its step up for a link asks nobody (1619, progress)
+StepProtocol.ends_fetch
+- or notice.replica_id == own
 keeps an early error to itself: peers hear of an early error (203, progress)
 StepProtocol.agreed
 - self.fail(result.quorum_id, self._failure_before_quorum, own=self._own_failure_before_quorum)
@@ -386,7 +395,7 @@ names the quorum of a checkpoint: a checkpoint speaks against no later step (200
 StepProtocol.restore
 - counters = {**counters, "commit_quorum_id": 0}
 + pass
-stands after a restore: who has loaded a state asks for a quorum (45, heal_is_clean)
+stands after a restore: who has loaded a state asks for a quorum (61, heal_is_clean)
 StepProtocol._take_over
 - self._stands, self.catch_up = False, None
 + self.catch_up = None

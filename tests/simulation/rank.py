@@ -40,7 +40,10 @@ NOT_ALL_HEALED = RuntimeError("another rank of the replica group has not fetched
 IN_VAIN = RuntimeError("there was no quorum, and the replica group leaves")
 SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
+SKIPPED = RuntimeError("a collective had no part of a member that heals")
 TOO_LATE = ConnectionError("the others ask for a quorum at a step that was begun")
+
+NEWCOMERS_SLOW = 4.0  # how many times as long as others they compute in a fragile job
 
 NO_FETCH = 0  # the number of no fetch
 
@@ -98,7 +101,7 @@ class Rank(Process):
         self._went_on = 0  # the quorum in which it did not hold any longer: the lighthouse may name that step
         self._own: RankJoin
         self._is_waiting = False
-        self._lost: list[tuple[int, str]] = []  # members, each with the quorum in which it was lost
+        self._lost: list[LossNotice] = []
         self._source: Rank | None = None
         self._heal_until = 0.0
         # While it catches up: the source of the state, which is None again once that has come or will not.
@@ -152,7 +155,7 @@ class Rank(Process):
             self._restore()
         scenario, told = self.replica.world.scenario, self._told
         goes_on = self.protocol.goes_on and told is None
-        self._refuse_state()
+        self._leave_state()
         self._own, self._is_stepping = self.protocol.begin(), False
         self._attempt += 1
         self._has_computed = self._is_waiting = self._is_in_vain = False
@@ -325,6 +328,8 @@ class Rank(Process):
         world = self.replica.world
         self.phase = FORWARD
         time = world.scenario.compute_s * (0.7 + 0.6 * world.random()) * self.replica.slow
+        if world.scenario.is_fragile and not self.protocol.has_committed:
+            time *= NEWCOMERS_SLOW
         world.after(time, self, self._computed, self._attempt)
 
     def _computed(self, attempt: int) -> None:
@@ -375,6 +380,8 @@ class Rank(Process):
             return
         if not self._is_in_vain and not self._enter():
             return
+        if world.scenario.is_fragile and not self._bucket and self._loses_step():
+            return
         mesh = self.group_mesh
         if self._bucket == self._collectives or not protocol.can_communicate or mesh is None:
             if self._bucket < self._collectives:
@@ -396,6 +403,17 @@ class Rank(Process):
         if mesh is self._hurt:
             world.after(world.latency(), self, self.hear_broken, mesh)
         mesh.add(self._replica_rank, self._operation, part)
+
+    def _loses_step(self) -> bool:
+        """Lose a step in which another one heals, as some scripts do; return whether it has given it up."""
+        world, result = self.replica.world, self._result
+        if result is None or not result.healing_replica_ids or self.is_anew or self.protocol.healing:
+            return False
+        world.felt["fragile"] += 1
+        if world.scenario.gives_up and self._plan is not None and self._plan.serve:
+            return self.give_up()
+        self._fail(self.protocol.quorum_id, SKIPPED)
+        return False
 
     def hear_sum(self, mesh: Mesh, operation: int, total: Sum) -> None:
         """Take the sum of a collective, unless the collective has failed before."""
@@ -603,8 +621,10 @@ class Rank(Process):
                 self.name, "aborts", f"quorum {notice.quorum_id}: lost {notice.replica_id}"
             )
             self._abort(notice.quorum_id)
-        self._lost = [lost for lost in self._lost if lost[0] >= self.protocol.quorum_id]
-        self._lost.append((notice.quorum_id, notice.replica_id))
+        self._lost = [lost for lost in self._lost if lost.quorum_id >= self.protocol.quorum_id]
+        self._lost.append(notice)
+        if not self._ends_fetch(notice):
+            return
         source = self._source
         if source is not None and notice.replica_id in (source.replica.replica_id, self.replica.replica_id):
             self._heal_failed(self._attempt)
@@ -765,11 +785,22 @@ class Rank(Process):
         assert result is not None
         self._heal_until = world.now + world.scenario.timeout_s
         source = result.replica_ids[result.recover_src_replica_rank or 0]
-        lost = any((result.quorum_id, name) in self._lost for name in (source, self.replica.replica_id))
-        if lost or not self.protocol.may_wait_for_state:
+        if self._is_lost(source, result) or not self.protocol.may_wait_for_state:
             self._heal_failed(self._attempt)
         else:
             self._heal()
+
+    def _is_lost(self, source: str, result: QuorumResult) -> bool:
+        """Return whether no state comes from this source in this quorum."""
+        return any(
+            notice.replica_id in (source, self.replica.replica_id) and self._ends_fetch(notice)
+            for notice in self._lost
+            if notice.quorum_id == result.quorum_id
+        )
+
+    def _ends_fetch(self, notice: LossNotice) -> bool:
+        keeps_offers = self.replica.world.scenario.keeps_offers
+        return not keeps_offers or self.protocol.ends_fetch(notice, self.replica.replica_id)
 
     def _catch_up(self, plan: Plan) -> None:
         """Begin to fetch a state beside the steps, or load it, or wait for it where too many have passed."""
@@ -781,7 +812,7 @@ class Rank(Process):
             self._heal_until = world.now + world.scenario.timeout_s
             protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
             source = result.replica_ids[result.recover_src_replica_rank or 0]
-            lost = any((result.quorum_id, name) in self._lost for name in (source, self.replica.replica_id))
+            lost = self._is_lost(source, result)
             home = world.homes.get(result.recover_src_manager_address)
             is_there = home is not None and home.is_alive
             if not lost and protocol.may_wait_for_state and is_there and home is not None:
@@ -833,10 +864,15 @@ class Rank(Process):
         else:
             self._send_fragment(self.fragments)
 
-    def _refuse_state(self) -> None:
-        """Tell whoever waits for the state of a step that was given up that it does not come."""
-        if self._plan is not None and self._plan.serve and self._result is not None:
-            self._refused = self._result.max_step
+    def _leave_state(self) -> None:
+        """Offer the state of a step that was given up, or tell who waits that it does not come."""
+        plan, result, self._plan = self._plan, self._result, None
+        if plan is None or not plan.serve or result is None:
+            return
+        if self.replica.world.scenario.keeps_offers and self.protocol.still_has(result):
+            self._serve()
+        else:
+            self._refused = result.max_step
             for rank, attempt, _ in self._waiters:
                 self.replica.world.after(self.replica.world.latency(), rank, rank._heal_failed, attempt)
             self._waiters.clear()

@@ -65,7 +65,7 @@ ORDER_KINDS = (
 
 # What is no fault, and is counted: committed steps, tries in the same process, places that spares have taken,
 # heals to a state that the process has kept since its last try, processes without which others have gone on,
-# groups that leave without a quorum.
+# groups that leave without a quorum, steps that are lost as somebody heals in them.
 STEP_KINDS = (
     "bare_step",
     "long_step",
@@ -76,6 +76,7 @@ STEP_KINDS = (
     "kept_state",
     "passed_over",
     "left_in_vain",
+    "fragile",
 )
 
 # A message that a partition holds up: counted, not switched on.
@@ -94,6 +95,8 @@ TIMING_OUT, STARTING_LATE, FIXED, DEMANDING = 15, 19, 21, 30
 STOPPING = 6  # the seeds, modulo 7, in which who is asked to stop does not wait for a quorum for ever
 
 SLOW_HEALS = 28  # the seeds, modulo 43, of jobs in which a heal takes longer than `join_timeout`
+
+FRAGILE = 21  # the seeds, modulo 47, of jobs in which each step is lost in which somebody heals
 
 LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
 
@@ -158,6 +161,10 @@ class Scenario:
         heal_s: how long a state takes otherwise, beside a few messages.
         patience_s: how long a replica group waits for a state, as it tells the lighthouse; 0: until it
             comes, and it tells nothing.
+        keeps_offers: whether a state that was offered can be fetched after its source has gone on.
+        is_fragile: whether members in whose step somebody heals lose it, and those that have yet to commit a
+            step are slower.
+        gives_up: whether one from which another heals gives it up.
         is_vacant: whether the first replica group does not come back in the quiet phase: a spare has to take
             its place.
         restarts: whether processes run their training functions again after errors that no step survives.
@@ -208,6 +215,9 @@ class Scenario:
     transfer_s: float = 0.0
     heal_s: float = 0.0
     patience_s: float = 0.0
+    keeps_offers: bool = True
+    is_fragile: bool = False
+    gives_up: bool = False
     restarts: bool = False
     restarts_max: int = 0
     rank_spares: int = 0
@@ -340,7 +350,18 @@ def _with_what_is_rare(scenario: Scenario, place: int) -> Scenario:
     if place == DEMANDING:
         few = scenario.without(["foreign"])  # which could be a quorum by itself
         return replace(few, min_replicas=1, min_replica_size=few.replicas // 2 + 1, is_named=True)
+    scenario = _fragile(scenario) if scenario.seed % 47 == FRAGILE else scenario
     return replace(scenario, is_fixed=place == FIXED)
+
+
+def _fragile(scenario: Scenario) -> Scenario:
+    """Return the job with newcomers, of which none is so slow that the others go on without it."""
+    kinds = tuple(dict.fromkeys((*scenario.kinds, "crash")))
+    gap_s = max(scenario.gap_s, scenario.compute_s)
+    scenario = replace(scenario, kinds=kinds, gap_s=gap_s, join_timeout_s=3600.0, idle=0, is_fragile=True)
+    # Who often gives steps up is left out, and then no source beside the steps; no sync is given up.
+    is_whole = scenario.steps_kept_max > 0 or scenario.fragments > 0
+    return replace(scenario, gives_up=not is_whole and scenario.seed // 47 % 2 == 0)
 
 
 def _in_haste(scenario: Scenario) -> Scenario:
@@ -390,6 +411,7 @@ def _with_slow_heals(scenario: Scenario) -> Scenario:
         heal_s=2 * join_timeout_s,
         patience_s=4 * join_timeout_s,
         timeout_s=scenario.timeout_s + 4 * join_timeout_s,
+        keeps_offers=scenario.seed // 43 % 2 == 1,
     )
 
 

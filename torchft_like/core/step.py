@@ -44,7 +44,7 @@ from typing import NamedTuple
 from lighthouse.core.decisions import DISOWNED, NO_STATE, STEP_MAX
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
-from torchft_like.core.replica_group import RankJoin
+from torchft_like.core.replica_group import LossNotice, RankJoin
 
 
 class WorldSizeMode(Enum):
@@ -464,6 +464,21 @@ class StepProtocol:
     def may_wait_for_state(self) -> bool:
         """Whether a source comes to the end of the step: it may wait in `configure` for a rank not met."""
         return self._configured_quorum_id == self.quorum_id
+
+    def ends_fetch(self, notice: LossNotice, own: str) -> bool:
+        """Return whether nothing comes from a member any more, or to this replica, `own`.
+
+        A source that is alive, and has given the quorum up, goes on offering the state that it had in it, or
+        refuses it: a rank that comes to the end of the step after it heals nevertheless.
+        """
+        return not notice.is_alive or notice.replica_id == own
+
+    def still_has(self, result: QuorumResult) -> bool:
+        """Return whether an attempt in this quorum, which was given up, has left the state as it was.
+
+        With a synchronous quorum scripts may change it between two commits.
+        """
+        return self._rules.use_async_quorum and self.takes(self._version, result)
 
     @property
     def is_waiting(self) -> bool:

@@ -2,15 +2,20 @@
 
 INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by the
 first `start_quorum`, which looks at what they return, and then, in a step in which a replica heals, where the
-step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). At these
-places no module computes, so `state_dict` may take modules apart. Every rank of a replica group is at the
-same place, and all of them serve or none, so it may use collectives of the group.
+step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). A step
+that a source's script gives up ends in its next `start_quorum`. At these places no module computes, so
+`state_dict` may take modules apart. Every rank of a replica group is at the same place, and all of them serve
+or none, so it may use collectives of the group.
 
 A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
 its state. The source goes on when the state was fetched, or copied, which a receiver that is slow, or stops,
 delays by no more than a copy takes; or it refuses. So do the members that help it. It cannot wait for the
 healing rank in a collective: that takes part in all of the step's before it asks for the state. A rank that
 never met its source in `configure` asks for nothing, as the source may wait there for it.
+
+A source that has lost the step, or given it up, goes on offering the copy, for a rank that comes to the end
+of it later. Otherwise a job whose steps are lost while somebody heals would stand still beside a newcomer
+that is slower than its source.
 
 A peer's state arrives in the tensors of the rank's own, where those are alike, once its form was found to be
 the rank's. If it does not arrive whole, the rank has no state.
@@ -128,8 +133,7 @@ class StateExchange:
         self._is_serving = self._has_rehearsed = False
         self._fetching: _Fetching | None = None  # the fetch that runs
         self._clients: list[ManagerClient] = []  # the clients that ask the sources
-        # Lost members, with the quorum in which they were lost.
-        self._lost: frozenset[tuple[int, str]] = frozenset()
+        self._lost: list[LossNotice] = []  # of this quorum, and of later ones
 
     # -------------------------------------------------------------- on the training thread
 
@@ -159,7 +163,8 @@ class StateExchange:
             return
         if plan.heal or (plan.serve and result.max_step == 0):  # later the healing replica raises it
             self._registry.check_registered()
-        attempt.synchronize()
+        if plan.heal or catches_up:
+            attempt.synchronize()
         attempt.is_exchanging = attempt.has_exchanged = True
         try:
             self._serve(serves, plan.hold, attempt, result)
@@ -191,12 +196,17 @@ class StateExchange:
         return getattr(self.replay, "changed_by_steps", None)  # a replay of the script's own may lack it
 
     def give_up(self, attempt: Attempt) -> None:
-        """Tell peers that wait for the state of a step which this rank has given up that it does not come."""
-        attempt.drop_ahead()
+        """Offer the state of a step that this rank has given up, or tell who waits that it does not come."""
         plan, result = attempt.take_plan(), attempt.result
         if plan is not None and result is not None and self._serves(plan):
             self._is_serving = True
-            self._refuse(list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up")
+            if self._transport.keeps_offers and self._protocol.still_has(result):
+                self._offer(attempt, result)
+            else:
+                self._refuse(
+                    list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up"
+                )
+        attempt.drop_ahead()
 
     def _serves(self, plan: Plan) -> bool:
         return plan.serve or (plan.help and self._transport.takes_helpers)
@@ -218,6 +228,7 @@ class StateExchange:
         if self._transport.takes_helpers:
             ranks += result.helped_ranks
         try:
+            attempt.synchronize()
             with self._registry.reading() as user_state:
                 state = {"user": user_state, "torchft": self._protocol.counters()}
                 timeout = timedelta(seconds=self._config.timeout_s)
@@ -284,7 +295,11 @@ class StateExchange:
         fetching = self._fetching = _Fetching(own, sources, time.monotonic())
         try:
             attempt.raise_error()
-            lost = any((result.quorum_id, one) in self._lost for one in (source, own))
+            lost = any(
+                notice.replica_id in (source, own) and self._ends_fetch(notice, own)
+                for notice in self._lost
+                if notice.quorum_id == result.quorum_id
+            )
             if lost or not self._protocol.may_wait_for_state:
                 raise MemberLostError(f"quorum {result.quorum_id} broke before the state was fetched")
         except BaseException:
@@ -518,13 +533,17 @@ class StateExchange:
     def member_lost(self, notice: LossNotice) -> None:
         """End a fetch that needs the lost member, even before it begins; runs on the coordination loop."""
         newest, replica_id = self._protocol.quorum_id, notice.replica_id
-        earlier = frozenset(lost for lost in self._lost if lost[0] >= newest)
-        self._lost = earlier | {(notice.quorum_id, replica_id)}
+        self._lost = [*(lost for lost in self._lost if lost.quorum_id >= newest), notice]
         fetching, reason = self._fetching, notice.describe()
-        if fetching is not None and replica_id in fetching.sources:
+        if fetching is None or not self._ends_fetch(notice, fetching.own):
+            return
+        if replica_id in fetching.sources:
             self._repeat(fetching, partial(self._transport.lose_source, fetching.sources[replica_id], reason))
-        elif fetching is not None and replica_id == fetching.own:
+        elif replica_id == fetching.own:
             self._end(fetching, reason)
+
+    def _ends_fetch(self, notice: LossNotice, own: str) -> bool:
+        return not self._transport.keeps_offers or self._protocol.ends_fetch(notice, own)
 
     def end_fetch(self, reason: str) -> None:
         """End a fetch, as the attempt has failed: the training thread need not wait for a state."""

@@ -217,6 +217,27 @@ def test_a_replica_that_gives_a_step_up_tells_who_waits_for_its_state(replica: R
     assert len(replica.transport.refused) == 1
 
 
+@pytest.mark.progress
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("use_async_quorum", [True, False])
+@pytest.mark.parametrize("is_restored", [False, True])
+def test_it_offers_the_state_if_that_is_as_it_was_and_goes_on_offering_it(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, use_async_quorum: bool, is_restored: bool
+) -> None:
+    """With a synchronous quorum the script may have changed it since the last commit."""
+    monkeypatch.setattr(Transport, "keeps_offers", True)
+    replica.registry.register("model", ignore, dict)
+    replica.protocol.restore({"step": 3, "batches_committed": 3, "commit_quorum_id": 1})
+    given_up = replica.begin(5, **SERVES)
+    if is_restored:
+        replica.protocol.restore({"step": 2, "batches_committed": 2})
+    replica.exchange.give_up(given_up)
+    replica.exchange.give_up(given_up)
+    is_as_it_was = use_async_quorum and not is_restored
+    assert [offer["torchft"]["step"] for offer in replica.transport.offered] == [3] * is_as_it_was
+    assert len(replica.transport.refused) == (not is_as_it_was)
+
+
 def test_whatever_a_transport_raises_in_a_refusal_does_not_lose_the_step(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -258,6 +279,31 @@ def test_nothing_is_asked_of_a_source_that_was_lost_before_the_end_of_the_step(r
     assert not replica.end(attempt)
     assert not replica.transport.is_receiving.is_set()
     assert "broke before the state was fetched" in str(replica.protocol.failure)
+
+
+@pytest.mark.progress
+@pytest.mark.parametrize("keeps_offers", [True, False])
+@pytest.mark.parametrize("who", ["its source", "this replica"])
+def test_the_state_comes_from_a_source_that_is_alive_and_has_given_its_step_up(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, who: str, keeps_offers: bool
+) -> None:
+    def receive(**_: object) -> object:
+        replica.exchange.member_lost(notice)
+        return {"user": {"model": {}}, "torchft": {"step": 3, "commit_quorum_id": 1}}
+
+    ended: list[object] = []
+    for end in ("lose_source", "abort_recv"):
+        monkeypatch.setattr(replica.transport, end, lambda *told: ended.append(told))
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", receive)
+    monkeypatch.setattr(Transport, "keeps_offers", keeps_offers)
+    replica.registry.register("model", ignore, dict)
+    notice = LossNotice(5, "b" if who == "its source" else "a", "it gave the quorum up", is_alive=True)
+    is_offered = keeps_offers and who == "its source"
+    attempt = replica.begin(5, **HEALS)
+    replica.exchange.member_lost(notice)
+    replica.exchange.exchange(attempt)
+    assert (replica.protocol.step == 3) == is_offered
+    assert ended == []
 
 
 def test_a_rank_asks_for_its_own_state_whatever_it_knows_of_the_source(replica: Replica) -> None:
