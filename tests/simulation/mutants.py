@@ -166,7 +166,7 @@ does not say it is over: the alarm that a replica missed (359, progress)
 QuorumCore._is_over = False
 does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
 QuorumCore._break = None
-learns too late: what is reported after a quorum is of the past (2585, progress)
+learns too late: what is reported after a quorum is of the past (71, progress)
 QuorumCore._learn
 - or self._has_formed
 keeps the dead: a lost session ends the membership (2, progress)
