@@ -824,7 +824,10 @@ def test_collectives_of_a_step_given_up_never_meet_those_of_another(lighthouse: 
 
 
 @pytest.mark.progress
-def test_a_step_that_cannot_begin_keeps_no_healing_replica_waiting() -> None:
+@pytest.mark.parametrize("offers", [True, False])
+def test_a_step_that_cannot_begin_keeps_no_healing_replica_waiting(offers: bool) -> None:
+    """The one before it is given up: its state is offered nevertheless, or refused where that fails, too."""
+
     class Ill(HTTPTransport[Any]):
         is_ill = False
 
@@ -833,15 +836,21 @@ def test_a_step_that_cannot_begin_keeps_no_healing_replica_waiting() -> None:
                 raise RuntimeError("the transport is ill")
             return super().metadata()
 
+        def send_checkpoint_with(self, *args: Any) -> None:
+            if self.is_ill and not offers:
+                raise RuntimeError("the transport is ill")
+            super().send_checkpoint_with(*args)
+
     transport, may_join, was_told = Ill(LIMIT_S), threading.Event(), threading.Event()
+    models = {"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}
 
     def train(name: str) -> None:
         assert name == "a" or may_join.wait(LIMIT_S)
         settings = {"checkpoint_transport": transport} if name == "a" else {}
-        with make_manager(lighthouse, name, nn.Linear(1, 1), min_replica_size=1, **settings) as manager:
+        with make_manager(lighthouse, name, models[name], min_replica_size=1, **settings) as manager:
             if name == "b":
                 manager.start_quorum()
-                assert not manager.should_commit()
+                assert manager.should_commit() == offers
                 was_told.set()
                 return
             manager.start_quorum()
@@ -858,6 +867,7 @@ def test_a_step_that_cannot_begin_keeps_no_healing_replica_waiting() -> None:
 
     with lighthouse_here(min_replicas=1) as lighthouse:
         on_both(train)
+    assert torch.equal(models["a"].weight, models["b"].weight) == offers
 
 
 def test_a_manager_that_did_not_start_is_waited_for_by_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
