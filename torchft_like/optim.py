@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, cast
 
@@ -70,6 +69,23 @@ class OptimizerWrapper(Optimizer):
             raise
         return committed
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether the optimizer divides the gradients itself, which a GradScaler asks before it steps it.
+
+        A fused one does, by what a GradScaler would write into this object: it is not asked.
+
+        Raises:
+            NotSupportedError: the quorum is asynchronous.
+        """
+        if self.manager._use_async_quorum:
+            raise NotSupportedError(
+                "a GradScaler divides gradients by this replica's scale before the vote, in which one that "
+                "heals gets the peers' scale: give the Manager use_async_quorum=False, or let it step the "
+                "inner optimizer after manager.should_commit()"
+            )
+        return False
+
     def replay(self, also: Callable[[], object] | None = None) -> GradientReplay:
         """Return how the steps of this optimizer are taken again, for `Manager.register_replay`.
 
@@ -109,8 +125,7 @@ class OptimizerWrapper(Optimizer):
     def __getattr__(self, name: str) -> Any:
         """Return what else the wrapped optimizer has: its hooks, or the `train` of a schedule-free one.
 
-        Its other private attributes are not looked up. Among them is the promise of a fused optimizer to
-        unscale gradients itself, by what a GradScaler would write into this object.
+        Its other private attributes are not looked up.
         """
         if name == "optim" or (name.startswith("_") and not name.startswith("_optimizer_")):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -122,26 +137,6 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
-
-
-_torchs_step = torch.amp.GradScaler.step
-
-
-@functools.wraps(_torchs_step)
-def _step_by_scaler(
-    scaler: torch.amp.GradScaler, optimizer: Optimizer, *args: Any, **kwargs: Any
-) -> float | None:
-    is_managed = isinstance(optimizer, OptimizerWrapper) and scaler.is_enabled()
-    if is_managed and optimizer.manager._use_async_quorum:  # type: ignore[attr-defined]
-        raise NotSupportedError(
-            "a GradScaler divides gradients by this replica's scale before the vote, in which one that heals "
-            "gets the peers' scale: give the Manager use_async_quorum=False, or let it step the inner "
-            "optimizer after manager.should_commit()"
-        )
-    return _torchs_step(scaler, optimizer, *args, **kwargs)
-
-
-setattr(torch.amp.GradScaler, _torchs_step.__name__, _step_by_scaler)
 
 
 class GradientReplay:
