@@ -118,6 +118,8 @@ def train(args: argparse.Namespace, restart: Restart = FIRST) -> None:
                 is_first = False
                 say(committed=manager.current_step(), time=time.time())
             time.sleep(args.pause)
+        while args.stays_until is not None and not args.stays_until.exists():
+            time.sleep(0.01)
         say(finished=manager.current_step(), digest=state_digest(state.state_dict()))
 
 
@@ -138,6 +140,7 @@ def parse_args() -> argparse.Namespace:
         "--inner", help="the backend of the groups inside the replica group; torch's by default"
     )
     parser.add_argument("--tp", type=int, default=1, help="the ranks that share a layer and its data")
+    parser.add_argument("--stays-until", type=Path, help="the file for which a rank waits at its end")
     parser.add_argument("--pause", type=float, default=0.0)
     return parser.parse_args()
 

@@ -198,9 +198,11 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
     """When it goes on again it finds that the others have gone on without it, and ends."""
     patient = [f"--keepalive_timeout_ms={PATIENT_MS}"]  # or the lighthouse forgets the spare
     with Cluster(tmp_path, limit_s=LIMIT_S, lighthouse_flags=patient, is_patient=False) as cluster:
-        go = tmp_path / "go"
+        go, has_come_back = tmp_path / "go", tmp_path / "has_come_back"
         waits = "--fault=waits", f"--go={go}", "--fault-at=1", "--fault-on", "0", "1", "2"
-        job = [JOB, "--steps=20", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits]
+        # It asks the others' processes, and these would have ended on a fast machine.
+        stay = f"--stays-until={has_come_back}"
+        job = [JOB, "--steps=20", "--pause=0.05", "--groups=1", "--inner=torchft-gloo", *waits, stay]
         variables = {"TORCHFT_DEAD_AFTER_SEC": "3"}
         own = {"TORCHFT_SPARE": "rank", "TORCHFT_KEEPALIVE_TIMEOUT_MS": str(PATIENT_MS)}
         spare = cluster.launch("spare", job, variables={**variables, **own}).ranks[0]
@@ -215,6 +217,8 @@ def test_a_spare_takes_the_place_of_a_rank_that_answers_nothing(tmp_path: Path, 
         go.touch()
         spare.wait_for_output(f'"rank": {stopped}.*"attempt": 1', LIMIT_S)
         passed_over.signal(signal.SIGCONT)
+        cluster.wait_until(lambda: passed_over.exit_code is not None, "the one that was passed over ends")
+        has_come_back.touch()
         cluster.wait_until(lambda: all(r.exit_code is not None for r in (*group.ranks, spare)), "all end")
         assert passed_over.exit_code == 1
         assert re.search("gone on without rank|is another process by now", passed_over.output)
