@@ -164,9 +164,6 @@ class Gang(ABC):
         """
         size = self.size
         check_gather_list(output_tensors, input_tensor, size)
-        check_dense(input_tensor, writes=False)
-        for output in output_tensors:
-            check_dense(output, writes=True)
         gathered = input_tensor.new_empty((size, *input_tensor.shape))
         self.all_gather(gathered, input_tensor)
         for output, part in zip(output_tensors, gathered, strict=True):
@@ -331,6 +328,8 @@ def check_gather_list(outputs: Sequence[Tensor], source: Tensor, size: int) -> N
 
 
 def _check_alike(output: Tensor, source: Tensor, name: str) -> None:
+    check_dense(source, writes=False)
+    check_dense(output, writes=True)
     if output.dtype != source.dtype:
         raise ValueError(f"{name} is {output.dtype}, input_tensor {source.dtype}")
     if output.device != source.device:

@@ -99,8 +99,6 @@ class FakeGang(Gang):
     @torch.no_grad()
     def all_gather(self, output_tensor: Tensor, input_tensor: Tensor) -> None:
         check_gather(output_tensor, input_tensor, self._size)
-        check_dense(input_tensor, writes=False)
-        check_dense(output_tensor, writes=True)
         source = input_tensor.clone()  # the input may be a part of the output
         output_tensor.detach().view(self._size, *input_tensor.shape).copy_(source)
 

@@ -177,8 +177,7 @@ def _second_part(whole: Gang, partition: Partition, alone: Gang, first: Gang) ->
     try:
         return _part(whole, partition, alone)
     except BaseException:
-        if first is not whole:
-            first.close()
+        first.close()
         raise
 
 

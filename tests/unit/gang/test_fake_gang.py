@@ -56,7 +56,7 @@ def test_numbers_are_added_up_on_the_gangs_device(gang: FakeGang) -> None:
 
 @pytest.mark.parametrize("shape", [(4, 2, 3), (8, 3)])
 def test_a_gather_repeats_the_callers_tensor_in_either_shape(gang: FakeGang, shape: tuple[int, ...]) -> None:
-    source, output = torch.arange(6.0).view(2, 3), torch.zeros(shape)
+    source, output = torch.arange(3.0).expand(2, 3), torch.zeros(shape)
     gang.all_gather(output, source)
     assert torch.equal(output.view(4, 2, 3), source.expand(4, 2, 3))
 

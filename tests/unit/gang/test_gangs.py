@@ -137,6 +137,15 @@ def test_fake_gangs_are_of_one_process() -> None:
     assert places(gangs.root, gangs.dp, gangs.rdp, gangs.sdp, gangs.tp, gangs.pp) == [(0, 1)] * 6
 
 
+def test_a_part_is_closed_if_the_next_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+    parts = iter([Recording("first", closed)])
+    monkeypatch.setattr(FakeGang, "split", lambda *_: next(parts))
+    with pytest.raises(StopIteration):
+        create_parallel_gangs(fake_root(), tp_size=2)
+    assert closed == ["first"]
+
+
 class Recording:
     """Stands for a gang; notes when it is closed."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.gang.conftest import CPU, Crew, MakeCrew
 from tests.unit.process_group.conftest import Party
@@ -187,6 +189,9 @@ WRONG: list[tuple[Callable[[Gang], object], str]] = [
     ),
     (lambda gang: gang.all_gather(torch.zeros(6, 2).int(), ROWS), "output_tensor is torch.int32"),
     (lambda gang: gang.all_gather(torch.zeros(2, 6).t(), ROWS), "not contiguous"),
+    (lambda gang: gang.all_gather(torch.zeros(6, 2).to_mkldnn(), ROWS), "dense tensors"),
+    (lambda gang: gang.all_gather(torch.zeros(6, 2).to_sparse(), ROWS), "dense tensors"),
+    (lambda gang: gang.all_gather(torch.zeros(6, 2), ROWS.to_sparse()), "dense tensors"),
     (lambda gang: gang.all_gather_to_list([ROWS], ROWS), "1 tensors for a gang of 2"),
     (lambda gang: gang.all_gather_to_list([ROWS, ROWS[:1]], ROWS), r"s\[1\] has the shape \(1, 2\)"),
     (lambda gang: gang.all_reduce(ROWS.long(), ReduceOperation.MEAN), "floating point"),
@@ -209,6 +214,20 @@ WRONG: list[tuple[Callable[[Gang], object], str]] = [
 def quantized() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):  # torch will do without
         return torch.quantize_per_tensor(ROWS, 0.1, 0, torch.quint8)
+
+
+def test_a_tensor_on_a_device_that_the_group_does_not_serve_is_refused(crew: MakeCrew) -> None:
+    gang = crew(2).gangs[0]
+    with FakeTensorMode():
+        elsewhere = torch.zeros(2, device="cuda")
+        acts: list[Callable[[], object]] = [
+            lambda: gang.all_reduce(elsewhere, ReduceOperation.SUM),
+            lambda: gang.all_gather(torch.zeros(2, 2, device="cuda"), elsewhere),
+            lambda: gang.broadcast(elsewhere),
+        ]
+        for act in acts:
+            with pytest.raises(ValueError, match="moves cpu tensors"):
+                act()
 
 
 @pytest.mark.parametrize("is_fake", [False, True])
@@ -422,13 +441,37 @@ def test_a_part_ends_with_the_configuration_in_which_it_was_made(party: Party) -
     assert party.together(gangs, lambda _, gang: all_sum(gang, 1).item()) == [3] * 3
 
 
-def test_an_abort_of_the_whole_ends_the_making_of_a_part(party: Party) -> None:
+@pytest.mark.parametrize("agrees", [False, True])
+def test_an_abort_of_the_whole_ends_the_making_of_a_part(
+    party: Party, monkeypatch: pytest.MonkeyPatch, agrees: bool
+) -> None:
     groups = party.meet(2)
     gangs = [ProcessGroupGang(group, CPU) for group in groups]
-    making = party.aside(gangs[0].create_gang, [0, 1])  # the other member does not come
+    making = party.aside(gangs[0].create_gang, [0, 1])
+    if agrees:
+        monkeypatch.setattr(groups[1], "make_alike", lambda: 1 / 0)
+        with pytest.raises(GangError, match="division"):
+            gangs[1].create_gang([0, 1])
     groups[0].abort("the other one does not come")
     with pytest.raises(GangError, match="does not come"):
         making.result(60)
+
+
+def test_the_store_of_a_part_is_served_until_all_have_met(
+    crew: MakeCrew, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gangs, configure, is_made = crew(2), ProcessGroupGloo.configure, threading.Event()
+
+    def late(group: ProcessGroupGloo, address: str, rank: int, *args: Any, **options: Any) -> None:
+        configure(group, address, rank, *args, **options)
+        assert rank == 0 or not is_made.wait(0.2), "rank 0, which serves it, has gone on"
+
+    def act(gang: ProcessGroupGang) -> None:
+        gang.create_gang([0, 1])
+        is_made.set()
+
+    monkeypatch.setattr(ProcessGroupGloo, "configure", late)
+    gangs.together(act)
 
 
 def test_an_aborted_part_closes_without_a_wait(crew: MakeCrew, monkeypatch: pytest.MonkeyPatch) -> None:
