@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 
 from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
+from lighthouse.tls import TLS_ENV
 
 LOOPBACK = "127.0.0.1"
 # By RFC 6761, and as distributions have it in /etc/hosts.
@@ -43,18 +45,26 @@ class Address:
 # Only what the resolver accepts: for anything else it raises errors of its own, of several types.
 _HOST = r"(?=[^:]{1,253}(?::|\Z))(?:[A-Za-z0-9_-]{1,63}\.)*[A-Za-z0-9_-]{1,63}\.?"
 _V6 = r"(?:[0-9A-Fa-f]{0,4}:){2,8}(?:[0-9A-Fa-f]{0,4}|[0-9]{1,3}(?:\.[0-9]{1,3}){3})(?:%[A-Za-z0-9_-]{1,32})?"
-_ADDRESS = re.compile(rf"(?:https?://)?(?:\[(?P<v6>{_V6})\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})/?")
+_ADDRESS = re.compile(
+    rf"(?:(?P<scheme>https?)://)?(?:\[(?P<v6>{_V6})\]|(?P<host>{_HOST})):(?P<port>[0-9]{{1,5}})/?"
+)
 
 
 def parse_address(text: str, what: str = "address") -> Address:
     """Read `host:port`, `[v6]:port` or `http://host:port`.
 
     Raises:
-        AddressError: the text has another form; the message shows it and names `what`.
+        AddressError: the text has another form, or asks for TLS, and this process has no certificate; the
+            message shows it and names `what`.
     """
     match = _ADDRESS.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or int(match["port"]) > 65535:
         raise AddressError(f"{what} {text!r:.200} is not host:port (examples: 127.0.0.1:29510, [::1]:29510)")
+    if match["scheme"] == "https" and not os.environ.get(TLS_ENV):
+        raise AddressError(
+            f"{what} {text!r:.200} asks for TLS, and this process has no certificate: set {TLS_ENV} "
+            "(`torchft-like keys` makes what it names), or write http:// if the network is closed"
+        )
     return Address(match["v6"] or match["host"], int(match["port"]))
 
 

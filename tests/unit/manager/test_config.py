@@ -116,6 +116,17 @@ def test_a_wrong_variable_is_named(environ: dict[str, str], names: str) -> None:
         config(environ)
 
 
+def test_an_address_that_asks_for_tls_is_refused_to_a_process_without_a_certificate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = {"TORCHFT_LIGHTHOUSE": "https://127.0.0.1:1234"}
+    monkeypatch.delenv("TORCHFT_TLS", raising=False)
+    with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*https.*: set TORCHFT_TLS"):
+        config(given)
+    monkeypatch.setenv("TORCHFT_TLS", "/secrets/tls")
+    assert config(given).lighthouse == config(LIGHTHOUSE).lighthouse
+
+
 def test_a_malformed_lighthouse_address_is_shown() -> None:
     with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
         config({"TORCHFT_LIGHTHOUSE": "localhost"})
