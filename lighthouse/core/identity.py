@@ -59,7 +59,10 @@ def why_foreign(own: Identity, job: Identity) -> str:
     States that began apart are of one job if the operator says so, by one job id.
     """
     if own.job_id and job.job_id and own.job_id != job.job_id:
-        return f"its job id is {own.job_id!r}, and that of the job is {job.job_id!r}"
+        return (
+            f"its job id is {own.job_id!r}, and that of the job is {job.job_id!r}; if both are one job, give "
+            "all replicas the same job_id, else give this one its own job's lighthouse"
+        )
     is_named = bool(own.job_id and job.job_id)
     if not is_named and own.first_quorum_id and job.first_quorum_id not in (0, own.first_quorum_id):
         return (
@@ -69,7 +72,10 @@ def why_foreign(own: Identity, job: Identity) -> str:
     if not own.forms or not job.forms:
         return ""
     if len(own.forms) != len(job.forms):
-        return f"the newcomer has {len(own.forms)} ranks, and replica groups of the job have {len(job.forms)}"
+        return (
+            f"the newcomer has {len(own.forms)} ranks, and replica groups of the job have {len(job.forms)}: "
+            "all replica groups of a job have the same number of ranks (WORLD_SIZE)"
+        )
     for rank, (form, others) in enumerate(zip(own.forms, job.forms, strict=True)):
         if (difference := first_difference(form, others)) is not None:
             where = f"rank {rank}: " if len(own.forms) > 1 else ""

@@ -593,7 +593,8 @@ class ManagerServer:
         raise ConnectError(
             f"no lighthouse answered at {self._lighthouse} within {connect_timeout_s:g} s ({reason}); check "
             "that `python -m lighthouse` is running there, that lighthouse_addr (TORCHFT_LIGHTHOUSE) is its "
-            "own address, not its page's, that both have TORCHFT_TLS or neither, that no firewall is between"
+            "own address, not its page's, that both have TORCHFT_TLS or neither, and that no firewall is "
+            "between them"
         )
 
     def _stop_once(self, reason: str | None, step: int = 0, quorum_id: int = 0) -> None:
