@@ -29,6 +29,7 @@ from lighthouse import __version__
 from lighthouse.address import LOOPBACK, Address, parse_address
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.errors import BindError, ConfigError, CoordinationError
+from lighthouse.variables import process_variables
 
 if TYPE_CHECKING:
     from lighthouse.page.server import PageServer
@@ -69,6 +70,7 @@ def main(arguments: Sequence[str] | None = None, *, may_be_open: bool = False) -
         _check_openness(given, may_be_open)
         form = "%(asctime)s %(levelname)s %(message)s"
         logging.basicConfig(stream=sys.stderr, level=given.log_level, format=form)
+        process_variables()
         given.config = _within_open_files(given.config)
         asyncio.run(_serve(given))
     except CoordinationError as error:

@@ -34,6 +34,7 @@ from lighthouse.listening import listen_tcp
 from lighthouse.page.cli import LIGHTHOUSE_ENV, NoPageError, Pages
 from lighthouse.tls import KEY, TLS_ENV, about_expiry, process_identity, why_useless
 from lighthouse.trust import TOKEN_FILE_ENV, process_trust
+from lighthouse.variables import PREFIX, about_variables
 
 OK, DOUBTFUL, WRONG = "ok", "doubtful", "wrong"
 FILES_MIN = 1024
@@ -98,6 +99,7 @@ def examine(address: str) -> list[Finding]:
         ("processes", lambda: about_processes(resource.getrlimit(resource.RLIMIT_NPROC)[0], _pids_max())),
         ("shared memory", lambda: about_shared_memory(shutil.disk_usage(_SHARED).free)),
         ("secrets", _secrets),
+        ("variables", lambda: about_names(os.environ)),
         ("settings", lambda: _settings(address)),
         ("lighthouse", lambda: _lighthouse(address)),
         ("clock", lambda: _clock(address)),
@@ -195,6 +197,13 @@ def about_secrets(
         return Finding("secrets", DOUBTFUL, "there are no tokens and no certificate", cure)
     have = [what for what, has in (("tokens", has_tokens), ("a certificate", has_certificate)) if has]
     return Finding("secrets", OK, f"there are {' and '.join(have)}")
+
+
+def about_names(environ: Mapping[str, str]) -> Finding:
+    """Return whether each variable that is like one of ours is one of ours."""
+    if complaint := about_variables(environ):
+        return Finding("variables", DOUBTFUL, complaint, "correct what is misspelt")
+    return Finding("variables", OK, f"each {PREFIX}* is known, or unlike those that are")
 
 
 def about_host(host: str, lighthouse: Address) -> Finding:

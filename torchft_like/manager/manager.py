@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 import traceback
 import weakref
 from collections.abc import Callable, Mapping
@@ -27,6 +26,7 @@ import torch
 from torch.distributed import AllreduceOptions, ReduceOp, Work
 
 from lighthouse.events import EventLog
+from lighthouse.variables import process_variables
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.transport import CheckpointTransport
 from torchft_like.collectives import ErrorFeedback, check_quantizable
@@ -196,7 +196,7 @@ class Manager:
             dead_after=dead_after,
             spare=spare,
         )
-        self._config = config = resolve(arguments, os.environ)
+        self._config = config = resolve(arguments, process_variables())
         self._rules = rules = step_rules(min_replica_size, use_async_quorum, world_size_mode, max_retries)
         self._replica_id, self._init_sync, self._checks = config.replica_id, init_sync, []
         self._protocol = protocol = StepProtocol(rules)
