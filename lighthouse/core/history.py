@@ -106,7 +106,7 @@ class Pace:
 
     def saw(self, step: int, time: float, now: float) -> None:
         """Record a step; a replica that went back, as it lost its state, begins anew."""
-        if self.samples and step < self.step:
+        if step < self.step:
             self.samples.clear()
         self.step, self.heard_time = step, time
         if not self.samples or (step > self.samples[-1][1] and now >= self.samples[-1][0] + _SAMPLE_EVERY_S):

@@ -157,8 +157,7 @@ class Vacancies:
                 del self._wanted[key]
 
     def _free(self, spare: SpareRank) -> None:
-        wanted = self._wanted.get(spare.told.key) if spare.told is not None else None
-        if wanted is not None and wanted.session == spare.session:
+        if spare.told is not None and (wanted := self._wanted.get(spare.told.key)) is not None:
             wanted.session = None
         spare.told = None
 

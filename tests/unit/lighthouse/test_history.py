@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from lighthouse.core.history import MOMENTS_MAX, NAMES_MAX, RECORDS_MAX, History, Moment, Report
@@ -32,15 +34,20 @@ def job() -> Job:
 
 
 def test_a_recovery_ends_with_a_quorum_and_then_with_a_step(job: Job) -> None:
-    job.formed(0.0, a=5, b=5, c=5)
+    job.formed(0.0, a=5, b=5, c=5, d=5)
+    job.event("leave", "d", 9.0)
     job.event("loss", "c", 10.0)
     job.event("loss", "b", 10.1)
     (recovery,) = job.history.recoveries
     assert (recovery.lost, recovery.quorum_s, recovery.time) == (["c", "b"], None, EPOCH + 10.0)
     job.says("a", 99, 10.2)  # of the quorum that broke
-    job.formed(11.0, 8, a=99)
+    assert job.history.ends.keys() == {"b", "c", "d"}
+    for again in (0.0, 0.1):
+        job.formed(11.0 + again, 8, a=99)
     assert (recovery.quorum_s, recovery.quorum_id, recovery.step_s) == (1.0, 8, None)
+    assert (job.history.quorum_began, job.history.ends) == (EPOCH + 11.0, {})
     job.says("a", 99, 11.5)
+    job.says("newcomer", 100, 11.6)
     job.says("a", 100, 12.0)
     assert recovery.step_s == 2.0
     assert (sum(job.history.to_quorum.counts), job.history.to_step.sum_s) == (1, 2.0)
@@ -67,29 +74,57 @@ def test_a_heal_is_followed_from_its_quorum_to_its_end(job: Job) -> None:
     assert job.history.paces["b"].steps_per_s(4.0) == 10.0, "the steps that it took over are not its own"
 
 
-def test_a_heal_ends_with_its_replica(job: Job) -> None:
-    job.formed(0.0, a=50, b=0)
-    job.event("loss", "b", 1.0)
-    assert [(heal.outcome, heal.seconds) for heal in job.history.heals] == [("lost", 1.0)]
+@pytest.mark.parametrize(
+    ("end", "outcome"),
+    [
+        (lambda job: job.event("loss", "b", 3.0), "lost"),
+        (lambda job: job.event("leave", "b", 3.0), "left"),
+        (lambda job: job.formed(3.0, 8, a=52, b=52), "healed"),
+    ],
+)
+def test_a_heal_ends_with_its_replica_or_a_quorum(job: Job, end: Callable[[Job], None], outcome: str) -> None:
+    job.formed(1.0, a=50, b=0)
+    job.formed(2.0, a=51, b=0)
+    end(job)
+    assert [(h.outcome, h.seconds, h.to_step) for h in job.history.heals] == [(outcome, 2.0, 51)]
+    assert not job.history.healing()
 
 
 def test_the_rate_falls_while_no_step_is_told(job: Job) -> None:
     for second in range(5):
         job.says("a", 10 * second, float(second))
+        job.says("a", 10 * second + 1, second + 0.1)  # too soon to be a sample
+        job.says("b", 7, float(second))  # nothing new
+    assert job.history.paces["b"].steps_per_s(5.0) is None
     pace = job.history.paces["a"]
     assert pace.steps_per_s(5.0) == 10.0
     assert pace.steps_per_s(21.0) == 2.0
 
 
+def test_a_replica_that_lost_its_state_or_claimed_steps_begins_anew(job: Job) -> None:
+    for second in range(5):
+        job.says("a", 10 * second, float(second))
+    job.formed(5.0, a=30)
+    pace = job.history.paces["a"]
+    assert (pace.step, pace.steps_per_s(5.0)) == (30, None)
+
+
 @pytest.mark.parametrize(
-    ("waiting", "slowest"),
-    [({"a": 700, "b": 50, "c": 650}, "b"), ({"a": 300, "b": 200}, None), ({"a": 9}, None)],
+    ("waiting", "reports", "slowest"),
+    [
+        ({"a": 700, "b": 50, "c": 650}, 5, "b"),
+        ({"a": 300, "b": 50}, 5, "b"),
+        ({"a": 300, "b": 50}, 4, None),
+        ({"a": 300, "b": 200}, 5, None),
+        ({"a": 9000, "b": 900}, 5, None),  # per mille
+        ({"a": 9}, 5, None),
+    ],
 )
 def test_the_straggler_is_the_one_that_waits_for_nobody(
-    job: Job, waiting: dict[str, int], slowest: str | None
+    job: Job, waiting: dict[str, int], reports: int, slowest: str | None
 ) -> None:
     for replica_id, permille in waiting.items():
-        for second in range(5):
+        for second in range(reports):
             job.says(replica_id, 1, float(second), permille)
     assert job.history.straggler([*waiting, "silent"]) == slowest
 

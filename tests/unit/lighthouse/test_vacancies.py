@@ -54,7 +54,7 @@ def test_a_spare_that_has_declined_a_place_is_told_of_it_again_only_if_the_other
     made = desk("x", "x")
     assert told(made.ask(10, vacancy(), waits=True)) == [0]
     assert told(made.declined(0)) == [1]
-    assert made.declined(1) == []
+    assert made.declined(1) == made.declined(1) == []
     assert told(made.ask(10, vacancy(meeting="elsewhere"), waits=True)) == [0]
 
 
@@ -63,6 +63,31 @@ def test_a_place_that_nobody_asks_for_any_more_is_told_to_nobody() -> None:
     made.ask(10, vacancy(), waits=True)
     made.withdraw(10)
     assert made.register(0, "spare0", "x") == []
+
+
+def test_a_place_is_told_to_another_spare_only_when_the_first_one_is_gone() -> None:
+    made = desk("x", "x")
+    assert told(made.ask(10, vacancy(), waits=True)) == [0]
+    made.withdraw(10)
+    assert made.ask(11, vacancy(), waits=True) == []  # the first is on its way
+    assert told(made.lost(0)) == [1]
+    assert made.taken(1) == [Filled((11,), "spare1", vacancy())]
+
+
+@pytest.mark.parametrize("asks_again", [False, True])
+def test_a_place_that_was_taken_may_be_vacant_again_or_no_more(asks_again: bool) -> None:
+    made = desk("x", "x")
+    made.ask(10, vacancy(), waits=True)
+    later = vacancy(meeting="later")
+    made.ask(10, later, waits=True) if asks_again else made.withdraw(10)
+    then = [Told(1, "spare1", later)] if asks_again else []
+    assert made.taken(0) == [Filled((), "spare0", vacancy()), *then]
+
+
+def test_a_spare_that_was_told_of_no_place_ends_without_a_decision() -> None:
+    made = desk("x", "x")
+    for _ in ("waits", "is gone"):
+        assert made.declined(0) == made.taken(0) == made.lost(1) == []
 
 
 # Which states one job can train, and how the first difference of two others is told_first.
