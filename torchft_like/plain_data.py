@@ -48,6 +48,7 @@ STRUCTURE_BYTES_MAX = 64 * 1024 * 1024
 INLINE_BYTES_MAX = 4096  # longer bytes and texts are sent beside the structure
 LEAVES_MAX = 65_536
 LEAF_BYTES_MAX = 2**40  # bytes of all leaves together
+OTHER_CONTAINER = 8  # a container that is no list, tuple or dict takes the memory of so many more values
 EQUAL_HASHES_MAX = 64  # keys of a dict with equal hashes: more are no accident, and make it slow
 
 Leaf: TypeAlias = "Tensor | np.ndarray | bytes"
@@ -60,7 +61,8 @@ class Limits:
     """The limits of a sender or a receiver.
 
     Attributes:
-        values: values in containers, all together; a pair of a dict counts once.
+        values: values in containers, all together; a pair of a dict counts once, and a container that is no
+            list, tuple or dict for OTHER_CONTAINER more.
         leaves: tensors, arrays, and long texts and bytes.
         leaf_bytes: bytes of all leaves together.
     """
@@ -446,7 +448,7 @@ class Sheet:
         """Begin a container of `count` items, which follow."""
         if depth == DEPTH_MAX:
             raise Unfit(f"is nested deeper than {DEPTH_MAX} levels, or contains itself")
-        self.values_left -= count
+        self.values_left -= count if tag <= DICT else count + OTHER_CONTAINER
         if self.values_left < 0:
             raise Unfit(
                 f"is what makes it more than {self.schema.limits.values} values: put numbers into an array"
@@ -833,7 +835,7 @@ class Reader:
     def inner_values(self, at: int, depth: int, each: int = 1, more: int = 0) -> tuple[list[object], int]:
         """Read the values of a container that begins at `at`; return them, and where they end."""
         count = _length(self.data, at)[1]
-        self.values_left -= count + 8  # such containers take several times the memory of others
+        self.values_left -= count + OTHER_CONTAINER
         found = each * count + more
         if found > len(self.data) - at - 5 or self.values_left < 0 or depth >= DEPTH_MAX:
             raise ValueError(_too_much(found > len(self.data) - at - 5, self.values_left < 0))

@@ -6,8 +6,9 @@ import math
 import struct
 import sys
 import warnings
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,8 +26,12 @@ from torchft_like.plain_data import (
     STATES,
     STRUCTURE_BYTES_MAX,
     VALUES_MAX,
+    Layout,
+    Limits,
+    Shard,
     Structure,
     TensorLeaves,
+    as_tensor,
     bytes_of,
     decode,
     disassemble,
@@ -247,6 +252,30 @@ def test_a_message_may_not_bring_what_only_states_hold(value: object) -> None:
     structure, _ = write([value], STATES)
     with pytest.raises(PlainDataError, match="does not belong there"):
         assemble(structure, [])
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        OrderedDict(a=1),
+        Counter(a=1),
+        torch.nn.Linear(1, 1).state_dict(),
+        torch.ones(2, 3).t(),
+        Shard(torch.ones(1), Layout((2,), (2,), (), ("S(0)",)), 0),
+    ],
+    ids=["ordered dict", "counter", "state dict", "permuted", "shard"],
+)
+def test_as_many_values_are_written_as_can_be_read(value: object) -> None:
+    def fits(values: int) -> bool:
+        schema = replace(STATES, limits=Limits(values=values))
+        try:
+            structure, leaves = write([value], schema)
+        except PlainDataError:
+            return False
+        Structure(structure, schema).value(TensorLeaves(map(as_tensor, leaves)))
+        return True
+
+    assert [fits(values) for values in range(64)].index(True) > 1
 
 
 def test_another_version_is_refused_by_its_first_bytes() -> None:
