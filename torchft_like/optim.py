@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from traceback import walk_stack
 from typing import Any, NoReturn, cast
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchft_like.errors import NotSupportedError
@@ -71,14 +73,15 @@ class OptimizerWrapper(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether the optimizer divides the gradients itself, which a GradScaler asks before it steps it.
+        """Whether the optimizer divides the gradients itself, which a GradScaler asks before it steps it, and
+        Lightning before it clips, with a scaler or without.
 
         A fused one does, by what a GradScaler would write into this object: it is not asked.
 
         Raises:
-            NotSupportedError: the quorum is asynchronous.
+            NotSupportedError: a GradScaler asks, and the quorum is asynchronous.
         """
-        if self.manager._use_async_quorum:
+        if self.manager._use_async_quorum and _is_in_step_of_scaler():
             raise NotSupportedError(
                 "a GradScaler divides gradients by this replica's scale before the vote, in which one that "
                 "heals gets the peers' scale: give the Manager use_async_quorum=False, or let it step the "
@@ -137,6 +140,10 @@ class OptimizerWrapper(Optimizer):
 
     def __repr__(self) -> str:
         return f"OptimizerWrapper({self.optim!r})"
+
+
+def _is_in_step_of_scaler() -> bool:
+    return any(frame.f_code is GradScaler.step.__code__ for frame, _ in walk_stack(None))
 
 
 class GradientReplay:

@@ -532,6 +532,7 @@ def test_a_scaler_steps_no_optimizer_that_heals_once_gradients_are_unscaled(
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=is_enabled)
     scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
     is_refused = is_async and is_enabled
+    assert not optimizer._step_supports_amp_scaling, "Lightning asks this before it clips, without a scaler"
     with pytest.raises(NotSupportedError, match="use_async_quorum") if is_refused else nullcontext():
         assert scaler.step(optimizer)
         assert weight.item() == -1.0
