@@ -630,7 +630,7 @@ def write_dtype(value: torch.dtype, sheet: Sheet, _: int) -> None:
 def write_size(value: torch.Size, sheet: Sheet, _: int) -> None:
     if len(value) > DIMENSIONS_MAX:
         raise Unfit(f"has {len(value)} dimensions, and {DIMENSIONS_MAX} travel; pass a `tuple(...)`")
-    sheet.put(SHORT.pack(SIZE, len(value)) + struct.pack(f"<{len(value)}Q", *value))
+    sheet.put(SHORT.pack(SIZE, len(value)) + struct.pack(f"<{len(value)}q", *value))  # one may be -1
 
 
 def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
@@ -943,8 +943,8 @@ def _read_scalar(reader: Reader, at: int, _: int) -> tuple[object, int]:
 
 def _read_size(reader: Reader, at: int, _: int) -> tuple[torch.Size, int]:
     dimensions = reader.data[at + 1]
-    sizes = struct.unpack_from(f"<{dimensions}Q", reader.data, at + 2)
-    return torch.Size(_sizes(sizes)), at + 2 + 8 * dimensions
+    sizes = struct.unpack_from(f"<{dimensions}q", reader.data, at + 2)
+    return torch.Size(sizes), at + 2 + 8 * dimensions
 
 
 def _text(data: bytes) -> str:

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimen
 SCALARS: list[object] = [
     *(1 << 20_000, math.nan, struct.unpack("<d", struct.pack("<Q", 0x7FF8000000000123))[0]),
     *(complex(1, -0.0), complex(math.nan, math.inf), '\x00\n"\\'),
-    *(torch.Size([2, 3]), torch.Size([]), torch.float32, torch.bfloat16),
+    *(torch.Size([-1, 3]), torch.Size([]), torch.float32, torch.bfloat16),
     *(torch.device("cpu"), torch.device("cuda:3")),
     *(np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1j), np.float64(math.nan)),
 ]
