@@ -751,6 +751,33 @@ def test_a_quorum_that_cannot_be_had_is_a_typed_error(lighthouse: LighthouseServ
             manager.should_commit()
 
 
+def test_a_quorum_that_a_rank_of_the_own_group_keeps_away_names_it(
+    lighthouse: LighthouseServer,
+) -> None:
+    store, rank_1_is_there, rank_0_is_done = serve_store(), threading.Event(), threading.Event()
+
+    def start(rank: int) -> Manager:
+        place: dict[str, Any] = {"world_size": 2, "store_addr": "127.0.0.1", "store_port": store.port}
+        return make_manager(lighthouse, "a", nn.Linear(1, 1), rank=rank, **place)
+
+    def idle() -> None:
+        with start(1):
+            rank_1_is_there.set()
+            assert rank_0_is_done.wait(LIMIT_S)
+
+    with start(0) as manager, ThreadPoolExecutor(1) as threads:
+        manager.start_quorum(timeout=0.1)
+        with pytest.raises(QuorumTimeoutError, match="rank 1 of this replica group did not come"):
+            manager.wait_quorum()
+        idling = threads.submit(idle)
+        assert rank_1_is_there.wait(LIMIT_S)
+        manager.start_quorum(timeout=0.1)
+        with pytest.raises(QuorumTimeoutError, match="rank 1 of this replica group did not ask"):
+            manager.wait_quorum()
+        rank_0_is_done.set()
+        idling.result(LIMIT_S)
+
+
 def test_a_manager_that_was_shut_down_says_so(lighthouse: LighthouseServer) -> None:
     manager = make_manager(lighthouse, "gone", nn.Linear(1, 1))
     manager.shutdown()

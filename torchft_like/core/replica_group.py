@@ -388,6 +388,23 @@ class ReplicaGroup:
         """Return whether a process has opened a session for a rank, which needs no calls."""
         return group_rank in self._processes
 
+    def why_unasked(self, group_rank: int) -> str:
+        """Return why this rank gets no quorum, if other ranks of the group are why."""
+        awaited = self._not_joined()
+        if group_rank in awaited or not awaited:
+            return ""
+        late = f"{_ranks(awaited)} of this replica group did not ask for one: a longer step, or a hang"
+        return self._absent() or f"{late}, of which py-spy shows the place"
+
+    def _absent(self) -> str:
+        absent = [rank for rank in self._not_joined() if rank not in self._processes]
+        if not absent or self.last_quorum_id:  # in a quorum all of them have been
+            return ""
+        return (
+            f"{_ranks(absent)} of this replica group did not come: start all {self.world_size} of its ranks "
+            "(WORLD_SIZE), with one MASTER_ADDR and MASTER_PORT; where they were started their logs say more"
+        )
+
     def rank_withdrew(self, group_rank: int) -> None:
         """Handle a rank that gave up waiting for a quorum; the group's join stays open until replaced."""
         self._joins.pop(group_rank, None)
@@ -744,7 +761,8 @@ class ReplicaGroup:
 
     def rank_lost(self, group_rank: int, reason: str) -> Sequence[Effect]:
         """Handle a rank whose process is gone, and with it its part of the model."""
-        return self._lose(f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}")
+        absent = f"; {absent}" if (absent := self._absent()) else ""  # which it may have waited for in vain
+        return self._lose(f"rank {group_rank} of replica group {self.replica_id} is gone: {reason}{absent}")
 
     def refused(self, reason: str) -> Sequence[Effect]:
         """Handle the lighthouse's refusal of this group, which is foreign to the job of the others."""
@@ -763,6 +781,10 @@ class ReplicaGroup:
     def checkpoint_metadata(self, group_rank: int) -> str | None:
         """Return where that rank's state can be fetched, as it said in its last join."""
         return self._metadata.get(group_rank)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _says_lost(vote: Verdict) -> bool:

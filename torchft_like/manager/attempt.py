@@ -46,6 +46,7 @@ class Attempt:
         self.is_standing: bool = False
         self.is_unasked: bool = False  # its quorum is that of an earlier attempt
         self.ask: Callable[[], None] = lambda: None  # asks for a quorum, once it is known how
+        self.why_unasked: Callable[[], str] = str  # why there is no quorum, if other ranks are why
         self.leave: Callable[[], None] | None = None  # has all ranks of the group leave without one
         self.pending_collectives: Pending = {}
         self.error_feedbacks: list[ErrorFeedback] = []  # of what was quantized in it

@@ -158,6 +158,7 @@ class QuorumDriver:
         link.join(
             join._replace(fingerprint=fingerprint, may_stand=join.may_stand and self.divergence.may_stand)
         )
+        attempt.why_unasked = link.why_unasked
         attempt.leave = partial(link.vote, join.group_rank, Verdict(join.step, False, stop=True))
 
     def wait_configured(self, attempt: Attempt) -> None:
@@ -246,8 +247,9 @@ class QuorumDriver:
 
     def why_no_quorum(self) -> str:
         """Describe the circumstances, for the message of a QuorumTimeoutError."""
-        if self._suspects:
-            return "; ".join(self._suspects.values())
+        why_unasked = "" if self.attempt is None else self.attempt.why_unasked()
+        if why := "; ".join(self._suspects.values()) or why_unasked:
+            return why
         lighthouse = self._config.lighthouse
         if lighthouse is None:
             return "rank 0 answered, but has no quorum; its log says why"

@@ -95,6 +95,9 @@ class RankLink(Protocol):
     def join(self, join: RankJoin) -> None:
         """Ask for a quorum."""
 
+    def why_unasked(self) -> str:
+        """Return why this rank gets no quorum, if other ranks of the group are why and this process knows."""
+
     def vote(self, group_rank: int, vote: Verdict) -> None:
         """Vote on a step: the verdict that this rank wants."""
 
@@ -160,6 +163,9 @@ class SessionLink:
         if join.form is not None:
             fields["form"] = codec.form_to_wire(join.form)
         self._send(pb.RankSessionRequest(join=pb.ManagerQuorumRequest(**fields)))
+
+    def why_unasked(self) -> str:
+        return ""  # rank 0 knows
 
     def vote(self, group_rank: int, vote: Verdict) -> None:
         fields = {**verdict_fields(vote), "went_well": vote.went_well}

@@ -216,6 +216,10 @@ class ManagerServer:
         """Ask for a quorum, as the rank that lives in this process."""
         self._loop.loop.call_soon_threadsafe(lambda: self._perform(self.group.rank_joined(join)))
 
+    def why_unasked(self) -> str:
+        """Return why the rank of this process gets no quorum, if other ranks of the group are why."""
+        return self.group.why_unasked(LOCAL_RANK)
+
     def vote(self, group_rank: int, vote: Verdict) -> None:
         """Vote, as the rank that lives in this process."""
         self._loop.loop.call_soon_threadsafe(lambda: self._perform(self.group.rank_voted(group_rank, vote)))

@@ -100,6 +100,47 @@ def test_the_group_says_how_the_process_group_of_each_rank_is_reached() -> None:
     assert said.reconfigure_handles == ("h0", "")
 
 
+def test_a_rank_that_asks_in_vain_hears_which_ranks_of_its_group_do_not() -> None:
+    group = ReplicaGroup("a", 4)
+    assert group.why_unasked(0) == ""  # it does not ask itself
+    for rank in (0, 1):
+        group.rank_registered(rank, bytes([rank]))
+        group.rank_joined(join(rank))
+    assert group.why_unasked(0).startswith(
+        "ranks 2, 3 of this replica group did not come: start all 4 of its ranks"
+    )
+    group.rank_registered(3, b"3")
+    assert group.why_unasked(0).startswith("rank 2 of this replica group did not come")
+    group.rank_registered(2, b"2")
+    assert group.why_unasked(0).startswith("ranks 2, 3 of this replica group did not ask for one")
+    for rank in (2, 3):
+        group.rank_joined(join(rank))
+    assert group.why_unasked(0) == ""
+
+
+def test_a_group_that_is_lost_before_all_have_come_says_who_was_awaited() -> None:
+    """The rank that is gone waited for that one, and its own process does not know for whom."""
+    group = ReplicaGroup("a", 3)
+    for rank in (0, 1):
+        group.rank_registered(rank, bytes([rank]))
+    (notice,) = group.rank_lost(1, "the process has ended")
+    assert isinstance(notice, GroupLostNotice)
+    assert "is gone: the process has ended; rank 2 of this replica group did not come" in notice.reason
+
+
+def test_of_a_group_that_was_in_a_quorum_nobody_is_said_not_to_have_come() -> None:
+    """Ranks that call, as torchft's do, open no session."""
+    group = ReplicaGroup("a", 2)
+    for rank in (0, 1):
+        group.rank_joined(join(rank))
+    group.quorum_formed(9, members("a"), 1)
+    group.rank_joined(join(0))
+    assert group.why_unasked(0).startswith("rank 1 of this replica group did not ask for one")
+    (notice,) = group.rank_lost(0, "the process has ended")
+    assert isinstance(notice, GroupLostNotice)
+    assert notice.reason.endswith("the process has ended")
+
+
 def test_a_quorum_may_stand_if_all_ranks_may() -> None:
     group = ReplicaGroup("a", 2)
     group.rank_joined(join(0, may_stand=True))
