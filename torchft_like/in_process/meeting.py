@@ -46,8 +46,14 @@ from torchft_like.core.restarts import (
 )
 from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
-from torchft_like.manager.config import AGENT_STORE_ENV, GroupPlace, dead_after_s
-from torchft_like.manager.group_store import enter_start, find_start, is_listening
+from torchft_like.manager.config import AGENT_STORE_ENV, MASTER, GroupPlace, dead_after_s
+from torchft_like.manager.group_store import (
+    enter_start,
+    find_start,
+    is_listening,
+    serve_named_store,
+    start_text,
+)
 from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
 from torchft_like.process_group.store import (
@@ -103,10 +109,10 @@ class RestartGroup:
         rank, world_size, at = place.group_rank, place.group_world_size, place.store
         if at is None or world_size == 1:
             return cls(rank, at, limit)
-        own_host = local_host_towards(at.host)
+        own_host = local_host_towards(at.host, what=MASTER)
         with contextlib.ExitStack() as stack:
             if rank == 0 and not place.store_is_agents and not is_listening(at):
-                served, _ = serve_store(at.host, limit, at.port)
+                served = serve_named_store(at, limit)
                 stack.callback(id, served)  # it is served for as long as it is referred to
             own_store, address = serve_store(own_host, limit)
             stack.callback(id, own_store)
@@ -456,7 +462,7 @@ def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
         if is_listening(before) and enter_start(store, "start", said, place):
             raise ConfigError(f"rank 0 of this group has a process already, which serves a store at {before}")
     group_id = str(uuid.uuid4())
-    start = f"{own} {group_id}"
+    start = start_text(own, place, group_id)
     enter_start(store, "start", start.encode(), place)
     store.set("start", start)
     return group_id

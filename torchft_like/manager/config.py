@@ -46,6 +46,7 @@ PORT_MAX = 65535
 # A Manager of two replica groups has 35 open in a step, and gRPC aborts where one is missing.
 FREE_FILES_MIN = 64
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
+LIGHTHOUSE, MASTER = f"lighthouse_addr ({LIGHTHOUSE_ENV})", "store_addr (MASTER_ADDR)"
 CONTINUE, WAIT = "continue", "wait"
 
 
@@ -243,7 +244,7 @@ def _lighthouse(arguments: ManagerArguments, given: _Settings) -> Address:
             "no lighthouse: pass lighthouse_addr or set TORCHFT_LIGHTHOUSE to the address that "
             "`python -m lighthouse` prints, such as http://127.0.0.1:29510"
         )
-    return parse_address(text, "lighthouse_addr (TORCHFT_LIGHTHOUSE)")
+    return parse_address(text, LIGHTHOUSE)
 
 
 def _absence(arguments: ManagerArguments, given: _Settings) -> str:
@@ -278,7 +279,7 @@ def _store(arguments: ManagerArguments, given: _Settings, world_size: int) -> Ad
     has_port = arguments.store_port is not None or "MASTER_PORT" in given.environ
     if host is not None and has_port:
         port = given.integer(arguments.store_port, "store_port", "MASTER_PORT", most=PORT_MAX)
-        return Address(parse_host(host, "store_addr (MASTER_ADDR)"), port)
+        return Address(parse_host(host, MASTER), port)
     if world_size > 1:
         raise ConfigError(
             "a replica group of several ranks needs a store that all of them reach: pass store_addr and "
@@ -295,8 +296,9 @@ def _host(hostname: str | None, lighthouse: Address | None, store: Address | Non
     """
     if hostname:
         return given_host(hostname, f"hostname ({HOSTNAME_ENV})")
-    towards = lighthouse or store
-    return local_host_towards(towards.host if towards else "127.0.0.1")
+    if lighthouse is not None:
+        return local_host_towards(lighthouse.host, what=LIGHTHOUSE)
+    return local_host_towards(store.host if store else "127.0.0.1", what=MASTER)
 
 
 def dead_after_s(environ: Mapping[str, str], argument: timedelta | float | None = None) -> float:

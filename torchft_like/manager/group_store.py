@@ -26,8 +26,8 @@ from torch.distributed import DistError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import why_unreachable
-from torchft_like.errors import ConnectError, GroupLostError, ProcessGroupError
-from torchft_like.manager.config import WAIT, GroupPlace, ManagerConfig
+from torchft_like.errors import BindError, ConnectError, GroupLostError, ProcessGroupError
+from torchft_like.manager.config import MASTER, WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.configuration import AbortSignal
@@ -92,7 +92,7 @@ def connect(
         on_quorum=place.announce,
     )
     try:
-        publish_manager(store.shared, config, f"{server.address()} {server.rank_key}")
+        publish_manager(store.shared, config, server)
         return server.attach_local_rank(config.group_rank, listener), store
     except BaseException:
         server.close()  # the lighthouse knows the server already, and would wait for it
@@ -132,7 +132,7 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     shared: Store = HashStore()
     store, is_first = config.store, config.group_rank == 0
     if store is not None and is_first and not config.store_is_agents and not is_listening(store):
-        shared, _ = serve_store(store.host, timedelta(seconds=config.connect_timeout_s), store.port)
+        shared = serve_named_store(store, timedelta(seconds=config.connect_timeout_s))
     elif store is not None:
         try:
             shared = store_client(store, timedelta(seconds=config.connect_timeout_s))
@@ -146,9 +146,24 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     return GroupStore(shared, meeting_place)
 
 
-def publish_manager(store: Store, config: ManagerConfig, place: str) -> None:
+def serve_named_store(address: Address, limit: timedelta) -> Store:
+    """Serve the store of a replica group where its launcher says, as its rank 0.
+
+    Raises:
+        BindError: that is not on this host, or another process has the port.
+    """
+    try:
+        store, _ = serve_store(address.host, limit, address.port)
+    except BindError as error:
+        raise BindError(
+            f"rank 0 serves the store of its replica group at {MASTER} and MASTER_PORT: {error}"
+        ) from error
+    return store
+
+
+def publish_manager(store: Store, config: ManagerConfig, server: ManagerServer) -> None:
     """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks."""
-    store.set(f"{PLACES}/{config.run}", place)
+    store.set(f"{PLACES}/{config.run}", start_text(server.address(), config, server.rank_key))
 
 
 def find_manager(config: ManagerConfig, limit_s: float) -> tuple[Address, str]:
@@ -179,6 +194,11 @@ def _raise_if_over(store: Address, error: Exception) -> None:
         raise GroupLostError(f"this try is over, as its store at {store} is served no more") from error
 
 
+def start_text(address: object, place: GroupPlace, rest: str) -> str:
+    """Return what rank 0 publishes of its start: where it serves, and what else the others have to know."""
+    return f"{address} {place.group_world_size} {rest}"
+
+
 def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Address, str]:
     """Wait until rank 0 of the start that this process belongs to has published where it serves, and what
     else the others have to know; return both.
@@ -194,13 +214,19 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
     try:
         while True:
             said = store.get(key)
-            served_at, _, rest = said.decode(errors="backslashreplace").partition(" ")
+            served_at, _, about = said.decode(errors="backslashreplace").partition(" ")
+            world_size, _, rest = about.partition(" ")
             address = parse_address(served_at, "the address at which rank 0 of this group serves")
-            if is_listening(address) and enter_start(store, key, said, place):
+            is_alive, is_alike = is_listening(address), world_size == str(place.group_world_size)
+            if is_alive and is_alike and enter_start(store, key, said, place):
                 return address, rest
             left_s = deadline - time.monotonic() - START_S
             if left_s <= 0:
-                raise TimeoutError(f"rank 0 of an earlier start was at {address}, and no other has come")
+                why = f"rank 0 of an earlier start was at {address}, and no other has come"
+                if is_alive and not is_alike:
+                    own = place.group_world_size
+                    why = f"WORLD_SIZE is {own} here, and {world_size} on rank 0, which serves at {address}"
+                raise TimeoutError(why)
             store.set_timeout(timedelta(seconds=left_s))
             time.sleep(START_S)
     finally:

@@ -20,7 +20,7 @@ _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
 _EVERY_INTERFACE = ("", "::", "0.0.0.0")
 
 
-def local_host_towards(host: str, port: int = 9) -> str:
+def local_host_towards(host: str, port: int = 9, what: str = "host") -> str:
     """Return the local IP address from which this machine reaches `host`; a loopback address for a loopback
     host.
 
@@ -31,13 +31,13 @@ def local_host_towards(host: str, port: int = 9) -> str:
     Nothing is sent: connecting a UDP socket only asks the kernel for the route.
 
     Raises:
-        AddressError: the name does not resolve or there is no route.
+        AddressError: the name does not resolve or there is no route; the message says `what` named it.
     """
-    own = source_towards(host, port)
+    own = source_towards(host, port, what)
     return (_outer_address() or own) if is_loopback(own) and not is_loopback(host) else own
 
 
-def source_towards(host: str, port: int = 9) -> str:
+def source_towards(host: str, port: int = 9, what: str = "host") -> str:
     """Return the local IP address that the kernel uses towards `host`, loopback for a name that is loopback
     here.
 
@@ -51,7 +51,7 @@ def source_towards(host: str, port: int = 9) -> str:
             return str(probe.getsockname()[0])
     except OSError as error:
         raise AddressError(
-            f"no route to host {host!r}: {error.strerror or error}; check the name and the network"
+            f"no route to {what} {host!r}: {error.strerror or error}; check the name and the network"
         ) from error
 
 

@@ -127,6 +127,14 @@ def test_an_address_that_asks_for_tls_is_refused_to_a_process_without_a_certific
     assert config(given).lighthouse == config(LIGHTHOUSE).lighthouse
 
 
+def test_a_host_to_which_nothing_leads_comes_with_its_variable() -> None:
+    with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'no-such-host.invalid'"):
+        config({"TORCHFT_LIGHTHOUSE": "no-such-host.invalid:1"})
+    elsewhere = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no-such-host.invalid", "MASTER_PORT": "7"}
+    with pytest.raises(AddressError, match=r"MASTER_ADDR.*'no-such-host.invalid'"):
+        config(elsewhere)
+
+
 def test_a_malformed_lighthouse_address_is_shown() -> None:
     with pytest.raises(AddressError, match=r"TORCHFT_LIGHTHOUSE.*'localhost'"):
         config({"TORCHFT_LIGHTHOUSE": "localhost"})

@@ -19,10 +19,16 @@ from tests.managers import lighthouse_here
 from tests.ports import free_ports
 from tests.stores import serve_store
 from torchft_like.coordination import ManagerServer
-from torchft_like.errors import ConnectError
+from torchft_like.errors import BindError, ConnectError
 from torchft_like.manager import group_store
 from torchft_like.manager.config import GroupPlace, ManagerArguments, resolve
-from torchft_like.manager.group_store import PLACES, connect_rank, find_start, open_group_store
+from torchft_like.manager.group_store import (
+    PLACES,
+    connect_rank,
+    find_start,
+    open_group_store,
+    start_text,
+)
 from torchft_like.process_group.store import AbortableStore, StoreAddress
 
 RANK_1 = GroupPlace(1, 2, None, store_is_agents=True, run="job", start="0")
@@ -87,7 +93,7 @@ def test_a_rank_finds_its_rank_0_though_their_agents_count_other_restarts(
     store: AbortableStore, servers: list[str]
 ) -> None:
     """An agent of torchrun that starts its ranks again because of another's does not count that."""
-    store.set("start", f"{servers[0]} key")
+    store.set("start", start_text(servers[0], RANK_1, "key"))
     for rank, start in ((1, "0"), (2, "3")):
         place = replace(RANK_1, group_rank=rank, start=start)
         assert find_start(store, "start", place) == (parse_address(servers[0]), "key")
@@ -103,7 +109,7 @@ def found_later(store: AbortableStore, place: GroupPlace, said: str) -> str:
         finding = threads.submit(find_start, store, "start", place)
         store.set("start", said)
         address, key = finding.result(WAIT_LIMIT_S)
-    return f"{address} {key}"
+    return start_text(address, place, key)
 
 
 @pytest.mark.no_zombie
@@ -111,8 +117,8 @@ def test_a_restarted_group_does_not_take_its_predecessors_address(
     store: AbortableStore, servers: list[str]
 ) -> None:
     (port,) = free_ports()  # where nobody serves any more
-    store.set("start", f"127.0.0.1:{port} old")
-    said = f"{servers[1]} new"
+    store.set("start", start_text(f"127.0.0.1:{port}", RANK_1, "old"))
+    said = start_text(servers[1], RANK_1, "new")
     assert found_later(store, RANK_1, said) == said
 
 
@@ -120,10 +126,31 @@ def test_a_restarted_group_does_not_take_its_predecessors_address(
 def test_a_rank_that_was_started_again_does_not_join_those_who_lost_its_predecessor(
     store: AbortableStore, servers: list[str]
 ) -> None:
-    store.set("start", f"{servers[0]} old")
+    store.set("start", start_text(servers[0], RANK_1, "old"))
     find_start(store, "start", RANK_1)
-    said = f"{servers[1]} new"
+    said = start_text(servers[1], RANK_1, "new")
     assert found_later(store, replace(RANK_1, start="1"), said) == said
+
+
+@pytest.mark.progress
+def test_a_rank_does_not_join_a_rank_0_with_another_world_size(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    """Each would train on another part of the data. One of this world size may be about to start."""
+    place = replace(RANK_1, group_world_size=3)
+    store.set("start", start_text(servers[0], RANK_1, "key"))
+    store.set_timeout(timedelta(seconds=1))
+    with pytest.raises(TimeoutError, match="WORLD_SIZE is 3 here, and 2 on rank 0, which serves at"):
+        find_start(store, "start", place)
+    store.set("start", start_text(servers[1], place, "key"))
+    assert find_start(store, "start", place) == (parse_address(servers[1]), "key")
+
+
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
+def test_rank_0_names_the_variable_that_is_not_of_its_host(host: str) -> None:
+    config = resolve(ManagerArguments(rank=0, world_size=2), environment(1, is_agents=False))
+    with pytest.raises(BindError, match=r"MASTER_ADDR.* and MASTER_PORT: cannot listen on"):
+        open_group_store(replace(config, store=Address(host, 1234)))
 
 
 @pytest.mark.progress
@@ -150,10 +177,10 @@ def test_a_rank_whose_rank_0_ends_as_it_comes_meets_the_one_of_the_next_start() 
             def found(*args: Any) -> tuple[Address, str]:
                 found_at = find_start(*args)
                 earlier.close()
-                store.set(config.run, f"{later.address()} ")
+                store.set(config.run, start_text(later.address(), config, ""))
                 return found_at
 
-            store.set(config.run, f"{earlier.address()} ")
+            store.set(config.run, start_text(earlier.address(), config, ""))
             patch.setattr(group_store, "find_start", found)
             link = connect_rank(config, Deaf())
         assert link.replica_id == "later"
