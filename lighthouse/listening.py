@@ -105,14 +105,30 @@ def why_unbindable(bind: Address) -> str | None:
     return None
 
 
-async def why_unreachable(address: Address, timeout_s: float) -> OSError | None:
-    """Return why a connection fails, a TimeoutError after so many seconds; None where a process listens."""
+async def why_unreachable(address: Address, timeout_s: float, greeting: bytes = b"") -> OSError | None:
+    """Return why a connection fails, a TimeoutError after so many seconds; None where a process listens.
+
+    Args:
+        greeting: what is sent, and must arrive at the host, if a few kilobytes are to show that large packets
+            do: then its kernel has confirmed it, whatever the process does.
+    """
+    writer = None
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(address.host, address.port)
+            if greeting:
+                # The least that a kernel takes is less than the greeting: one byte more has to wait until
+                # that is confirmed.
+                writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)
+                writer.transport.set_write_buffer_limits(0)
+                writer.write(greeting)
+                writer.write(b"\0")
+                await writer.drain()
     except OSError as error:  # a TimeoutError is one, too
         return error
-    writer.transport.abort()
+    finally:
+        if writer is not None:
+            writer.transport.abort()
     return None
 
 

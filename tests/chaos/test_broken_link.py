@@ -23,11 +23,11 @@ pytestmark = [
 ]
 LIMIT_S = 90.0
 # No operation shall time out before the test does; nobody may give up for want of a quorum.
-TRAINING = Training(timeout_s=600.0, quorum_timeout_s=6.0)
+TRAINING = Training(timeout_s=600.0, quorum_timeout_s=6.0, width=512)  # more gradients than a packet takes
 SETTINGS = JobSettings(replicas=4, training=TRAINING, min_replicas=2)
 ENDS = {"r0", "r1"}
 LINK = frozenset({("r0", "r1"), ("r1", "r0")})
-RULES = {"cut": Rules(cut=LINK), "refused": Rules(refused=LINK)}
+RULES = {"cut": Rules(cut=LINK), "refused": Rules(refused=LINK), "narrow": Rules(narrow=LINK)}
 
 
 @pytest.fixture

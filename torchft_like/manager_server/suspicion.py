@@ -10,9 +10,9 @@ stopped or starved. So the other process is asked for, and has time:
 The doubt is over when the process opens another session. A suspect's collectives are aborted, and its replica
 group does without quorums; nothing is ended before it is dead.
 
-Of the ManagerServers of other replica groups only the beginning of a connection is asked for, and the kernels
-do that: a process that is stopped or busy answers nevertheless. Whether a refusal is an answer, too, the
-probe says.
+Of the ManagerServers of other replica groups only the beginning of a connection is asked for, which has to
+carry large packets, too, and the kernels do that: a process that is stopped or busy answers nevertheless.
+Whether a refusal is an answer, too, the probe says.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from lighthouse.address import Address, parse_address
 from lighthouse.core.hosts import ip_of
 from lighthouse.errors import AddressError
 from lighthouse.listening import until_refused
+from lighthouse.net import long_greeting
 from lighthouse.starvation import RECOVERY_S, SilenceClock
 from torchft_like.core.peer_links import Probe
 from torchft_like.runtime import reach
@@ -98,7 +99,7 @@ async def _why_silent(peer: tuple[str, str], *, insists: bool) -> OSError | None
     except AddressError:
         return None  # without an address nothing can be said about the link
     addresses = await _resolve(address)  # none: the name server is at fault, not the link
-    failure = await reach.why_out_of_reach(*addresses, insists=insists)
+    failure = await reach.why_out_of_reach(*addresses, insists=insists, greeting=long_greeting())
     if failure is None or reach.is_silence(failure) or (insists and reach.is_refusal(failure)):
         return failure
     return None

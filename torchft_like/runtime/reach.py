@@ -52,18 +52,21 @@ async def ask_all(
     return {} if clock.last_starved > began else found
 
 
-async def why_out_of_reach(*addresses: Address, insists: bool = False) -> OSError | None:
+async def why_out_of_reach(
+    *addresses: Address, insists: bool = False, greeting: bytes = b""
+) -> OSError | None:
     """Return why no connection to a host, of which these are the addresses, has begun; None if one has.
 
     A host that is there may refuse: `is_silence` tells that from one of which nothing comes.
 
     Args:
         insists: try again where the host refuses, too, as where a process is known to listen.
+        greeting: what has to arrive there, too.
     """
 
     async def attempt(number: int, to: Address) -> OSError | None:
         await asyncio.sleep(number * ATTEMPT_EVERY_S)
-        return await why_unreachable(to, (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S)
+        return await why_unreachable(to, (ATTEMPTS - 1 - number) * ATTEMPT_EVERY_S + ANSWER_S, greeting)
 
     attempts = [asyncio.ensure_future(attempt(n, to)) for n in range(ATTEMPTS) for to in addresses]
     failure: OSError | None = None

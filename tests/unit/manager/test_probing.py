@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from lighthouse.address import Address
+from lighthouse.net import ServerLimits, long_greeting, make_aio_server
 from lighthouse.starvation import SilenceClock
+from lighthouse.tls import TLS_ENV, process_identity
+from tests.certificates import certify
 from torchft_like.core.peer_links import Probe
 from torchft_like.manager_server import suspicion
 from torchft_like.runtime import reach
@@ -105,6 +111,39 @@ def test_who_refuses_only_at_first_has_answered(monkeypatch: pytest.MonkeyPatch)
 def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, silent: str) -> None:
     assert silent_of(address_of(listener), silent) == {1}
     assert silent_of(address_of(listener), silent, is_repeated=True) == {1}
+
+
+def test_who_begins_a_connection_and_takes_no_full_packet_is_silent(listener: socket.socket) -> None:
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+    assert silent_of(address_of(listener)) == {0}
+
+
+def test_a_server_goes_on_listening_after_the_greeting_of_a_probe() -> None:
+    ping, answer = b"\x00\x00\x08\x06\x00" + bytes(4), b"\x00\x00\x08\x06\x01" + bytes(4) + b"question"
+
+    async def greet() -> None:
+        server, address = make_aio_server(Address("127.0.0.1", 0), [], ServerLimits())
+        await server.start()
+        try:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            writer.write(long_greeting() + ping + b"question")
+            assert await reader.readuntil(answer)
+            writer.close()
+        finally:
+            await server.stop(None)
+
+    asyncio.run(greet())
+
+
+def test_the_greeting_of_a_probe_begins_a_connection_of_tls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(TLS_ENV, str(certify(tmp_path)))
+    received, identity = ssl.MemoryBIO(), process_identity()
+    assert identity is not None
+    received.write(long_greeting())
+    with pytest.raises(ssl.SSLWantReadError):
+        identity.server.wrap_bio(received, ssl.MemoryBIO(), server_side=True).do_handshake()
 
 
 def test_who_has_answered_is_told_of_and_nobody_else(listener: socket.socket, silent: str) -> None:

@@ -33,6 +33,7 @@ TUN = "/dev/net/tun"
 PACKET_BYTES_MAX = 65536
 PACKETS_WAITING_MAX = 20_000
 BATCH_MAX = 64
+SMALL_BYTES_MAX = 1000  # of a packet that passes over a narrow link
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _NETWORK = "10.213.0"
@@ -53,6 +54,8 @@ class Rules:
         cut: pairs (from, to) of hosts between which nothing passes in that direction.
         refused: the same, where the sender is told so: its TCP packets are answered with a reset, as by a
             firewall that rejects them.
+        narrow: the same, where small packets pass and all others are lost in silence, as where a network on
+            the way carries smaller packets than the hosts believe, and nobody tells them.
         loss: probability with which a packet from or to a host is lost.
         delay_s: the seconds by which packets from or to a host are late.
         bytes_per_s: the rate of a host's link, in each direction; packets queue for it, in order.
@@ -60,6 +63,7 @@ class Rules:
 
     cut: frozenset[tuple[str, str]] = frozenset()
     refused: frozenset[tuple[str, str]] = frozenset()
+    narrow: frozenset[tuple[str, str]] = frozenset()
     loss: dict[str, float] = field(default_factory=dict)
     delay_s: dict[str, float] = field(default_factory=dict)
     bytes_per_s: dict[str, float] = field(default_factory=dict)
@@ -140,7 +144,7 @@ class Network:
         return Rules(cut=frozenset(pairs | ({(b, a) for a, b in pairs} if incoming else set())))
 
     def counts(self) -> Counter[str]:
-        """Return how many packets were passed, delayed, lost (by chance), cut and refused so far."""
+        """Return how many packets were passed, delayed, lost (by chance), cut, refused and too large."""
         return Counter(self._switch.counts)
 
     def retransmits(self, host: str) -> int:
@@ -234,6 +238,9 @@ class Switch:
             self.counts["refused"] += 1
             if reset := reset_for(packet):
                 self._send(self._descriptors[source], reset)
+            return
+        if (source, target) in rules.narrow and len(packet) > SMALL_BYTES_MAX:
+            self.counts["narrow"] += 1
             return
         for loss in (rules.loss.get(source, 0.0), rules.loss.get(target, 0.0)):
             if loss and self._random.random() < loss:
