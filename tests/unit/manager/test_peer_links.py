@@ -225,6 +225,15 @@ def test_no_join_waits_for_that_after_the_step_in_which_the_link_was_found() -> 
     assert [type(effect) for effect in asking.group.probed(probe, ())] == [GroupJoin]
 
 
+def test_a_join_after_a_step_that_was_done_waits_for_no_probe() -> None:
+    asking = stalled()
+    assert of_kind(asking.group.rank_joined(join(1)), GroupJoin)
+    asking.group.quorum_formed(8, members("a", "b", "c"), 2)
+    [probe] = asking.group.rank_joined(join(1, commit_failures=1))
+    assert isinstance(probe, Probe)
+    assert probe.must_listen == frozenset(), "no step had failed with them before"
+
+
 def test_a_death_there_lets_the_join_go() -> None:
     group = in_quorum_with_one_out_of_reach()
     [probe] = group.rank_joined(join(0, commit_failures=1))

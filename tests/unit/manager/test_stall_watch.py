@@ -6,7 +6,17 @@ import itertools
 
 import pytest
 
-from torchft_like.core.stall_watch import FIRST_S, LAST_S, LOOK_EVERY_S, PER_MEMBER_S, StallWatch, Wait
+from lighthouse.core.history import Report
+from torchft_like.core.stall_watch import (
+    FIRST_S,
+    LAST_S,
+    LOOK_EVERY_S,
+    PER_MEMBER_S,
+    REPORT_PER_MEMBER_S,
+    ProgressLog,
+    StallWatch,
+    Wait,
+)
 
 pytestmark = pytest.mark.progress
 
@@ -114,3 +124,29 @@ def test_a_step_waits_for_a_member_that_is_late_each_time_for_longer_than_join_t
     assert not any(wait(late_s, number, QUORUM + 1) for number in range(3, 10))
     assert not any(wait(LOOK_EVERY_S, number, QUORUM + 1) for number in range(10, 1000))
     assert wait(late_s, 1000, QUORUM + 1), "they are no longer late"
+
+
+def test_progress_is_told_now_and_then_and_at_once_after_a_first_step_and_where_a_heal_begins_and_ends() -> (
+    None
+):
+    log, members, interval_s = ProgressLog(), 100, 10.0
+    assert members * REPORT_PER_MEMBER_S == 0.4  # the least time between two
+    looks = [  # the time, and what is seen; what share of the looks since the last report found it waiting
+        (1.0, Report(7, 5), 0),
+        (1.2, Report(7, 5, "b"), None),
+        (1.5, Report(7, 6, "b"), 1000),  # the first step in this quorum
+        (2.5, Report(7, 7, "b"), None),
+        (11.4, Report(7, 7), None),
+        (11.5, Report(7, 8), 333),
+        (22.0, Report(7, 8), 0),
+        (33.0, Report(7, 8), None),  # it is known
+        (33.1, Report(7, 8, heals_from="a"), 0),
+        (33.4, Report(7, 8), None),
+        (33.5, Report(7, 8), 0),
+        (34.0, Report(8, 9), None),
+        (35.0, Report(8, 10), 0),  # the first step in the next one
+        (36.0, Report(8, 11), None),
+    ]
+    for now, seen, permille in looks:
+        told = None if permille is None else seen._replace(waiting_permille=permille)
+        assert log.look(seen, members, interval_s, now) == told, now
