@@ -254,7 +254,7 @@ class QuorumDriver:
         if lighthouse is None:
             return "rank 0 answered, but has no quorum; its log says why"
         if self.trouble is not None:
-            return f"the lighthouse at {lighthouse} cannot be reached ({self.trouble})"
+            return self._about_lighthouse()
         if self._left_out is not None and self._left_out.reason:
             return f"the others go on without this replica group: it {self._left_out.reason}"
         if self._left_out is not None:
@@ -268,6 +268,11 @@ class QuorumDriver:
             "who is awaited. If these train for longer between two quorums (DiLoCo, LocalSGD), give "
             "quorum_timeout more"
         )
+
+    def _about_lighthouse(self) -> str:
+        if self.trouble is None:
+            return ""
+        return f"the lighthouse at {self._config.lighthouse} cannot be reached ({self.trouble})"
 
     def stop(self, error: FaultToleranceError, timeout_s: float | None) -> None:
         """Wake all waiting threads with `error`, and end what runs in the background, the worker included."""
@@ -300,7 +305,9 @@ class QuorumDriver:
             case GroupLeftNotice() | GroupLostNotice() if self.is_leaving or self._farewell is not None:
                 self._end_of_group = message  # another rank of the group was quicker
             case GroupLeftNotice() | GroupLostNotice():
-                lost = GroupLostError(f"{message.reason}; restart all ranks of this replica group")
+                # It may have given up because it got no quorum, and does not know why.
+                why = "; ".join(filter(None, (message.reason, self._about_lighthouse())))
+                lost = GroupLostError(f"{why}; restart all ranks of this replica group")
                 self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
         return None
 

@@ -140,6 +140,17 @@ def test_a_group_that_is_lost_just_before_an_attempt_begins_fails_it(driver: Quo
         attempt.wait_configured(str)
 
 
+def test_a_rank_without_a_lighthouse_says_so_where_another_one_of_its_group_gave_up_first(
+    driver: QuorumDriver,
+) -> None:
+    """The other one has no session with the lighthouse, and knows only that it got no quorum."""
+    driver.lighthouse_disconnected("connection refused")
+    driver.hear(GroupLostNotice("rank 1 is gone"))
+    away = "rank 1 is gone; the lighthouse at 127.0.0.1:1 cannot be reached .connection refused.; restart all"
+    with pytest.raises(GroupLostError, match=away):
+        driver.raise_if_over()
+
+
 def begun(driver: QuorumDriver) -> Attempt:
     attempt = Attempt(True, LIMIT_S)
     driver.begin(attempt)
