@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 import threading
@@ -70,6 +71,9 @@ from torchft_like.runtime.hosts import local_host_towards
 
 BRIEFLY = timedelta(seconds=5)
 HEAR_EVERY_S = 1.0
+LATE_S = 60.0
+STARTED_ONCE = "start each rank once (RANK), and all ranks of the group again where one has failed"
+_logger = logging.getLogger(__name__)
 _runs = itertools.count()  # of functions in this process; all ranks run the same ones
 
 T = TypeVar("T")
@@ -117,13 +121,15 @@ class RestartGroup:
             own_store, address = serve_store(own_host, limit)
             stack.callback(id, own_store)
             prefix = f"torchft/restarts/{place.run}/{next(_runs)}"
-            with contextlib.closing(AbortableStore(StoreAddress(at, prefix), limit)) as store:
-                store.connect()
+            meets = AbortableStore(StoreAddress(at, prefix), limit)
+            with contextlib.closing(meets) as store, _said_if_late(place, limit):
                 try:
+                    store.connect()
                     group_id = _begin_start(store, place, address)
                     if store.add(f"{group_id}/{rank}", 1) > 1:
                         raise ConfigError(
-                            f"rank {rank} of an earlier start has left its traces in the store at {at}"
+                            f"rank {rank} of this group has a process already, as the store at {at} says; "
+                            f"{STARTED_ONCE}"
                         )
                     store.set(f"{group_id}/process/{rank}", f"{address} {socket.gethostname()}")
                     keys = {other: f"{group_id}/process/{other}" for other in range(world_size)}
@@ -446,6 +452,23 @@ class Meeting:
             watching.cancel()
 
 
+@contextlib.contextmanager
+def _said_if_late(place: GroupPlace, limit: timedelta) -> Iterator[None]:
+    """Log a warning if a block takes long, in which this process waits for the other ranks of its group."""
+    text = (
+        "rank %d waits for the others of this replica group, in the store at %s, for up to %g s: start all "
+        "%d of its ranks (WORLD_SIZE), with one MASTER_ADDR and MASTER_PORT"
+    )
+    told = text, place.group_rank, place.store, limit.total_seconds(), place.group_world_size
+    timer = threading.Timer(LATE_S, _logger.warning, told)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
     """Return the id of the group in this start of it, which rank 0 gives and publishes.
 
@@ -460,7 +483,10 @@ def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
         before = parse_address(said.decode(errors="backslashreplace").partition(" ")[0])
         # Another process may have got the port of a rank 0 that has ended.
         if is_listening(before) and enter_start(store, "start", said, place):
-            raise ConfigError(f"rank 0 of this group has a process already, which serves a store at {before}")
+            raise ConfigError(
+                f"rank 0 of this group has a process already, which serves a store at {before}; "
+                f"{STARTED_ONCE}"
+            )
     group_id = str(uuid.uuid4())
     start = start_text(own, place, group_id)
     enter_start(store, "start", start.encode(), place)

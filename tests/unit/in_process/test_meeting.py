@@ -24,6 +24,7 @@ from lighthouse.core.config import LighthouseConfig
 from lighthouse.server import Lighthouse
 from tests.conftest import WAIT_LIMIT_S
 from tests.faults import raising
+from tests.ports import free_ports
 from tests.waiting import soon
 from torchft_like.core.restarts import (
     OF_THE_RUN,
@@ -513,11 +514,42 @@ def test_ranks_meet_though_their_agents_count_other_restarts() -> None:
         for starts in ("00", "01", "12"):
             groups = list(threads.map(meet, range(2), starts))
             for rank in range(2):
-                with pytest.raises(ConfigError, match=f"rank {rank}"):
+                with pytest.raises(ConfigError, match=f"rank {rank}.*start each rank once"):
                     meet(rank, starts[rank])  # a second process with that rank
             for group in groups:
                 group.__exit__(None, None, None)
     del agents
+
+
+@pytest.mark.progress
+def test_a_rank_that_waits_long_for_the_others_says_so_and_goes_on_when_they_come(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    agents, at = serve_store("127.0.0.1", LIMIT)
+    monkeypatch.setattr(meeting, "_runs", repeat(0))  # each of these threads stands for a process
+
+    def meet(rank: int) -> RestartGroup:
+        place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start="0")
+        return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
+
+    with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
+        with monkeypatch.context() as patch:
+            patch.setattr(meeting, "LATE_S", 0.1)
+            first = threads.submit(meet, 0)
+            assert soon(lambda: len(caplog.records) == 1)
+        stack.enter_context(meet(1))
+        stack.enter_context(first.result(WAIT_LIMIT_S))
+    assert f"rank 0 waits for the others of this replica group, in the store at {at}" in caplog.text
+    assert len(caplog.records) == 1
+    del agents
+
+
+def test_a_rank_whose_store_nobody_serves_ends_as_the_others_did_not_come() -> None:
+    (port,) = free_ports()
+    at = Address("127.0.0.1", port)
+    place = GroupPlace(1, 2, at, store_is_agents=False, run="job", start="0")
+    with pytest.raises(GroupLostError, match=f"a rank of this group did not come: .*{at}"):
+        RestartGroup.meet(place, 0.3, SpareDesk())
 
 
 @pytest.mark.progress
