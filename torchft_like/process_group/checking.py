@@ -536,6 +536,7 @@ JOIN_SECONDS_MAX = 5.0
 READ_BYTES = 1 << 16
 SILENCE_LOOK_MS = 1000
 PATIENCE_S_MAX = 3600.0  # the system call's limit
+UNREAD_BYTES_MAX = 1 << 24  # of answers that a rank has not read, until it counts as lost
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI?")  # the secret, the rank, whether it predicts calls
 _HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) the same on every rank?"
@@ -691,6 +692,7 @@ class Hub:
         self._sockets = Sockets(*connections)
         self._open = set(range(len(connections)))
         self._buffers = [bytearray() for _ in connections]
+        self._unread = [bytearray() for _ in connections]  # answers for which a rank has no room yet
         self._referee = Referee(len(connections), predicts)
         self._selector = selectors.DefaultSelector()
         name = "torchft-checking-referee"
@@ -708,6 +710,9 @@ class Hub:
         try:
             while self._open:
                 ready = [key.data for key, _ in self._selector.select(self._patience_s())]
+                for rank in ready:
+                    if rank in self._open and self._unread[rank] and not self._send_unread(rank):
+                        self._announce(self._lose(rank))
                 for rank in ready:  # lost ranks first: the calls of others may wait for them in vain
                     self._take_in(rank)
                 for rank in ready:
@@ -772,15 +777,30 @@ class Hub:
         while pending:
             answer = pending.popleft()
             if answer.rank in self._open and not self._send(answer):
-                # The rank reads nothing, or is gone: the others must not wait for it.
+                # The rank is gone, or has not read for long: the others must not wait for it.
                 pending.extendleft(self._lose(answer.rank))
 
     def _send(self, answer: Answer) -> bool:
-        message = encode_answer(answer)
+        """Send an answer, or keep it for when the rank reads; return whether that is to be hoped for.
+
+        A rank that calls while this thread is slow reads nothing meanwhile: it is blocked sending, with the
+        lock that its reader needs.
+        """
+        unread = self._unread[answer.rank]
+        unread += encode_answer(answer)
+        return self._send_unread(answer.rank) and len(unread) <= UNREAD_BYTES_MAX
+
+    def _send_unread(self, rank: int) -> bool:
+        unread, connection = self._unread[rank], self._connections[rank]
         try:
-            return self._connections[answer.rank].send(message) == len(message)
+            del unread[: connection.send(unread)]
+        except BlockingIOError:
+            pass
         except OSError:
             return False
+        awaits_room = selectors.EVENT_WRITE if unread else 0
+        self._selector.modify(connection, selectors.EVENT_READ | awaits_room, rank)
+        return True
 
 
 def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:

@@ -246,6 +246,29 @@ def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> Non
             ours.close()
 
 
+def test_a_rank_that_calls_a_thousand_times_before_it_reads_is_answered_each_time() -> None:
+    """A script that waits for nothing sends with the lock that the thread which reads its answers needs."""
+    calls = 1000
+    pairs = [socket.socketpair() for _ in range(2)]
+    hub = Hub([theirs for _, theirs in pairs])
+    try:
+        for ticket in range(calls):
+            request = Request(CALL, ticket, ticket + 1, LIMIT_S, encode(Statement("barrier"))).encode()
+            for ours, _ in pairs:
+                ours.settimeout(LIMIT_S)
+                ours.sendall(request)
+        for ours, _ in pairs:
+            with ours.makefile("rb") as answers:
+                for ticket in range(calls):
+                    _, of, _, length = ANSWER.unpack(answers.read(ANSWER.size))
+                    assert (of, decode_problem(answers.read(length))) == (ticket, None)
+    finally:
+        hub.cut()
+        hub.thread.join(LIMIT_S)
+        for ours, _ in pairs:
+            ours.close()
+
+
 def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own cut ends the connections one after another; the later ones must not hear of the earlier."""
     call = Request(CALL, 5, 1, 30.0, encode(Statement("barrier"))).encode()
