@@ -301,10 +301,12 @@ def _waiting(waiting: Mapping[int, Sequence[str]]) -> str:
 
 
 OWN_FAILURE_MAX = 400  # characters of an error that go to the lighthouse
-# Words in the errors of Gloo, NCCL and torch's stores, all RuntimeErrors: where something took too long,
-# where a call was wrong, which Gloo has found before it sent anything, or where a peer or its host is why.
+# Words in the errors of Gloo, NCCL, torch and its stores, all RuntimeErrors: where something took too long,
+# where a call was wrong, which Gloo has found before it sent anything, where memory has run out, or where a
+# peer or its host is why.
 _TIMED_OUT = "timed out"
 _OF_CALLS = ("cannot use reduceop",)
+_OF_MEMORY = ("allocate memory", "out of memory")
 _OF_PEERS = ("connect", "peer", "pipe", "socket", "remote", "store", _TIMED_OUT, "timeout")
 
 
@@ -312,6 +314,11 @@ def is_refusal(error: Exception) -> bool:
     """Return whether an error, perhaps one of a backend, says that a call was wrong, and changed nothing."""
     is_typed = isinstance(error, CollectiveRefusedError | NotImplementedError | TypeError | ValueError)
     return is_typed or any(word in str(error).lower() for word in _OF_CALLS)
+
+
+def is_lack_of_memory(error: Exception) -> bool:
+    """Return whether an error says that memory has run out, of the host or of a device."""
+    return isinstance(error, MemoryError) or any(word in str(error).lower() for word in _OF_MEMORY)
 
 
 def is_timeout(error: Exception) -> bool:

@@ -68,6 +68,7 @@ from torchft_like.errors import (
     ConfigError,
     PeerLostError,
     ProcessGroupError,
+    is_lack_of_memory,
 )
 from torchft_like.process_group.collectives import (
     ALLREDUCE,
@@ -249,7 +250,9 @@ class CheckedBackend(Backend):
                 # It is a refusal, unless it says that the backend is unusable.
                 is_typed = isinstance(failure, ProcessGroupError) and type(failure) is not ProcessGroupError
                 error = failure.with_traceback(None)
-                if isinstance(failure, RuntimeError) and not (
+                if is_lack_of_memory(failure):
+                    self._generation.not_begun(failure)
+                elif isinstance(failure, RuntimeError) and not (
                     is_typed or isinstance(failure, NotImplementedError)
                 ):
                     error = CollectiveRefusedError(str(failure))

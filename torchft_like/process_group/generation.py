@@ -46,6 +46,7 @@ from torchft_like.errors import (
     PeerLostError,
     ProcessGroupAbortedError,
     ProcessGroupNotConfiguredError,
+    is_lack_of_memory,
     is_refusal,
     is_timeout,
 )
@@ -402,9 +403,10 @@ class Generation:
         try:
             # No variable holds the bound method: an error that the caller keeps must not keep the backend.
             work = methods[name](*args, **kwargs)
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if self.configuration.reason is not None:
                 raise self._aborted() from error
+            self.not_begun(error)
             raise
         if work is None:
             return None
@@ -462,6 +464,15 @@ class Generation:
             return error
         who = backend.out_of_reach()
         return type(error)(f"{error}; {who}") if who else error
+
+    def not_begun(self, error: Exception) -> None:
+        """Make the backend unusable if a call did not begin for want of memory.
+
+        The peers may have begun it, and would meet this rank's next call in it. What is wrong with a call's
+        arguments is mostly wrong on all ranks, and the group goes on.
+        """
+        if is_lack_of_memory(error):
+            self.fail(type(error)(*error.args))  # a copy, as in `explain`
 
     def fail(self, error: Exception) -> None:
         """Make the backend unusable; the first error counts.

@@ -14,10 +14,11 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions
 from torch.distributed import ReduceOp
 
+from tests.managers import error_of
 from torchft_like.errors import ProcessGroupError
 from torchft_like.process_group import ProcessGroup, ProcessGroupGloo
 
-from .conftest import Party
+from .conftest import Party, allreduced
 
 # torch 2.13 renames some functions; the old names are those of every version that is supported.
 pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated. Please use:FutureWarning")
@@ -133,6 +134,7 @@ def party_of_one() -> ProcessGroup:
     return group
 
 
+@pytest.mark.usefixtures("no_operator")
 @pytest.mark.parametrize("check", ["new", False])
 @pytest.mark.parametrize(
     ("dtype", "call"),
@@ -156,6 +158,7 @@ def test_a_dtype_that_gloo_does_not_take_is_refused_and_the_group_goes_on(
     assert_refused(party, check, act, ProcessGroupError, str(dtype))
 
 
+@pytest.mark.usefixtures("no_operator")
 @pytest.mark.parametrize("check", ["new", False])
 @pytest.mark.parametrize(
     "call",
@@ -182,6 +185,34 @@ def test_arguments_that_are_wrong_on_all_ranks_are_refused_and_the_group_goes_on
     party: Party, check: Any, call: Any
 ) -> None:
     assert_refused(party, check, call, (RuntimeError, TypeError))
+
+
+class Uncopied(Tensor):
+    """A tensor for whose copy there is no memory."""
+
+    def contiguous(self, **_: Any) -> Tensor:  # type: ignore[override]
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 16 bytes")
+
+
+@pytest.mark.usefixtures("no_operator")
+@pytest.mark.parametrize("check", [True, "new", False])
+def test_no_later_call_meets_one_for_which_a_member_has_no_memory(party: Party, check: Any) -> None:
+    """Its own sum of the second call was one with the peer's first."""
+    groups = party.meet(2, lambda: ProcessGroupGloo(30, check_collectives=check))
+
+    def reduce_twice(rank: int, group: Any) -> tuple[list[Any], Any]:
+        errors, works = list[Any](), list[Any]()
+        first = torch.ones(2, 2).t()
+        for tensor in (first.as_subclass(Uncopied) if rank == 0 else first, torch.ones(2, 2)):
+            errors.append(error_of(lambda: works.append(group.allreduce([tensor]))))  # noqa: B023
+        return [error for error in errors if error] + [error_of(work.wait) for work in works], tensor
+
+    (own, second), (peers, _) = party.together(groups, reduce_twice)
+    assert "can't allocate memory" in str(own[0])
+    assert None not in own + peers
+    assert second.tolist() == torch.ones(2, 2).tolist()
+    party.configure(groups)
+    assert party.together(groups, lambda _, group: allreduced(group)) == [2.0] * 2
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.int64])
