@@ -3,9 +3,9 @@
 INVARIANT: the functions that the script registered are called on the training thread and nowhere else: by the
 first `start_quorum`, which looks at what they return, and then, in a step in which a replica heals, where the
 step ends and the optimizer has yet to step (with a synchronous quorum: before the forward pass). A step
-that a source's script gives up ends in its next `start_quorum`. At these places no module computes, so
-`state_dict` may take modules apart. Every rank of a replica group is at the same place, and all of them serve
-or none, so it may use collectives of the group.
+that a script gives up ends in its next `start_quorum`. At these places no module computes, so `state_dict`
+may take modules apart. Every rank of a replica group comes to one of them, and all call it or none, so it may
+use collectives of the group.
 
 A healing rank waits, in `should_commit`, until its source comes to the end of the same step and has offered
 its state. The source goes on when the state was fetched, or copied, which a receiver that is slow, or stops,
@@ -206,7 +206,20 @@ class StateExchange:
                 self._refuse(
                     list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up"
                 )
+                self._read_with_others()
+        elif plan is not None and result is not None and plan.heal and result.max_step > 0:
+            self._read_with_others()
         attempt.drop_ahead()
+
+    def _read_with_others(self) -> None:
+        """Call the script's functions for the other ranks of the group, which may have come to the end of the
+        step, and be in a collective of theirs.
+        """
+        if self._config.group_world_size > 1:
+            try:
+                self._registry.own()
+            except Exception:  # the script's functions may raise anything
+                _logger.exception("the state of a step that was given up cannot be read")
 
     def _serves(self, plan: Plan) -> bool:
         return plan.serve or (plan.help and self._transport.takes_helpers)

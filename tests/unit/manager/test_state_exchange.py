@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -319,6 +320,29 @@ def test_a_rank_asks_for_its_own_state_whatever_it_knows_of_the_source(replica: 
     replica.exchange.member_lost(LossNotice(5, "b", "it died"))
     assert not replica.end(attempt)
     assert asked == ["asked"]
+
+
+@pytest.mark.progress
+@pytest.mark.at_rest
+@pytest.mark.parametrize("keeps_offers", [True, False])
+@pytest.mark.parametrize("steps", [SERVES, HEALS])
+def test_a_rank_that_gives_a_step_up_reads_its_state_as_the_others_of_its_group_do(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, steps: dict[str, int], keeps_offers: bool
+) -> None:
+    """The script's function may use collectives of the group: the others waited in one for this rank, which
+    waited for the next quorum.
+    """
+    monkeypatch.setattr(Transport, "keeps_offers", keeps_offers)
+    monkeypatch.setattr(replica.exchange, "_config", replace(config_of("a"), group_world_size=2))
+    asked: list[str] = []
+    replica.registry.register("model", ignore, lambda: asked.append("asked"))
+    attempt = replica.begin(5, **steps)
+    replica.exchange.give_up(attempt)
+    replica.exchange.give_up(attempt)
+    assert asked == ["asked"]
+    replica.registry.register("optim", ignore, no_memory)
+    replica.exchange.give_up(replica.begin(6, **steps))
+    assert asked == ["asked", "asked"]
 
 
 @pytest.mark.parametrize("arrives", [True, False])
