@@ -38,7 +38,8 @@ class Relay:
         self._target = target
         self._request = request
         self._open_filter = open_filter
-        self._listener = socket.create_server((target[0], 0))
+        family = socket.AF_INET6 if ":" in target[0] else socket.AF_INET
+        self._listener = socket.create_server((target[0], 0), family=family)
         self.port: int = int(self._listener.getsockname()[1])
         threading.Thread(target=self._accept, name="relay", daemon=True).start()
 

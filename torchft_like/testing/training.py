@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import hashlib
-import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lighthouse.address import parse_address
 from torchft_like import DistributedDataParallel, Manager, Optimizer
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.digest import state_digest
@@ -261,12 +261,10 @@ class RelayedTransport(HTTPTransport[Any]):
     def metadata(self) -> str:
         """Return the address of the relay."""
         metadata = super().metadata()
-        match = re.search(r"://([^/:]+):(\d+)", metadata)
-        if match is None:
-            raise ValueError(f"no address in {metadata!r}")
+        address = parse_address(metadata)
         if self._relay is None:
-            self._relay = Relay((match[1], int(match[2])), self._open_filter)
-        return metadata.replace(match[0], f"://{match[1]}:{self._relay.port}")
+            self._relay = Relay((address.host, address.port), self._open_filter)
+        return metadata.removesuffix(str(address.port)) + str(self._relay.port)
 
 
 def flip_bit(tensor: Tensor) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 
 from lighthouse.address import LOOPBACK, Address, parse_address
-from lighthouse.listening import listen_tcp
+from lighthouse.listening import listen_tcp, why_unbindable
 from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
 from tests.unit.checkpointing.conftest import LIMIT, Make
@@ -46,6 +46,7 @@ from torchft_like.checkpointing.state_stream import (
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import BindError, CheckpointError, CheckpointFormatError, ShutdownError
 from torchft_like.testing.relay import Filter, Relay, at, cut, flip_bit
+from torchft_like.testing.training import RelayedTransport
 
 SOON = timedelta(milliseconds=300)
 State = dict[str, Any]
@@ -102,6 +103,15 @@ class TestTransfer:
         state = make_state(5_000_000)
         source.send_checkpoint([1], 5, state, LIMIT)
         assert_same(fetch(receiver, source), state)
+
+    @pytest.mark.skipif(why_unbindable(Address("::1", 0)) is not None, reason="no IPv6 on this host")
+    def test_a_state_comes_through_a_relay_on_a_host_with_ipv6_alone(self, transports: Make) -> None:
+        source, receiver, state = RelayedTransport(lambda: bytes, LIMIT, "::1"), transports(), make_state()
+        try:
+            source.send_checkpoint([1], 5, state, LIMIT)
+            assert_same(fetch(receiver, source), state)
+        finally:
+            source.shutdown()
 
     @pytest.mark.heal_is_clean
     def test_what_is_sent_is_the_state_at_the_time_of_sending(self, transports: Make) -> None:
