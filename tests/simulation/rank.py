@@ -37,7 +37,6 @@ LOST = ConnectionError("a member was lost")
 VOTED_NO = RuntimeError("another rank of the replica group voted no")
 NOT_HEALED = ConnectionError("the state could not be fetched")
 NOT_ALL_HEALED = RuntimeError("another rank of the replica group has not fetched the state")
-IN_VAIN = RuntimeError("there was no quorum, and the replica group leaves")
 SICK = OSError("the device is gone")
 REPORTED = ValueError("the training script reported an error")
 SKIPPED = RuntimeError("a collective had no part of a member that heals")
@@ -78,8 +77,6 @@ class Rank(Process):
         self.trainer: Trainer | None = None  # the process that runs it, where that may run others after it
         self.stop_wanted = False
         self._began = 0.0  # when the attempt began, or asked for a quorum
-        self._is_in_vain = False  # it waits for a quorum no more, and is not committed
-        self._told: Verdict | None = None  # the verdict on such an attempt
         self.sick_until = 0.0  # until then its process group fails whenever it is configured
         self.orders: dict[str, float] = {}  # by kind: what the script does next, as a fault has made it
         self.offer: Snapshot | None = None
@@ -89,7 +86,7 @@ class Rank(Process):
         self._attempt = 0
         self._operation = 0
         self.phase = PREPARE
-        self._is_agreed = self._is_leaving = False
+        self._is_leaving = False
         self._is_stepping = False  # the optimizer may have done any part of its step
         self._configured = self._has_computed = False
         self._configuring: Mesh | None = None
@@ -153,23 +150,21 @@ class Rank(Process):
             return
         if self.protocol.goes_on or self.orders.get("restore", 1.0) % 0.5 < 0.25:  # many wait for quiet steps
             self._restore()
-        scenario, told = self.replica.world.scenario, self._told
-        goes_on = self.protocol.goes_on and told is None
+        scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
         self._leave_state()
         self._own, self._is_stepping = self.protocol.begin(), False
         self._attempt += 1
-        self._has_computed = self._is_waiting = self._is_in_vain = False
-        self._began, self._told = self.replica.world.now, None
+        self._has_computed = self._is_waiting = False
+        self._began = self.replica.world.now
         self._plan, self._source = None, None
         self._sum, self._bucket = (0, None, 0), 0
         self.phase = FORWARD if scenario.async_quorum else PREPARE
-        self._is_agreed = self._configured = goes_on
+        self._configured = goes_on
         if goes_on:
             self.protocol.stand()
             self._collectives = scenario.collectives(self.protocol.step)
-        elif told is not None:  # before this step, or in the last one, whose end the script has skipped
-            self._told = told
-            self._wait_no_longer()
+        elif self.protocol.is_given_up:
+            self._go_on_in_vain()
         else:
             self._ask()
             if self._does("report_early") is not None:
@@ -180,7 +175,7 @@ class Rank(Process):
     @property
     def is_leaving(self) -> bool:
         """Whether it leaves with all ranks of its group, or knows that it does after this step."""
-        return self._is_leaving or self._told is not None
+        return self._is_leaving or self.protocol.is_leaving
 
     @property
     def has_collectives(self) -> bool:
@@ -221,31 +216,24 @@ class Rank(Process):
             left_s -= world.now - max(self._began, since)
             if left_s <= TINY_S:
                 world.felt["left_in_vain"] += 1
-                self._ask_instead_of_holding()
-                self._wait_no_longer()
+                if self.protocol.ask_instead_of_holding():
+                    self._ask_again()
+                if self.protocol.give_up():
+                    self._go_on_in_vain()
                 vote = Verdict(self.protocol.step, False, stop=True)
                 self.replica.say(self.number, self.replica.vote, self.number, vote)
                 left_s = world.scenario.stop_wait_s
         world.after(left_s, self, self._wait_before_stop, since)
 
-    def _ask_instead_of_holding(self) -> None:
-        """Ask for a quorum where this rank holds: its group takes it for one that waits in vain."""
-        if self.protocol.is_held:
-            self._promised = None
-            self.protocol.resume()
-            self._ask_instead()
-
-    def _wait_no_longer(self) -> None:
+    def _go_on_in_vain(self) -> None:
         """Go on to the end of the step without a quorum."""
-        if self.protocol.is_waiting and not self._is_in_vain:
-            self._is_in_vain, self._trouble_attempt = True, self._attempt
-            if self.protocol.fail_current(IN_VAIN):
-                self._abort(self.protocol.quorum_id)
-            self.replica.world.tell(self.name, "waits for no quorum any more")
-            self.replica.world.after(0.0, self, self._open_in_vain, self._attempt)
+        self._configured = self._is_waiting = False
+        self._trouble_attempt = self._attempt
+        self.replica.world.tell(self.name, "waits for no quorum any more")
+        self.replica.world.after(0.0, self, self._open_in_vain, self._attempt)
 
     def _open_in_vain(self, attempt: int) -> None:
-        if attempt == self._attempt and self._is_in_vain:
+        if attempt == self._attempt and self.protocol.is_given_up:
             self._open()
 
     def time_out(self, *, is_noticed: bool) -> bool:
@@ -274,7 +262,7 @@ class Rank(Process):
             self._fetch_failed(self._fetches)
         elif not self.protocol.in_step:  # between two, or before the first
             return False
-        elif self.phase in (GATE, PREPARE, GIVEN_UP) and (self._is_waiting or not self._is_agreed):
+        elif self.phase in (GATE, PREPARE, GIVEN_UP) and (self._is_waiting or self.protocol.is_waiting):
             self.begin()
         else:
             return False
@@ -378,7 +366,7 @@ class Rank(Process):
         if not self._collectives and protocol.needs_asking:
             self._ask_instead()
             return
-        if not self._is_in_vain and not self._enter():
+        if not protocol.is_given_up and not self._enter():
             return
         if world.scenario.is_fragile and not self._bucket and self._loses_step():
             return
@@ -449,10 +437,11 @@ class Rank(Process):
         self.phase = VERDICT
         if len(replica.ranks) == 1:
             self._decide(vote)
-        elif self._told is not None:
-            self._decide(self._told)
         else:
+            heard = protocol.verdict
             replica.say(self.number, replica.vote, self.number, vote)
+            if heard is not None:
+                self._decide(heard)
 
     def _is_excused(self) -> bool:
         """Return whether there is a reason for not committing."""
@@ -461,25 +450,16 @@ class Rank(Process):
 
     def hear_verdict(self, verdict: Verdict) -> None:
         """Take the verdict of this group's ranks."""
-        if verdict.step != self.protocol.step:
-            return
-        if not self.protocol.in_step:
-            self._told = verdict if verdict.stop else None
-            return
-        if verdict.committed and not self._is_agreed:  # on the attempt before
-            if verdict.stop or self._is_in_vain:
-                self.die("its replica group leaves after a step that it gave up")
-            return
-        if verdict.stop:
-            self._ask_instead_of_holding()
-        if verdict.stop and not self._is_agreed:
-            self._wait_no_longer()
-        if self.phase == VERDICT:
+        plan = self.protocol.hear(verdict)
+        if plan.gives_up:
+            self._go_on_in_vain()
+        if plan.ends_behind:
+            self.die("its replica group leaves after a step that it gave up")
+        elif plan.decides and self.phase == VERDICT:
             self._decide(verdict)
-        elif self.phase == AGREE:
+        elif plan.decides and self.phase == AGREE:
+            self.protocol.reopen()
             self._hear_agreed(verdict.has_fetched)
-        elif self._is_in_vain:
-            self._told = verdict
 
     def _decide(self, verdict: Verdict) -> None:
         protocol, replica = self.protocol, self.replica
@@ -570,7 +550,7 @@ class Rank(Process):
         world = self.replica.world
         world.checker.agreed(self.name, result.quorum_id, result.replica_ids)
         plan = self.protocol.agreed(result, True)
-        self._result, self._is_agreed = result, True
+        self._result = result
         self._collectives = world.scenario.collectives(result.max_step)
         self._promised = self._named = None
         if self.protocol.is_broken(result.quorum_id):
@@ -606,10 +586,14 @@ class Rank(Process):
     def _ask_instead(self) -> None:
         """Ask for a quorum in an attempt that has begun in the one that stands."""
         if self.protocol.ask_instead():
-            self.replica.world.tell(self.name, "asks at attempt", self.protocol.step)
-            self._is_agreed = self._configured = self._is_waiting = False
-            self._began = self.replica.world.now
-            self._ask()
+            self._ask_again()
+
+    def _ask_again(self) -> None:
+        self.replica.world.tell(self.name, "asks at attempt", self.protocol.step)
+        self._promised = None
+        self._configured = self._is_waiting = False
+        self._began = self.replica.world.now
+        self._ask()
 
     def hear_lost(self, notice: LossNotice) -> None:
         """Abort what waits for a member that is gone."""

@@ -44,7 +44,8 @@ from typing import NamedTuple
 from lighthouse.core.decisions import DISOWNED, NO_STATE, STEP_MAX
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import NOWHERE, CatchUp, KeptStep, Version
-from torchft_like.core.replica_group import LossNotice, RankJoin
+from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
+from torchft_like.errors import StepLostError
 
 
 class WorldSizeMode(Enum):
@@ -79,6 +80,20 @@ class Plan(NamedTuple):
     hold: bool = False  # keep the offer of an earlier step
 
 
+class OnVerdict(NamedTuple):
+    """What a rank does when it hears a verdict of its replica group.
+
+    Attributes:
+        gives_up: waits for a quorum no more.
+        decides: ends the attempt with the verdict, once the script is there.
+        ends_behind: ends, as it is a step behind the other ranks of its group, which leave: it cannot heal.
+    """
+
+    gives_up: bool = False
+    decides: bool = False
+    ends_behind: bool = False
+
+
 class Share(NamedTuple):
     """A replica group's part of the work of a step.
 
@@ -98,6 +113,7 @@ OWN_FAILURES_MAX = 8  # with so many the lighthouse leaves a replica out for the
 
 
 GIVEN_UP = "it gave a step up without a verdict"
+IN_VAIN = "this replica group was asked to stop, and leaves as there was no quorum for its step"
 
 
 class StepProtocol:
@@ -109,6 +125,10 @@ class StepProtocol:
         catch_up: the steps that it keeps meanwhile.
         is_bound: whether this attempt has a collective that cannot complete without all members; the
           code that issues one sets it.
+        is_given_up: whether this attempt waits for a quorum no more, and is not committed.
+        verdict: that of the ranks of this group on this attempt, once it was heard, or on the last one.
+        farewell: the verdict with which all of them leave without a quorum. A rank that hears it between two
+          steps, or whose script skips the end of its step, leaves with the next one.
     """
 
     def __init__(self, rules: StepRules) -> None:
@@ -149,6 +169,9 @@ class StepProtocol:
         self.is_bound: bool = False
         self._was_bound = False  # the last attempt, which was committed
         self._is_settled = False  # the script has carried out all that was committed, and nothing more
+        self.is_given_up: bool = False
+        self.verdict: Verdict | None = None
+        self.farewell: Verdict | None = None
 
     def begin(self) -> RankJoin:
         """Start a new attempt; return the join, without the rank that asks.
@@ -168,6 +191,9 @@ class StepProtocol:
         self.healing = self._lacks_state = False
         self._agreed = self._is_entered = self._has_gone_on = self.is_bound = False
         self._failure_before_quorum, self._own_failure_before_quorum = None, ""
+        self.is_given_up, self.verdict = False, self.farewell
+        if self.farewell is not None:
+            self.give_up()
         failures = max(self.commit_failures, int(broken > 0))
         # With a synchronous quorum a replica heals before the forward pass; its source may be in it already.
         may_stand = self._was_bound and self._rules.use_async_quorum
@@ -237,7 +263,8 @@ class StepProtocol:
         This is the same on all ranks of a replica group, so it does not look at what each learns at another
         time, such as that the process group broke.
         """
-        return self._stands and self._was_bound and not self.in_step and self.step != self._ask_at
+        is_over = self.farewell is not None or self.step == self._ask_at
+        return self._stands and self._was_bound and not self.in_step and not is_over
 
     def stand(self) -> None:
         """Make the attempt that has just begun in the present quorum."""
@@ -289,6 +316,15 @@ class StepProtocol:
             self._failure_before_quorum = self._failures.get(self.quorum_id)
         self._stands = self._agreed = self._has_gone_on = self._is_entered = False
         return True
+
+    def ask_instead_of_holding(self) -> bool:
+        """Turn an attempt that is not entered into one that asks, for which its group takes none that holds;
+        return False if this rank does not hold.
+        """
+        if not self.is_held:
+            return False
+        self._is_held = False
+        return self.ask_instead()
 
     @property
     def is_due(self) -> bool:
@@ -550,6 +586,46 @@ class StepProtocol:
     def passes(self) -> bool:
         """Whether this rank, which catches up, may keep the step, as nothing went wrong in it here."""
         return self.catch_up is not None and self.failure is None and not self.loads
+
+    def hear(self, verdict: Verdict) -> OnVerdict:
+        """Take a verdict of the ranks of this group, which is perhaps on an earlier attempt than this one."""
+        if verdict.step != self.step:
+            return OnVerdict()
+        is_over = not self.in_step or self.verdict is not None
+        if verdict.stop and not verdict.committed and (is_over or self.is_waiting or self.is_held):
+            self.farewell = verdict
+        if is_over:
+            return OnVerdict()
+        if verdict.committed and self.is_waiting:
+            # The script gave that attempt up after its vote: the averages are gone.
+            return OnVerdict(ends_behind=verdict.stop or self.is_given_up)
+        gives_up = verdict.stop and self.give_up()
+        decides = self._agreed or self.is_given_up
+        if decides:
+            self.verdict = verdict
+        return OnVerdict(gives_up, decides)
+
+    def reopen(self) -> None:
+        """Let the ranks vote once more on this attempt: the verdict was on another question."""
+        self.verdict = None
+
+    def give_up(self) -> bool:
+        """Wait for a quorum no more: the step goes on to its end without one, and is not committed. Return
+        False if there is nothing to wait for.
+        """
+        self.ask_instead_of_holding()
+        if not self.is_waiting or self.is_given_up:
+            return False
+        self.is_given_up = True
+        self._failure_before_quorum = self._failure_before_quorum or StepLostError(IN_VAIN)
+        return True
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether all ranks of this group leave now: the first to do so ends the group for the others, which
+        may still save their states with collectives.
+        """
+        return self.farewell is not None or (self.verdict is not None and self.verdict.stop)
 
     def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
         """Record the decision of the whole replica group.

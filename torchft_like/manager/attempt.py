@@ -54,7 +54,6 @@ class Attempt:
         self.comparison: torch.Tensor | None = None  # of the members' fingerprints, once it was issued
         self.report: Report | None = None  # called with errors of the collectives
         self.error: Exception | None = None
-        self.is_given_up = False  # its quorum did not come in time for a rank that was asked to stop
         self.verdict: Verdict | None = None
         self.sources: list[Source] = []  # where peers' states can be fetched, once that is known
         self.ahead: CopyAhead | None = None  # of this rank's own state, which it is to serve
@@ -122,7 +121,6 @@ class Attempt:
 
     def give_up(self) -> None:
         """Wait for the quorum no more: the step goes on to its end without one, and is not committed."""
-        self.is_given_up = True
         self._agreed.set()
         self.open_configured()
 

@@ -75,6 +75,11 @@ class ManagedGroup:
                 self._protocol.resume()
             elif not self._protocol.released(quorum_id, ask_at):
                 self.fail(quorum_id, MemberLostError(f"the others ask for a quorum at step {ask_at} already"))
+            self.wake()
+
+    def wake(self) -> None:
+        """Have a rank that holds look whether it may enter, or its attempt is over."""
+        with self._told:
             self._told.notify_all()
 
     def configure(
@@ -185,8 +190,7 @@ class ManagedGroup:
         """End what the process group does, in any quorum, because this replica stops."""
         self.pg.abort("this replica stops")
         self._ending.set("this replica stops")
-        with self._told:
-            self._told.notify_all()
+        self.wake()
 
     def _abort(self, quorum_id: int, reason: str) -> None:
         if quorum_id < self._protocol.quorum_id:

@@ -337,7 +337,7 @@ class Manager:
             own = self._driver.begin(attempt)
             attempt.fingerprint = self._driver.divergence.take(own.step)
             attempt.ask = partial(self._ask, attempt, own, shrink_only)
-            if not attempt.is_standing and not attempt.is_given_up:
+            if not attempt.is_standing and not self._protocol.is_given_up:
                 attempt.ask()
         except BaseException as error:  # the next step would wait for a quorum that was never asked for
             attempt.fail(lost_by(error, "start_quorum"))
@@ -538,7 +538,7 @@ class Manager:
                 protocol.decide(verdict.committed)
         if not is_alone:
             verdict = self._verdict_of_all(attempt, verdict, votes_s)
-            self._stop_agreed = self._driver.is_leaving = verdict.stop
+            self._stop_agreed = verdict.stop
         committed = verdict.committed
         if not (is_alone and committed):
             averages = self._exchange.keep() if verdict.passed else None
@@ -727,7 +727,9 @@ class Manager:
             return has_fetched
         vote = Verdict(self._protocol.step, False, passed=has_fetched, has_fetched=has_fetched)
         verdict = self._verdict_of_all(attempt, vote, self._config.timeout_s)
-        attempt.reopen()
+        with self._group.lock:
+            self._protocol.reopen()
+            attempt.reopen()
         return verdict.has_fetched
 
     def _verdict_of_all(self, attempt: Attempt, vote: Verdict, bound_s: float) -> Verdict:

@@ -41,7 +41,7 @@ from torchft_like.core.replica_group import (
 )
 from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import UNKNOWN_RANK, Divergence
-from torchft_like.core.step import Plan, StepProtocol
+from torchft_like.core.step import IN_VAIN, Plan, StepProtocol
 from torchft_like.divergence import OnDivergence, StateFingerprint
 from torchft_like.divergence.state_fingerprint import PendingFingerprint
 from torchft_like.errors import (
@@ -79,8 +79,6 @@ class QuorumDriver:
         attempt: the current attempt, or the last one.
         fatal: the error with which this Manager ended; every later wait raises it.
         over: is set once there is one.
-        is_leaving: whether the last step's verdict was to leave: the first to do so ends the group for the
-            others, which may still save their states with collectives.
         trouble: why the lighthouse cannot be reached at present, if so.
         divergence: the watch over differences between the replicas' states.
     """
@@ -96,7 +94,6 @@ class QuorumDriver:
         self.attempt: Attempt | None = None
         self.fatal: FaultToleranceError | None = None
         self.over = AbortSignal()
-        self.is_leaving: bool = False
         self.trouble: str | None = None
         self.divergence: DivergenceWatch = DivergenceWatch(emit)
         self._config = config
@@ -110,18 +107,14 @@ class QuorumDriver:
         self._members: tuple[str, ...] = ()
         self._loop = coordination_loop().loop
         self._is_asked_to_stop = False
-        # The verdict with which all ranks of the group leave without a quorum. A rank that hears it between
-        # two steps, or whose script skips the end of its step, leaves with the next one.
-        self._farewell: Verdict | None = None
         self._end_of_group: GroupLeftNotice | GroupLostNotice | None = None  # heard while this rank leaves
         self._left_out: LeftOutNotice | None = None  # the quorum does without this group, and why
         self._suspects: dict[int, str] = {}  # by rank of this group: why it is suspected
 
     def begin(self, attempt: Attempt) -> RankJoin:
         """Make `attempt` the current one, in the present quorum if that stands; return its join."""
-        self.is_leaving = False
-        if self._end_of_group is not None:  # the script goes on, and was told to leave
-            self.hear(self._end_of_group)
+        if self._end_of_group is not None and self._protocol.farewell is None:
+            self._end_with_group(self._end_of_group)  # the script goes on, and was told to leave
         with self._group.lock:
             last, self.attempt = self.attempt, attempt
             self._worker.device = attempt.device
@@ -132,14 +125,14 @@ class QuorumDriver:
             if last is not None and last.result is not None and last.result.healing_replica_ids:
                 attempt.quorum_timeout_s += self._config.timeout_s  # which they may take, and are awaited
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
-            goes_on = self._protocol.goes_on and self.divergence.may_go_on and self._farewell is None
+            goes_on = self._protocol.goes_on and self.divergence.may_go_on
             own = self._protocol.begin()
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
                 attempt.stand(result._replace(max_step=own.step))
-            if self._farewell is not None:
-                self._give_up(attempt)
-                attempt.decide(self._farewell)
+            if self._protocol.verdict is not None:  # all ranks leave
+                self._go_on_in_vain(attempt)
+                attempt.decide(self._protocol.verdict)
             return own
 
     def ask(self, attempt: Attempt, join: RankJoin, link: RankLink) -> None:
@@ -302,14 +295,17 @@ class QuorumDriver:
                 self.released(message.quorum_id, message.ask_at)
             case SuspectNotice(group_rank, reason):
                 self.suspected(group_rank, reason)
-            case GroupLeftNotice() | GroupLostNotice() if self.is_leaving or self._farewell is not None:
+            case GroupLeftNotice() | GroupLostNotice() if self._protocol.is_leaving:
                 self._end_of_group = message  # another rank of the group was quicker
             case GroupLeftNotice() | GroupLostNotice():
-                # It may have given up because it got no quorum, and does not know why.
-                why = "; ".join(filter(None, (message.reason, self._about_lighthouse())))
-                lost = GroupLostError(f"{why}; restart all ranks of this replica group")
-                self.end(ForeignMemberError(message.reason) if message.is_foreign else lost, message.reason)
+                self._end_with_group(message)
         return None
+
+    def _end_with_group(self, notice: GroupLeftNotice | GroupLostNotice) -> None:
+        # It may have given up because it got no quorum, and does not know why.
+        why = "; ".join(filter(None, (notice.reason, self._about_lighthouse())))
+        lost = GroupLostError(f"{why}; restart all ranks of this replica group")
+        self.end(ForeignMemberError(notice.reason) if notice.is_foreign else lost, notice.reason)
 
     def quorum(self, result: QuorumResult) -> None:
         # No other attempt begins meanwhile, or its peers would wait in a quorum that only the protocol knows
@@ -345,26 +341,15 @@ class QuorumDriver:
     def verdict(self, verdict: Verdict) -> None:
         """Handle a verdict; one on an attempt that was given up comes before the next attempt's quorum."""
         with self._group.lock:
-            attempt = self.attempt
-            is_over = attempt is None or attempt.verdict is not None
-            if verdict.step != self._protocol.step:
+            attempt, plan = self.attempt, self._protocol.hear(verdict)
+            if attempt is None:
                 return
-            is_in_vain = verdict.stop and not verdict.committed
-            if is_in_vain and (is_over or self._protocol.is_waiting or self._protocol.is_held):
-                self._farewell = verdict
-        if attempt is None or is_over:
-            return
-        if verdict.committed and not attempt.is_agreed:
-            # It is on the attempt before, which the script gave up after its vote: those averages are gone.
-            if verdict.stop or attempt.is_given_up:
-                self._end_behind(verdict.step)
-            return
-        if verdict.stop:
-            self._ask_instead_of_holding(attempt)
-        if verdict.stop and not attempt.is_agreed:
-            self._give_up(attempt)
-        if attempt.is_agreed or attempt.is_given_up:
-            attempt.decide(verdict)
+            if plan.gives_up:
+                self._go_on_in_vain(attempt)
+            if plan.decides:
+                attempt.decide(verdict)
+        if plan.ends_behind:
+            self._end_behind(verdict.step)
 
     def _end_behind(self, step: int) -> None:
         """End this Manager, which is a step behind the other ranks of its group, and has no time to heal."""
@@ -407,32 +392,31 @@ class QuorumDriver:
         if attempt is not None and (self._protocol.is_waiting or self._protocol.is_held):
             left_s -= time.monotonic() - max(attempt.began, since)
             if left_s <= 0:
-                self._ask_instead_of_holding(attempt)
-                if attempt.leave is not None:
-                    self._give_up(attempt)
-                    # At once: before its vote the script may have collectives with ranks that wait.
-                    attempt.leave()
+                self._stop_waiting(attempt)
                 left_s = STOP_WAIT_S
         self._loop.call_later(left_s, self._wait_before_stop, since)
 
-    def _ask_instead_of_holding(self, attempt: Attempt) -> None:
-        """Ask for a quorum where this rank holds: its group takes it for one that waits in vain."""
+    def _stop_waiting(self, attempt: Attempt) -> None:
+        """Have all ranks of the group leave, as no quorum comes."""
         with self._group.lock:
-            if attempt is not self.attempt or not self._protocol.is_held:
-                return
-            self._group.released(self._protocol.quorum_id, None)
-            self._protocol.ask_instead()
-            attempt.unstand()
-        attempt.ask()
+            asks = attempt is self.attempt and self._protocol.ask_instead_of_holding()
+            if asks:
+                attempt.unstand()
+                self._group.wake()
+        if asks:
+            attempt.ask()
+        if attempt.leave is None:  # the device computes yet what the join has to say
+            return
+        with self._group.lock:
+            if attempt is self.attempt and self._protocol.give_up():
+                self._go_on_in_vain(attempt)
+        attempt.leave()  # at once: before its vote the script may have collectives with ranks that wait
 
-    def _give_up(self, attempt: Attempt) -> None:
-        """End the wait for a quorum: the step goes on without one, and is not committed."""
-        with self._group.lock:
-            if attempt is not self.attempt or not self._protocol.is_waiting or attempt.is_given_up:
-                return
-            in_vain = "this replica group was asked to stop, and leaves as there was no quorum for its step"
-            self._group.fail_current(StepLostError(in_vain))
-            attempt.give_up()
+    def _go_on_in_vain(self, attempt: Attempt) -> None:
+        attempt.unstand()
+        attempt.give_up()
+        self._group.wake()
+        self._emit("error", quorum_id=self._protocol.quorum_id, reason=f"StepLostError: {IN_VAIN}")
 
     def suspected(self, group_rank: int, reason: str) -> None:
         """Give the quorum up, and wait for the rank as long as it is suspected."""
