@@ -407,12 +407,11 @@ class Checker:
                 "on_schedule", f"{process} {verb} a fragment after {done} inner steps, not {expected}"
             )
 
-    def decided(self, rank: Rank, committed: bool) -> None:
+    def decided(self, rank: Rank, step: int, committed: bool) -> None:
         """Check that a process learns the same verdict on its step as the other ranks of its group."""
         replica, protocol = rank.replica, rank.protocol
         if len(replica.ranks) == 1:
             return
-        step = protocol.step if committed else protocol.step + 1
         if self._verdicts.setdefault((replica.replica_id, protocol.quorum_id, step), committed) != committed:
             self.violate(
                 "agreement", f"{rank.name} decides otherwise than another rank of its group at {step}"

@@ -455,9 +455,18 @@ class Rank(Process):
             self._go_on_in_vain()
         if plan.ends_behind:
             self.die("its replica group leaves after a step that it gave up")
-        elif plan.decides and self.phase == VERDICT:
+        elif plan.decides and self.phase in (VERDICT, AGREE):
+            world = self.replica.world
+            if self.phase == VERDICT and not verdict.passed:
+                world.checker.decided(self, verdict.step + 1, verdict.committed)
+            world.go_on(world.lag_s(), self, self._go_on_decided, self._attempt, verdict)
+
+    def _go_on_decided(self, attempt: int, verdict: Verdict) -> None:
+        if attempt != self._attempt:
+            return
+        if self.phase == VERDICT:
             self._decide(verdict)
-        elif plan.decides and self.phase == AGREE:
+        elif self.phase == AGREE:
             self.protocol.reopen()
             self._hear_agreed(verdict.has_fetched)
 
@@ -499,7 +508,7 @@ class Rank(Process):
         else:
             self._receive_fragment(0, committed)
         if not verdict.passed:  # the next step of one that lacks the state is another one
-            world.checker.decided(self, committed)
+            world.checker.decided(self, protocol.step + int(not committed), committed)
         if (over := self._over) is not None:
             world.checker.synced(self, over, committed, before)
         if self._is_leaving:
@@ -638,6 +647,15 @@ class Rank(Process):
         old, self.group_mesh = self.group_mesh, None
         if old is not None:
             old.leave(self)
+        world.go_on(world.lag_s(), self, self._begin_to_configure, result)
+
+    def _begin_to_configure(self, result: QuorumResult) -> None:
+        if self._result is not result:
+            return
+        if self.protocol.is_broken(result.quorum_id):
+            self._open()
+            return
+        world = self.replica.world
         name = (result.store_address, result.quorum_id, self.number)
         mesh = self._configuring = mesh_of(world, name, result.quorum_id, result.replica_world_size)
         self._replica_rank = result.replica_rank
@@ -964,8 +982,8 @@ class Rank(Process):
         if len(self.replica.ranks) == 1:
             self._hear_agreed(state is not None)
             return
-        self.phase, has_fetched = AGREE, state is not None
-        vote = Verdict(self.protocol.step, False, self.stop_wanted, has_fetched, has_fetched)
+        self.phase = AGREE
+        vote = self.protocol.vote_on_state(state is not None)._replace(stop=self.stop_wanted)
         self.replica.say(self.number, self.replica.vote, self.number, vote)
 
     def _hear_agreed(self, has_fetched: bool) -> None:

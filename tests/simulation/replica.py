@@ -86,6 +86,7 @@ class Replica:
         self._suspects: set[int] = set()
         self._lease = 0  # changes when the lease that runs is ended or renewed
         self._backoff = BACKOFF_MIN_S
+        self._said_until = 0.0  # when the server hears the last of what its own rank has said
         self.ranks = [Rank(self, number) for number in range(world.scenario.ranks)]
         self.server: Process = self.ranks[0]
         self.core.rank_registered(0, self.ranks[0].process)
@@ -213,8 +214,9 @@ class Replica:
 
     def say(self, number: int, action: Action, *args: Any) -> None:
         """Carry a message from a rank to the server."""
-        if number == 0:
-            action(*args)
+        if number == 0:  # a thread of its own process
+            self._said_until = max(self.world.now + self.world.lag_s(), self._said_until)
+            self.world.go_on(self._said_until - self.world.now, self.server, action, *args)
             return
         self.lines[number].say_up(action, *args)
 

@@ -96,6 +96,7 @@ STOPPING = 6  # the seeds, modulo 7, in which who is asked to stop does not wait
 
 SLOW_HEALS = 28  # the seeds, modulo 43, of jobs in which a heal takes longer than `join_timeout`
 
+THREADS = 17  # the seeds, modulo 53, of jobs whose processes are on hosts with too few cores
 FRAGILE = 21  # the seeds, modulo 47, of jobs in which each step is lost in which somebody heals
 
 LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer than `join_timeout`
@@ -150,6 +151,7 @@ class Scenario:
         starts_late: whether one rank of a replica group may start long after the others.
         is_fixed: whether `min_replica_size` groups take part in a step, and the others add zeros.
         min_replica_size: of the step protocol.
+        thread_s: the longest until a thread of a rank goes on with what another has handed to it.
         stop_wait_s: how long a rank that was asked to stop waits for a quorum; math.inf: until there is one.
         fragments: how many fragments DiLoCo syncs in turn; 0: gradients are averaged in every step.
         inner_steps: the inner steps from one sync to the next, which together take `compute_s`.
@@ -228,6 +230,7 @@ class Scenario:
     is_fixed: bool = False
     min_replica_size: int = 0
     stop_wait_s: float = math.inf
+    thread_s: float = 0.0
 
     @property
     def brief_s(self) -> float:
@@ -321,6 +324,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_long_steps(scenario) if seed % 32 in LONG_STEPS else scenario
     scenario = replace(scenario, has_liars=seed % 32 in LYING, min_replica_size=scenario.min_replicas)
     scenario = _with_what_is_rare(scenario, seed % 41)
+    scenario = _with_slow_threads(scenario) if seed % 53 == THREADS else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
     return _with_slow_heals(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
 
@@ -392,6 +396,15 @@ def _with_long_steps(scenario: Scenario) -> Scenario:
     # Who is alone as it wishes to shrink goes on from a checkpoint of an earlier run that nobody believes.
     few = scenario.without(["shrink"])
     return replace(few, delay_s=delay_s, join_timeout_s=messages_s + part * scenario.compute_s)
+
+
+def _with_slow_threads(scenario: Scenario) -> Scenario:
+    """Return the job with threads that go on as late as messages come, or as the end of a connection is
+    noticed. A `join_timeout` is longer.
+    """
+    longest_s = scenario.keepalive_s if scenario.seed // 53 % 2 else 20 * scenario.latency_s
+    thread_s = longest_s * random.Random(scenario.seed * 3 + 7).random()
+    return replace(scenario, thread_s=thread_s, join_timeout_s=scenario.join_timeout_s + 4 * thread_s)
 
 
 def _with_slow_heals(scenario: Scenario) -> Scenario:

@@ -134,6 +134,17 @@ class World:
         self._sequence += 1
         heappush(self.heap, (time, self._sequence, process, action, args))
 
+    def go_on(self, lag_s: float, process: Process, action: Action, *args: Any) -> None:
+        """Call `action` in the thread of a process that goes on after so long."""
+        if lag_s > 0:
+            self.after(lag_s, process, action, *args)
+        else:
+            action(*args)
+
+    def lag_s(self) -> float:
+        """How long a thread takes to go on with what another one of its process has handed to it."""
+        return self.scenario.thread_s * self.random() if self.scenario.thread_s else 0.0
+
     def run(self, until: float, events_max: int) -> None:
         """Let time pass until `until`, until the checker has seen enough, or until `events_max` events have
         happened.

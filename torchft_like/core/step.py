@@ -172,6 +172,7 @@ class StepProtocol:
         self.is_given_up: bool = False
         self.verdict: Verdict | None = None
         self.farewell: Verdict | None = None
+        self._votes_on_state = False  # the next verdict is not on the step yet
 
     def begin(self) -> RankJoin:
         """Start a new attempt; return the join, without the rank that asks.
@@ -191,7 +192,8 @@ class StepProtocol:
         self.healing = self._lacks_state = False
         self._agreed = self._is_entered = self._has_gone_on = self.is_bound = False
         self._failure_before_quorum, self._own_failure_before_quorum = None, ""
-        self.is_given_up, self.verdict = False, self.farewell
+        self.is_given_up = self._votes_on_state = False
+        self.verdict = self.farewell
         if self.farewell is not None:
             self.give_up()
         failures = max(self.commit_failures, int(broken > 0))
@@ -605,9 +607,14 @@ class StepProtocol:
             self.verdict = verdict
         return OnVerdict(gives_up, decides)
 
+    def vote_on_state(self, has_fetched: bool) -> Verdict:
+        """Return this rank's vote on whether the state is loaded, which comes before that on the step."""
+        self._votes_on_state = True
+        return Verdict(self.step, False, passed=has_fetched, has_fetched=has_fetched)
+
     def reopen(self) -> None:
-        """Let the ranks vote once more on this attempt: the verdict was on another question."""
-        self.verdict = None
+        """Take the next verdict for that on the step: all ranks know whether the state is loaded."""
+        self.verdict, self._votes_on_state = None, False
 
     def give_up(self) -> bool:
         """Wait for a quorum no more: the step goes on to its end without one, and is not committed. Return
@@ -625,7 +632,8 @@ class StepProtocol:
         """Whether all ranks of this group leave now: the first to do so ends the group for the others, which
         may still save their states with collectives.
         """
-        return self.farewell is not None or (self.verdict is not None and self.verdict.stop)
+        is_told = self.verdict is not None and self.verdict.stop and not self._votes_on_state
+        return self.farewell is not None or is_told
 
     def decide(self, committed: bool, averages: object = None, has_fetched: bool = False) -> None:
         """Record the decision of the whole replica group.

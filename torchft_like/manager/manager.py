@@ -725,7 +725,7 @@ class Manager:
         """Vote on whether the state can be loaded, before the vote on the step."""
         if self._is_alone:
             return has_fetched
-        vote = Verdict(self._protocol.step, False, passed=has_fetched, has_fetched=has_fetched)
+        vote = self._protocol.vote_on_state(has_fetched)
         verdict = self._verdict_of_all(attempt, vote, self._config.timeout_s)
         with self._group.lock:
             self._protocol.reopen()
