@@ -399,31 +399,23 @@ stands after a restore: who has loaded a state asks for a quorum (61, heal_is_cl
 StepProtocol._take_over
 - self._stands, self.catch_up = False, None
 + self.catch_up = None
-does not hear that all leave: who hears it between two steps leaves with the next one (0, progress)
-StepProtocol.hear
-- self.farewell = verdict
-+ pass
-waits beside those that leave: who waits for a quorum leaves with the others (0, leave_together)
+waits beside those that leave: who waits for a quorum leaves with the others (6, progress)
 StepProtocol.hear
 - verdict.stop and self.give_up()
 + False
-takes an old verdict: one on an attempt that was given up is void (0, agreement)
+takes an old verdict: one on an attempt that was given up is void (632, heal_is_clean)
 StepProtocol.hear
 - verdict.committed and self.is_waiting
 + False
-stays a step behind: who gave a step up that its group has left with ends (0, progress)
-StepProtocol.hear
-- verdict.stop or self.is_given_up
-+ False
-holds beside those that leave: who holds leaves with the others (0, progress)
+holds beside those that leave: who holds leaves with the others (83, progress)
 StepProtocol.give_up
 - self.ask_instead_of_holding()
 + pass
-commits in vain: what waits for a quorum no more is not committed (0, progress)
+commits in vain: what waits for a quorum no more is not committed (13, heal_is_clean)
 StepProtocol.give_up
 - self._failure_before_quorum = self._failure_before_quorum or StepLostError(IN_VAIN)
 + pass
-is ended by a quicker rank: all ranks leave, though one is the first (0, leave_together)
+is ended by a quicker rank: all ranks leave, though one is the first (4416, leave_together)
 StepProtocol.is_leaving = False
 drops member lost: the alarm reaches the ranks (2, progress)
 ReplicaGroup.member_lost = []

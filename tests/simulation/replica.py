@@ -106,9 +106,12 @@ class Replica:
 
     @property
     def patience_s(self) -> float:
-        """How long it waits for a state: in the first place for ever, where the others do not."""
-        patience_s = self.world.scenario.patience_s
-        return FOR_EVER_S if patience_s and self.slot == 0 else patience_s
+        """How long it waits for a state: in the first place for ever, where the others do not, and their
+        collectives, of which no timeout is in here, do not wait for that.
+        """
+        scenario = self.world.scenario
+        is_for_ever = scenario.patience_s and scenario.async_quorum and self.slot == 0
+        return FOR_EVER_S if is_for_ever else scenario.patience_s
 
     @property
     def is_alive(self) -> bool:

@@ -324,9 +324,9 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = _with_long_steps(scenario) if seed % 32 in LONG_STEPS else scenario
     scenario = replace(scenario, has_liars=seed % 32 in LYING, min_replica_size=scenario.min_replicas)
     scenario = _with_what_is_rare(scenario, seed % 41)
-    scenario = _with_slow_threads(scenario) if seed % 53 == THREADS else scenario
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
-    return _with_slow_heals(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
+    scenario = _with_slow_heals(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
+    return _with_slow_threads(scenario) if seed % 53 == THREADS else scenario
 
 
 def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
@@ -414,11 +414,14 @@ def _with_slow_heals(scenario: Scenario) -> Scenario:
     part, delay_s = random.Random(scenario.seed * 3 + 8).random(), scenario.delay_s / 4
     messages_s = 10 * scenario.latency_s + 2 * scenario.buckets * delay_s
     join_timeout_s = scenario.compute_s * (2 + 2 * part) + messages_s
+    # One in which the first replica group waits for ever, and another one is stopped, may have too few.
+    are_enough = scenario.min_replicas < scenario.replicas - 1
     return replace(
         scenario,
         kinds=tuple(dict.fromkeys((*scenario.kinds, "heal_break"))),
         delay_s=delay_s,
         heal_break_rate=0.5,
+        stopped=scenario.stopped if are_enough else None,
         gap_s=4 * scenario.gap_s,
         join_timeout_s=join_timeout_s,
         heal_s=2 * join_timeout_s,
