@@ -325,8 +325,7 @@ def draw(seed: int, replicas: int | None = None) -> Scenario:
     scenario = replace(scenario, has_liars=seed % 32 in LYING, min_replica_size=scenario.min_replicas)
     scenario = _with_what_is_rare(scenario, seed % 41)
     is_search_enough = scenario.stall_s < math.inf and seed % 3 > 0
-    scenario = _with_slow_heals(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
-    return _with_slow_threads(scenario) if seed % 53 == THREADS else scenario
+    return _slowed(replace(scenario, timeout_s=math.inf) if is_search_enough else scenario)
 
 
 def _with_sick_and_foreign(scenario: Scenario) -> Scenario:
@@ -398,10 +397,16 @@ def _with_long_steps(scenario: Scenario) -> Scenario:
     return replace(few, delay_s=delay_s, join_timeout_s=messages_s + part * scenario.compute_s)
 
 
+def _slowed(scenario: Scenario) -> Scenario:
+    return _with_slow_threads(_with_slow_heals(scenario))
+
+
 def _with_slow_threads(scenario: Scenario) -> Scenario:
     """Return the job with threads that go on as late as messages come, or as the end of a connection is
     noticed. A `join_timeout` is longer.
     """
+    if scenario.seed % 53 != THREADS:
+        return scenario
     longest_s = scenario.keepalive_s if scenario.seed // 53 % 2 else 20 * scenario.latency_s
     thread_s = longest_s * random.Random(scenario.seed * 3 + 7).random()
     return replace(scenario, thread_s=thread_s, join_timeout_s=scenario.join_timeout_s + 4 * thread_s)
