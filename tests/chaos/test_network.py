@@ -133,18 +133,19 @@ def test_packets_are_lost_as_often_as_the_rules_say(network: Network) -> None:
     assert answered < PACKETS
 
 
-def test_packets_are_late_in_both_directions(network: Network) -> None:
-    network.apply(Rules(delay_s={"a": 0.02}))
+@pytest.mark.parametrize(
+    ("rules", "each_s"),
+    [
+        (Rules(delay_s={"a": 0.02}), 0.02),
+        (Rules(bytes_per_s={"a": 1000}), 29 / 1000),  # an IP header, one of UDP, and a byte
+    ],
+    ids=["late", "slow"],
+)
+def test_packets_are_late_in_both_directions(network: Network, rules: Rules, each_s: float) -> None:
+    network.apply(rules)
     answered, seconds = ask(network, 5)
     assert answered == 5
-    assert seconds >= 5 * 2 * 0.02
-
-
-def test_packets_queue_for_a_slow_link(network: Network) -> None:
-    network.apply(Rules(bytes_per_s={"a": 1000}))
-    answered, seconds = ask(network, 5)
-    assert answered == 5
-    assert seconds >= 5 * 2 * 29 / 1000  # an IP header, one of UDP, and a byte
+    assert seconds >= 5 * 2 * each_s
 
 
 def test_nothing_is_left_of_a_network(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Beside:
         self._error: BaseException | None = None
         self._is_over = False
         self._thread = threading.Thread(target=self._run, name="beside")
+        self._stack = ExitStack()  # what ends with the block
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -49,10 +50,11 @@ class Beside:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._is_over = True
-        self._thread.join()
-        if error is None and self._error is not None:
-            raise self._error
+        with self._stack:
+            self._is_over = True
+            self._thread.join()
+            if error is None and self._error is not None:
+                raise self._error
 
     def goes_on(self, rounds: int = 20) -> None:
         """Wait for some more rounds; raise the error of a round that went wrong."""
@@ -96,7 +98,6 @@ class HealthyReplicas(Beside):
 
     def __init__(self, lighthouse: str) -> None:
         super().__init__(self._join)
-        self._stack = ExitStack()
         self._names = sorted(f"healthy-{next(self._numbers)}" for _ in range(REPLICAS))
         self._clients = [
             self._stack.enter_context(SessionClient(lighthouse, replica_id)) for replica_id in self._names
@@ -104,12 +105,6 @@ class HealthyReplicas(Beside):
         for client in self._clients:
             client.registered()
         self._ids: set[int] = set()
-
-    def __exit__(self, *how: object) -> None:
-        try:
-            super().__exit__(*how)  # type: ignore[arg-type]
-        finally:
-            self._stack.close()
 
     def _join(self) -> None:
         for client in self._clients:
@@ -155,12 +150,7 @@ class HealthyHeals(Beside):
         self._transport: HTTPTransport[dict[str, torch.Tensor]] = HTTPTransport(
             timedelta(seconds=LIMIT_S), hostname="127.0.0.1"
         )
-
-    def __exit__(self, *how: object) -> None:
-        try:
-            super().__exit__(*how)  # type: ignore[arg-type]
-        finally:
-            self._transport.shutdown()
+        self._stack.callback(self._transport.shutdown)
 
     def _fetch(self) -> None:
         state = self._transport.recv_checkpoint(0, self._checkpoint, STEP, timedelta(seconds=LIMIT_S))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -56,29 +57,25 @@ def test_ranks_out_of_range_are_refused(arguments: tuple[int, int, int, int], me
         DistributedSampler(Numbers(10), *arguments)
 
 
-def test_ranks_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "1")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert DistributedSampler(Numbers(10), 1, 2).global_rank == 3
-
-
-def test_a_group_of_one_needs_no_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert DistributedSampler(Numbers(10), 1, 2).global_world_size == 2
-
-
-def test_a_rank_of_several_is_not_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="num_replicas is 2, so group_rank is needed"):
-        DistributedSampler(Numbers(10), 0, 2)
-
-
-def test_a_rank_that_is_not_a_number_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    with pytest.raises(ValueError, match="RANK='first' is not a number"):
-        DistributedSampler(Numbers(10), 0, 2)
+@pytest.mark.parametrize(
+    ("environ", "found"),
+    [
+        ({"RANK": "1", "WORLD_SIZE": "2"}, (3, 4)),
+        ({}, (1, 2)),
+        ({"WORLD_SIZE": "2"}, "num_replicas is 2, so group_rank is needed"),
+        ({"RANK": "first"}, "RANK='first' is not a number"),
+    ],
+)
+def test_ranks_come_from_the_environment(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], found: tuple[int, int] | str
+) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=found) if isinstance(found, str) else nullcontext():
+        sampler = DistributedSampler(Numbers(10), 1, 2)
+        assert (sampler.global_rank, sampler.global_world_size) == found
 
 
 def test_steps_of_an_epoch_use_every_sample_once_in_another_order_than_the_last() -> None:

@@ -211,20 +211,20 @@ def test_a_kernel_that_gives_the_same_is_used(monkeypatch: pytest.MonkeyPatch) -
     assert use(monkeypatch, same) is same
 
 
-def test_a_kernel_that_gives_something_else_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("kernel", "why"),
+    [
+        (lambda matrix, factors: matrix.sum(dim=1), "are not torch's"),
+        (raising(RuntimeError("Failed to find C compiler")), "Failed to find C compiler"),
+    ],
+    ids=["something else", "not compiled"],
+)
+def test_a_kernel_that_does_not_work_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kernel: words.Kernel, why: str
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        assert use(monkeypatch, lambda matrix, factors: matrix.sum(dim=1)) is words._row_sums
-    assert "are not torch's" in caplog.text
-
-
-def test_a_kernel_that_cannot_be_compiled_is_not_used(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        assert use(monkeypatch, raising(RuntimeError("Failed to find C compiler"))) is words._row_sums
-    assert "Failed to find C compiler" in caplog.text
+        assert use(monkeypatch, kernel) is words._row_sums
+    assert why in caplog.text
 
 
 def test_without_triton_torch_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:

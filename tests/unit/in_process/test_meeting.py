@@ -501,21 +501,22 @@ def test_what_has_the_port_of_a_rank_0_that_has_ended_does_not_pass_for_it() -> 
     del agents
 
 
+def meet(at: Address, rank: int, start: str = "0") -> RestartGroup:
+    place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start=start)
+    return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
+
+
 def test_ranks_meet_though_their_agents_count_other_restarts() -> None:
     """An agent of torchrun that starts its ranks again because of another's does not count that."""
     agents, at = serve_store("127.0.0.1", LIMIT)
 
-    def meet(rank: int, start: str) -> RestartGroup:
-        place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start=start)
-        return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
-
     with ThreadPoolExecutor(2) as threads, pytest.MonkeyPatch.context() as patch:
         patch.setattr(meeting, "_runs", repeat(0))  # each of these threads stands for a process
         for starts in ("00", "01", "12"):
-            groups = list(threads.map(meet, range(2), starts))
+            groups = list(threads.map(meet, (at, at), range(2), starts))
             for rank in range(2):
                 with pytest.raises(ConfigError, match=f"rank {rank}.*start each rank once"):
-                    meet(rank, starts[rank])  # a second process with that rank
+                    meet(at, rank, starts[rank])  # a second process with that rank
             for group in groups:
                 group.__exit__(None, None, None)
     del agents
@@ -560,13 +561,9 @@ def test_a_rank_that_comes_to_a_try_whose_rank_0_has_ended_does_not_wait_for_it(
     for name in ("MASTER_ADDR", "MASTER_PORT", AGENT_STORE_ENV):
         monkeypatch.setenv(name, "put back at the end")
 
-    def meet(rank: int) -> RestartGroup:
-        place = GroupPlace(rank, 2, at, store_is_agents=True, run="job", start="0")
-        return RestartGroup.meet(place, LIMIT.total_seconds(), SpareDesk())
-
     monkeypatch.setattr(meeting, "_runs", repeat(0))  # each of these threads stands for a process
     with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(meet, range(2))
+        first, second = threads.map(meet, (at, at), range(2))
     with first, second, ExitStack() as of_first, ExitStack() as of_second:
         of_first.enter_context(first.begin(0))
         of_second.enter_context(second.begin(0))

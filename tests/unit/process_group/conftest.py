@@ -81,6 +81,12 @@ def party(store: TCPStore) -> Iterator[Party]:
     party.end()
 
 
+@pytest.fixture
+def pair(party: Party) -> list[ProcessGroup]:
+    """Two members whose collectives are checked."""
+    return party.meet(2, lambda: ProcessGroupGloo(60, check_collectives=True))
+
+
 def wait_until(happened: threading.Event) -> None:
     """Wait for an event; fail the test rather than hang."""
     assert happened.wait(LIMIT_S)

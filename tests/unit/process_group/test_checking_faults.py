@@ -45,12 +45,6 @@ pytestmark = pytest.mark.usefixtures("no_operator")
 
 FELT_S = 0.2  # what still waits after this time really waited
 
-
-@pytest.fixture
-def pair(party: Party) -> list[ProcessGroup]:
-    return party.meet(2, checking)
-
-
 # Ranks that do not come, leave, or are ended.
 
 

@@ -36,16 +36,8 @@ from .conftest import LIMIT_S, Party, allreduced, wait_until
 
 pytestmark = pytest.mark.usefixtures("no_operator")
 
-FELT_S = 0.2  # what still waits after this time really waited
-
-
 STEPS = 5
 EITHER_CHECK = pytest.mark.parametrize("check", [True, "new"], ids=["all", "new"])
-
-
-@pytest.fixture
-def pair(party: Party) -> list[ProcessGroup]:
-    return party.meet(2, checking)
 
 
 # Order.

@@ -35,33 +35,22 @@ def state_of(megabytes: int) -> State:
     return {"model": model, "step": 3, "lr": 0.1}
 
 
-@pytest.mark.parametrize("megabytes", [0, 4, 9])
-def test_two_receivers_get_the_state_bit_for_bit(party: Party, megabytes: int) -> None:
+@pytest.mark.parametrize(("megabytes", "default_device"), [(0, "cpu"), (4, "cpu"), (9, "cpu"), (1, "meta")])
+def test_two_receivers_get_the_state_bit_for_bit_on_the_cpu(
+    party: Party, megabytes: int, default_device: str
+) -> None:
     state = state_of(megabytes)
 
     def act(rank: int, group: ProcessGroup) -> State:
-        if rank == 1:
-            transport(group).send_checkpoint([0, 2], 5, state, LIMIT)
-            return state
-        return transport(group).recv_checkpoint(1, "", 5, LIMIT)
+        with torch.device(default_device):
+            if rank == 1:
+                transport(group).send_checkpoint([0, 2], 5, state, LIMIT)
+                return state
+            return transport(group).recv_checkpoint(1, "", 5, LIMIT)
 
     for received in party.together(party.meet(3), act):
         assert received["step"] == 3
         assert all(torch.equal(received["model"][name], value) for name, value in state["model"].items())
-
-
-def test_a_state_on_the_cpu_stays_there_whatever_the_default_device_is(party: Party) -> None:
-    state = state_of(1)
-
-    def act(rank: int, group: ProcessGroup) -> State:
-        with torch.device("meta"):
-            if rank == 1:
-                transport(group).send_checkpoint([0], 5, state, LIMIT)
-                return state
-            return transport(group).recv_checkpoint(1, "", 5, LIMIT)
-
-    received = party.together(party.meet(2), act)[0]["model"]
-    assert all(torch.equal(received[name], value) for name, value in state["model"].items())
 
 
 @pytest.mark.parametrize("asks", ["by its argument", "by the Manager"])
