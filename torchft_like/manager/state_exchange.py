@@ -198,18 +198,20 @@ class StateExchange:
     def give_up(self, attempt: Attempt) -> None:
         """Offer the state of a step that this rank has given up, or tell who waits that it does not come."""
         plan, result = attempt.take_plan(), attempt.result
-        if plan is not None and result is not None and self._serves(plan):
-            self._is_serving = True
-            if self._transport.keeps_offers and self._protocol.still_has(result):
-                self._offer(attempt, result)
-            else:
-                self._refuse(
-                    list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up"
-                )
+        if plan is not None and result is not None:
+            if self._serves(plan):
+                self._offer_given_up(attempt, result)
+            elif plan.heal and not plan.catch_up and result.max_step > 0:
                 self._read_with_others()
-        elif plan is not None and result is not None and plan.heal and result.max_step > 0:
-            self._read_with_others()
         attempt.drop_ahead()
+
+    def _offer_given_up(self, attempt: Attempt, result: QuorumResult) -> None:
+        self._is_serving = True
+        if self._transport.keeps_offers and self._protocol.still_has(result):
+            self._offer(attempt, result)
+        else:
+            self._refuse(list(result.recover_dst_replica_ranks), result.max_step, "it has given its step up")
+            self._read_with_others()
 
     def _read_with_others(self) -> None:
         """Call the script's functions for the other ranks of the group, which may have come to the end of the

@@ -345,6 +345,23 @@ def test_a_rank_that_gives_a_step_up_reads_its_state_as_the_others_of_its_group_
     assert asked == ["asked", "asked"]
 
 
+@pytest.mark.progress
+@pytest.mark.parametrize("beside", [{"begins_to_catch_up": True}, {"heal": False, "catches_up": True}])
+def test_a_rank_that_gives_a_step_up_reads_no_state_where_one_comes_beside_the_steps(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, beside: dict[str, Any]
+) -> None:
+    """The others of its group do not: it waited for them in the script's function."""
+    monkeypatch.setattr(replica.exchange, "_config", replace(config_of("a"), group_world_size=2))
+    asked: list[str] = []
+    replica.registry.register("model", ignore, lambda: asked.append("asked"))
+    attempt = Attempt(True, LIMIT_S)
+    replica.driver.begin(attempt)
+    replica.driver.quorum(quorum(5, **HEALS)._replace(**beside))
+    attempt.wait_configured(str)
+    replica.exchange.give_up(attempt)
+    assert not asked
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_state_is_loaded_by_all_ranks_of_a_group_or_by_none(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, arrives: bool
