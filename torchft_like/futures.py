@@ -23,7 +23,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -130,16 +130,28 @@ def without_frames(error: BaseException, outer: tuple[BaseException, ...] = ()) 
     Args:
         outer: the errors of which it is a cause. One of them may be its own cause, as after `raise e from e`.
     """
-    try:
-        copied = copy.copy(error)
-        copied.args = error.args  # its class may have made another text of what was one already
-    except Exception:  # noqa: BLE001 - its class is made of other arguments than it keeps
-        copied = error
+    copied = _copy_of(error)
     cause, outer = error.__cause__, (*outer, error)
     if cause is not None:
         cause = None if any(cause is each for each in outer) else without_frames(cause, outer)
     copied.__cause__ = cause
     return copied.with_traceback(None)
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    for make in (copy.copy, _made_anew):
+        with suppress(Exception):
+            copied = make(error)
+            copied.args = error.args  # its class may have made another text of what was one already
+            return copied
+    return error
+
+
+def _made_anew(error: BaseException) -> BaseException:
+    """Make an error whose class is made of other arguments than it keeps."""
+    made = type(error).__new__(type(error), *error.args)
+    vars(made).update(vars(error))
+    return made
 
 
 def complete(
