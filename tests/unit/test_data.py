@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from torchft_like.core.step import Share
 from torchft_like.data import DistributedSampler, GlobalBatches, GlobalBatchLoader
@@ -137,13 +138,21 @@ def test_weighted_losses_average_to_the_mean_of_the_global_batch(
     torch.testing.assert_close(total / ((groups + healing) * ranks), values[batch_of_all].mean())
 
 
-def test_workers_load_ahead_until_parts_change_or_a_step_comes_again() -> None:
+def test_workers_load_ahead_until_parts_change_or_a_step_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, got, load = list[int](), list[list[int]](), DataLoader.__iter__
     manager = Turn(0, Share(0, 2, 2))
+
+    def begin(loader: DataLoader[int]) -> Iterator[int]:
+        begun.append(len(got))
+        return load(loader)
+
+    monkeypatch.setattr(DataLoader, "__iter__", begin)
     batches = GlobalBatchLoader(
         manager, Numbers(60), GlobalBatches(60, 6, shuffle=False), 0, 1, num_workers=1
     )
-    got = []
+    assert (len(batches), iter(batches), batches._loader.persistent_workers) == (10, batches, True)
     for step, share in [(0, (0, 2)), (1, (0, 2)), (1, (0, 2)), (2, (1, 3)), (9, (1, 3)), (10, (0, 1))]:
         manager.step, manager.share = step, Share(*share, divisor=share[1])
         got.append(next(batches).tolist())
     assert got == [[0, 1, 2], [6, 7, 8], [6, 7, 8], [14, 15], [56, 57], [0, 1, 2, 3, 4, 5]]
+    assert begun == [0, 2, 3, 4, 5]
