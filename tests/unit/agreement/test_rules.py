@@ -212,6 +212,18 @@ def test_a_missing_rank_is_named_and_everything_is_refused_from_then_on() -> Non
     assert game.referee.next_deadline_s() is None
 
 
+def test_a_report_that_a_call_is_overdue_is_of_that_call_alone() -> None:
+    game = Game(3)
+    done, waiting, other = game.call(0, send(1)), game.call(0, send(1)), game.call(2, receive(None))
+    assert game.may_run(game.call(1, receive(0)), done)
+    assert game.referee.overdue(0, done, 5.0) == game.referee.overdue(2, waiting, 5.0) == []
+    assert game.waits(waiting, other)
+    game.take(game.referee.overdue(2, other, 5.0))
+    problem = game.problem(waiting)
+    assert isinstance(problem, Missing)
+    assert problem.ranks == (0, 1)
+
+
 def test_who_waits_for_a_rank_that_is_gone_is_told() -> None:
     game = Game(3)
     first = game.call(0, SUM)
