@@ -778,6 +778,20 @@ def test_a_quorum_that_a_rank_of_the_own_group_keeps_away_names_it(
         idling.result(LIMIT_S)
 
 
+def test_two_replica_groups_share_the_port_of_a_store_only_if_they_have_one_rank_each(
+    lighthouse: LighthouseServer,
+) -> None:
+    store = serve_store()
+    place: dict[str, Any] = {"store_addr": "127.0.0.1", "store_port": store.port, "rank": 0}
+    with (
+        make_manager(lighthouse, "a", nn.Linear(1, 1), world_size=1, **place),
+        make_manager(lighthouse, "b", nn.Linear(1, 1), world_size=1, **place),
+        make_manager(lighthouse, "c", nn.Linear(1, 1), world_size=2, **place),
+        pytest.raises(ConfigError, match="rank 0 of this group has a process already"),
+    ):
+        make_manager(lighthouse, "d", nn.Linear(1, 1), world_size=2, **place)
+
+
 def test_a_manager_that_was_shut_down_says_so(lighthouse: LighthouseServer) -> None:
     manager = make_manager(lighthouse, "gone", nn.Linear(1, 1))
     manager.shutdown()

@@ -49,11 +49,11 @@ from torchft_like.errors import ConfigError, GroupLostError, ProcessGroupAborted
 from torchft_like.in_process.spare import AskForSpare, Place, SpareDesk
 from torchft_like.manager.config import AGENT_STORE_ENV, MASTER, GroupPlace, dead_after_s
 from torchft_like.manager.group_store import (
-    enter_start,
+    STARTED_ONCE,
     find_start,
     is_listening,
+    publish_start,
     serve_named_store,
-    start_text,
 )
 from torchft_like.manager.quorum_driver import end_all
 from torchft_like.manager_server.suspicion import DEAD_S
@@ -72,7 +72,6 @@ from torchft_like.runtime.hosts import local_host_towards
 BRIEFLY = timedelta(seconds=5)
 HEAR_EVERY_S = 1.0
 LATE_S = 60.0
-STARTED_ONCE = "start each rank once (RANK), and all ranks of the group again where one has failed"
 _logger = logging.getLogger(__name__)
 _runs = itertools.count()  # of functions in this process; all ranks run the same ones
 
@@ -128,7 +127,7 @@ class RestartGroup:
                     group_id = _begin_start(store, place, address)
                     if store.add(f"{group_id}/{rank}", 1) > 1:
                         raise ConfigError(
-                            f"rank {rank} of this group has a process already, as the store at {at} says; "
+                            f"rank {rank} of this group has a process already, as the store at {at} says: "
                             f"{STARTED_ONCE}"
                         )
                     store.set(f"{group_id}/process/{rank}", f"{address} {socket.gethostname()}")
@@ -478,19 +477,8 @@ def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:
     """
     if place.group_rank > 0:
         return find_start(store, "start", place)[1]
-    if store.check(["start"]):
-        said = store.get("start")
-        before = parse_address(said.decode(errors="backslashreplace").partition(" ")[0])
-        # Another process may have got the port of a rank 0 that has ended.
-        if is_listening(before) and enter_start(store, "start", said, place):
-            raise ConfigError(
-                f"rank 0 of this group has a process already, which serves a store at {before}; "
-                f"{STARTED_ONCE}"
-            )
     group_id = str(uuid.uuid4())
-    start = start_text(own, place, group_id)
-    enter_start(store, "start", start.encode(), place)
-    store.set("start", start)
+    publish_start(store, "start", place, own, group_id)
     return group_id
 
 

@@ -26,7 +26,7 @@ from torch.distributed import DistError
 
 from lighthouse.address import Address, parse_address
 from lighthouse.listening import why_unreachable
-from torchft_like.errors import BindError, ConnectError, GroupLostError, ProcessGroupError
+from torchft_like.errors import BindError, ConfigError, ConnectError, GroupLostError, ProcessGroupError
 from torchft_like.manager.config import MASTER, WAIT, GroupPlace, ManagerConfig
 from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
 from torchft_like.manager_server.server import ManagerServer
@@ -46,6 +46,10 @@ from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import lead_torch_out
 
 PROBE_S = 1.0
+STARTED_ONCE = (
+    "start each rank once (RANK), all ranks of a group again where one has failed, and each group with a "
+    "MASTER_PORT of its own"
+)
 START_S = 0.1  # until a rank looks again whether rank 0 has begun another start
 PLACES = "torchft/manager"  # the part of the shared store with the addresses of ManagerServers
 
@@ -162,8 +166,13 @@ def serve_named_store(address: Address, limit: timedelta) -> Store:
 
 
 def publish_manager(store: Store, config: ManagerConfig, server: ManagerServer) -> None:
-    """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks."""
-    store.set(f"{PLACES}/{config.run}", start_text(server.address(), config, server.rank_key))
+    """Publish the address of the ManagerServer, and the key that it asks for, for the other ranks.
+
+    Raises:
+        ConfigError: as from `publish_start`.
+    """
+    if config.group_world_size > 1:  # a group of one rank may have named the store of another group
+        publish_start(store, f"{PLACES}/{config.run}", config, server.address(), server.rank_key)
 
 
 def find_manager(config: ManagerConfig, limit_s: float) -> tuple[Address, str]:
@@ -194,9 +203,24 @@ def _raise_if_over(store: Address, error: Exception) -> None:
         raise GroupLostError(f"this try is over, as its store at {store} is served no more") from error
 
 
-def start_text(address: object, place: GroupPlace, rest: str) -> str:
-    """Return what rank 0 publishes of its start: where it serves, and what else the others have to know."""
-    return f"{address} {place.group_world_size} {rest}"
+def publish_start(store: Store, key: str, place: GroupPlace, address: object, rest: str) -> None:
+    """Publish a start of the group, as its rank 0, for `find_start`: where this process serves, and what else
+    the others have to know.
+
+    Raises:
+        ConfigError: another process is rank 0.
+    """
+    said = f"{address} {place.group_world_size} {rest}".encode()
+    enter_start(store, key, said, place)
+    if (before := store.compare_set(key, "", said.decode())) == said:
+        return
+    served_at = parse_address(before.decode(errors="backslashreplace").partition(" ")[0])
+    # Another process may have got the port of a rank 0 that has ended.
+    if is_listening(served_at) and enter_start(store, key, before, place):
+        raise ConfigError(
+            f"rank 0 of this group has a process already, which serves at {served_at}: {STARTED_ONCE}"
+        )
+    store.set(key, said.decode())
 
 
 def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Address, str]:
@@ -233,7 +257,7 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
         store.set_timeout(limit)
 
 
-def enter_start(store: AbortableStore, key: str, said: bytes, place: GroupPlace) -> bool:
+def enter_start(store: Store, key: str, said: bytes, place: GroupPlace) -> bool:
     """Note that this process is in a start that rank 0 publishes under the key; return whether it may be.
 
     It may not where another process of its rank has been in it, which the launcher has replaced since.

@@ -19,7 +19,7 @@ from tests.managers import lighthouse_here
 from tests.ports import free_ports
 from tests.stores import serve_store
 from torchft_like.coordination import ManagerServer
-from torchft_like.errors import BindError, ConnectError
+from torchft_like.errors import BindError, ConfigError, ConnectError
 from torchft_like.manager import group_store
 from torchft_like.manager.config import GroupPlace, ManagerArguments, resolve
 from torchft_like.manager.group_store import (
@@ -27,11 +27,16 @@ from torchft_like.manager.group_store import (
     connect_rank,
     find_start,
     open_group_store,
-    start_text,
+    publish_start,
 )
 from torchft_like.process_group.store import AbortableStore, StoreAddress
 
 RANK_1 = GroupPlace(1, 2, None, store_is_agents=True, run="job", start="0")
+
+
+def start_text(address: object, place: GroupPlace, rest: str) -> str:
+    """What `publish_start` writes."""
+    return f"{address} {place.group_world_size} {rest}"
 
 
 def environment(port: int, is_agents: bool) -> dict[str, str]:
@@ -130,6 +135,28 @@ def test_a_rank_that_was_started_again_does_not_join_those_who_lost_its_predeces
     find_start(store, "start", RANK_1)
     said = start_text(servers[1], RANK_1, "new")
     assert found_later(store, replace(RANK_1, start="1"), said) == said
+
+
+def test_a_second_process_that_is_rank_0_is_refused_while_the_first_one_serves(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    """As where two replica groups are given one MASTER_PORT: their ranks would be mixed."""
+    place = replace(RANK_1, group_rank=0)
+    publish_start(store, "start", place, servers[0], "first")
+    assert store.get("start").decode() == start_text(servers[0], place, "first")
+    with pytest.raises(ConfigError, match=f"rank 0 .* which serves at {servers[0]}: start each rank once"):
+        publish_start(store, "start", place, servers[1], "second")
+    assert find_start(store, "start", RANK_1) == (parse_address(servers[0]), "first")
+    publish_start(store, "start", replace(place, start="1"), servers[1], "its successor")
+    assert find_start(store, "start", RANK_1) == (parse_address(servers[1]), "its successor")
+
+
+def test_a_rank_0_comes_after_one_that_has_ended(store: AbortableStore, servers: list[str]) -> None:
+    (port,) = free_ports()  # where nobody serves any more
+    place = replace(RANK_1, group_rank=0)
+    for address in (f"127.0.0.1:{port}", servers[1]):
+        publish_start(store, "start", place, address, "key")
+    assert find_start(store, "start", RANK_1) == (parse_address(servers[1]), "key")
 
 
 @pytest.mark.progress
