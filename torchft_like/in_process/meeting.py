@@ -114,7 +114,7 @@ class RestartGroup:
             return cls(rank, at, limit)
         own_host = local_host_towards(at.host, what=MASTER)
         with contextlib.ExitStack() as stack:
-            if rank == 0 and not place.store_is_agents and not is_listening(at):
+            if rank == 0 and not place.store_is_agents:
                 served = serve_named_store(at, limit)
                 stack.callback(id, served)  # it is served for as long as it is referred to
             own_store, address = serve_store(own_host, limit)

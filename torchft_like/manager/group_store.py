@@ -13,6 +13,7 @@ make the survivors of a loss wait for half a minute.
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -135,11 +136,14 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     """
     shared: Store = HashStore()
     store, is_first = config.store, config.group_rank == 0
-    if store is not None and is_first and not config.store_is_agents and not is_listening(store):
-        shared = serve_named_store(store, timedelta(seconds=config.connect_timeout_s))
+    limit, served = timedelta(seconds=config.connect_timeout_s), None
+    if store is not None and is_first and not config.store_is_agents:
+        served = serve_named_store(store, limit)
+    if served is not None:
+        shared = served
     elif store is not None:
         try:
-            shared = store_client(store, timedelta(seconds=config.connect_timeout_s))
+            shared = store_client(store, limit)
         except (DistError, RuntimeError) as error:
             _raise_if_over(store, error)
             raise ConnectError(
@@ -150,15 +154,20 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
     return GroupStore(shared, meeting_place)
 
 
-def serve_named_store(address: Address, limit: timedelta) -> Store:
-    """Serve the store of a replica group where its launcher says, as its rank 0.
+def serve_named_store(address: Address, limit: timedelta) -> Store | None:
+    """Serve the store of a replica group where its launcher says, as its rank 0; return None if another
+    process listens there.
 
     Raises:
-        BindError: that is not on this host, or another process has the port.
+        BindError: that is not on this host.
     """
+    if is_listening(address):
+        return None
     try:
         store, _ = serve_store(address.host, limit, address.port)
     except BindError as error:
+        if isinstance(cause := error.__cause__, OSError) and cause.errno == errno.EADDRINUSE:
+            return None  # this process, or the kernel, was too busy to see it
         raise BindError(
             f"rank 0 serves the store of its replica group at {MASTER} and MASTER_PORT: {error}"
         ) from error

@@ -71,6 +71,14 @@ def test_rank_0_serves_the_store_that_the_user_has_named_where_torchrun_does_not
     assert second.shared.get("manager") == b"here"
 
 
+def test_a_store_that_answers_too_late_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    served = serve_store()
+    monkeypatch.setattr(group_store, "is_listening", lambda _: False)  # as on a busy machine
+    config = resolve(ManagerArguments(rank=0, world_size=2), environment(served.port, is_agents=False))
+    open_group_store(config).shared.set("manager", "here")
+    assert served.get("manager") == b"here"
+
+
 def test_a_group_of_one_rank_needs_no_store_of_the_users() -> None:
     config = resolve(ManagerArguments(), {"TORCHFT_LIGHTHOUSE": "http://127.0.0.1:1"})
     store = open_group_store(config)
