@@ -217,7 +217,7 @@ class StepProtocol:
             may_catch_up=self.steps_kept_max > 0 and self._rules.use_async_quorum and has_state,
             reached_step=reached.step,
             reached_quorum_id=reached.commit_quorum_id,
-            has_fetched=self.catch_up is not None and self.catch_up.has_fetched,
+            has_fetched=self.all_have_fetched,
             request=self._attempts,
             answered=self._answered,
         )
@@ -583,6 +583,11 @@ class StepProtocol:
         is_full = len(catch_up.kept) >= self.steps_kept_max
         can_keep = self.is_bound and self._are_enough and not is_full
         return catch_up.has_fetched or (self.failure is None and not can_keep)
+
+    @property
+    def all_have_fetched(self) -> bool:
+        """Whether all ranks of the group have had the state of a catch-up since an earlier step."""
+        return self.catch_up is not None and self.catch_up.has_fetched
 
     @property
     def passes(self) -> bool:

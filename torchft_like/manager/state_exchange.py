@@ -424,6 +424,8 @@ class StateExchange:
                 return
             state, _ = beside.result()
             steps = protocol.steps_to_take(state.counters)
+            if protocol.all_have_fetched and not self.agree(attempt, True):  # one has given the step up
+                return
         except Exception as error:  # noqa: BLE001 - as in `_heal`
             with self._group.lock:
                 protocol.stop_catching_up()

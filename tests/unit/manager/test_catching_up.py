@@ -174,6 +174,25 @@ def test_a_state_comes_beside_the_steps_and_is_loaded_when_the_group_has_it(
     a.driver.stop(ShutdownError("over"), LIMIT_S)
 
 
+@pytest.mark.progress
+@pytest.mark.heal_is_clean
+def test_a_state_is_loaded_by_all_ranks_of_a_group_or_by_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script's function may use collectives of the group, and one rank may give the step up."""
+    a, answers = Catching(monkeypatch), [False, True]
+    a.exchange.agree = lambda _, has_fetched: has_fetched and answers.pop(0)
+    a.step(10, OTHERS)
+    assert a.exchange._beside is not None
+    a.release.set()
+    a.exchange._beside.result()
+    a.step(10, dict.fromkeys("bc", Version(6, 10)))
+    others = dict.fromkeys("bc", Version(7, 10))
+    assert not a.step(10, others)
+    assert a.loaded == []
+    assert a.step(10, others), "the others have lost that step, too"
+    assert (a.loaded, a.replay.taken, answers) == ([{}], [1, 2], [])
+    a.driver.stop(ShutdownError("over"), LIMIT_S)
+
+
 @pytest.mark.heal_is_clean
 @pytest.mark.parametrize("why", ["source", "memory", "begins anew"])
 def test_what_fails_beside_the_steps_is_dropped(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
