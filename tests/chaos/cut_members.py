@@ -25,9 +25,9 @@ def serve_store(here: Here, host: str) -> str:
     return f"{here.store.address}/cut"
 
 
-def configure(here: Here, store: str, number: int, size: int) -> str:
-    """Configure a group that checks nothing; return the text of the error."""
-    here.group = ProcessGroupGloo(CONFIGURE_S, check_collectives=False)
+def configure(here: Here, store: str, number: int, size: int, checks: bool = False) -> str:
+    """Configure a group; return the text of the error."""
+    here.group = ProcessGroupGloo(CONFIGURE_S, check_collectives=checks)
     return str(error_of(lambda: here.group.configure(store, number, size)) or "")
 
 

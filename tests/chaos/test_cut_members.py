@@ -111,6 +111,19 @@ def test_two_members_who_cannot_join_a_group_are_named(network: Network, ranks: 
     assert ranks.answers() == [""] * len(NAMES)
 
 
+def test_a_third_that_waits_for_them_to_have_collectives_checked_names_two_who_cannot_join(
+    network: Network, ranks: Ranks
+) -> None:
+    """It is connected to both. In a job its error is the first, and all others are aborted for it."""
+    network.apply(Rules(cut=frozenset({("a", "b")})))
+    store = ranks[2].ask(cut_members.serve_store, network.address("c"))
+    for number, rank in enumerate(ranks):
+        rank.tell(cut_members.configure, store, number, len(NAMES), True)
+    errors = ranks.answers()
+    named = f"ranks 0 ({network.address('a')}) and 1 ({network.address('b')}) do not reach each other"
+    assert [named in error for error in errors] == [True] * 3, errors
+
+
 def test_an_operation_whose_time_is_up_names_the_member_out_of_reach(network: Network, ranks: Ranks) -> None:
     a, b, c = ranks
     store = b.ask(cut_members.serve_store, network.address("b"))

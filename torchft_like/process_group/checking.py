@@ -82,7 +82,7 @@ from torchft_like.process_group.collectives import (
     tensors_of,
 )
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import Backend, Create, Generation
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, EXPLAIN_S, Backend, Create, Generation
 from torchft_like.process_group.store import AbortableStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import (
     FOREVER,
@@ -110,7 +110,7 @@ def checked(create: Create, generation: Generation, check: Check) -> Create:
         if members.world_size == 1:
             return backend
         try:
-            link = join(members, abort, predicts=check == "new")
+            link = join(members, abort, backend.out_of_reach, predicts=check == "new")
             return CheckedBackend(backend, generation, link, abort, predicts=check == "new")
         except BaseException:
             backend.close()
@@ -217,8 +217,8 @@ class CheckedBackend(Backend):
         self._link.cut()
         self._backend.break_off()
 
-    def out_of_reach(self) -> str:
-        return self._backend.out_of_reach()
+    def out_of_reach(self, store: AbortableStore | None = None) -> str:
+        return self._backend.out_of_reach(store)
 
     def is_still(self) -> bool:
         """Return whether the backend is still and the link's thread, which starts operations, has ended."""
@@ -543,7 +543,7 @@ UNREAD_BYTES_MAX = 1 << 24  # of answers that a rank has not read, until it coun
 
 _HELLO = struct.Struct(f"<{TOKEN_BYTES}sI?")  # the secret, the rank, whether it predicts calls
 _HINT = "is check_collectives (TORCHFT_CHECK_COLLECTIVES) the same on every rank?"
-_ABSENT = f"is a rank dead, or does the network between two of them not work? Or {_HINT}"
+_ABSENT = "is a rank dead, or does the network between two of them not work"
 
 
 class Sockets:
@@ -806,10 +806,18 @@ class Hub:
         return True
 
 
-def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
+def join(
+    members: GroupMembers,
+    abort: AbortSignal,
+    out_of_reach: Callable[[AbortableStore], str],
+    *,
+    predicts: bool,
+) -> Link:
     """Connect the ranks of a group that is being configured; block until all are there.
 
     Args:
+        out_of_reach: the backend's, for the error: a rank that comes late may not be able to connect to
+            another one, while this one is connected to both.
         predicts: whether the ranks predict calls, and say only what is not as predicted.
 
     Raises:
@@ -817,20 +825,43 @@ def join(members: GroupMembers, abort: AbortSignal, predicts: bool) -> Link:
         ProcessGroupError: a rank did not come in time, or checks in another way.
     """
     place = replace(members.store, prefix=f"{members.store.prefix}/checking")
+    # As long as the others try to connect: all who give up then say at the same time what they know.
+    limit = members.timeout + timedelta(seconds=max(CONFIGURE_GRACE_S - EXPLAIN_S, 0.0))
+    patient = replace(members, store=place, timeout=limit)
     sockets = Sockets()
     with abort.ends(sockets.cut):
         try:
-            with meeting_store(replace(members, store=place), abort) as store:
-                return (_gather if members.rank == 0 else _reach)(store, members, sockets, predicts)
+            with meeting_store(patient, abort) as store:
+                return (_gather if members.rank == 0 else _reach)(store, patient, sockets, predicts)
         except (OSError, ProcessGroupError) as error:
             sockets.close()
             abort.check()
             if isinstance(error, TimeoutError):
-                raise ProcessGroupError(f"the ranks did not meet to check collectives: {_ABSENT}") from error
+                is_known = isinstance(error, _AbsentError)
+                said = str(error) if is_known else "the ranks did not meet to check collectives"
+                why = _culprits(members, abort, out_of_reach) or _ABSENT
+                raise ProcessGroupError(f"{said}: {why}; or {_HINT}") from error
             raise
         except BaseException:
             sockets.close()
             raise
+
+
+class _AbsentError(TimeoutError):
+    """Ranks have not come in time; the text says which."""
+
+
+def _culprits(
+    members: GroupMembers, abort: AbortSignal, out_of_reach: Callable[[AbortableStore], str]
+) -> str:
+    """Return who does not reach whom, as far as the members find out that give up now."""
+    store = AbortableStore(members.store, members.timeout)
+    without = contextlib.suppress(OSError, ProcessGroupError)  # this error does without those of the store
+    with without, contextlib.closing(store), abort.ends(store.abort):
+        store.connect(insists=False)
+        return out_of_reach(store)
+    abort.check()
+    return ""
 
 
 def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
@@ -854,9 +885,7 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
         while len(connections) < members.world_size:
             if (left_s := deadline_s - time.monotonic()) <= 0:
                 missing = sorted({*range(members.world_size)} - {*connections})
-                raise ProcessGroupError(
-                    f"ranks {missing} did not come to have collectives checked: {_ABSENT}"
-                )
+                raise _AbsentError(f"ranks {missing} did not come to have collectives checked")
             ready = [key.fileobj for key, _ in selector.select(min(left_s, PATIENCE_S_MAX))]
             for one in [one for one in unknown if one in ready]:
                 unknown[one] += (part := _part_of_hello(one, unknown[one]))

@@ -53,7 +53,7 @@ from torchft_like.errors import (
 from torchft_like.futures import complete, empty_future, fail
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal, Configuration
-from torchft_like.process_group.store import GroupMembers
+from torchft_like.process_group.store import AbortableStore, GroupMembers
 from torchft_like.process_group.work import (
     FOREVER,
     Explain,
@@ -67,6 +67,7 @@ from torchft_like.runtime.spin_wait import AdaptiveSpin
 
 # Seconds after its own limits at which a `configure` is given up.
 CONFIGURE_GRACE_S = 5.0
+EXPLAIN_S = 3.0  # of it, for `out_of_reach` where some do not answer, and are not too many
 SLICE_S = 0.1
 SLICE = timedelta(seconds=SLICE_S)
 LOOK_PAUSE_S = 0.02
@@ -341,8 +342,12 @@ class Backend(Protocol):
     def is_still(self) -> bool:
         """Return whether nothing can touch a tensor any more after an abort, as far as two calls can tell."""
 
-    def out_of_reach(self) -> str:
-        """Return who does not reach whom, "" if nothing is known of that; this may take seconds."""
+    def out_of_reach(self, store: AbortableStore | None = None) -> str:
+        """Return who does not reach whom, "" if nothing is known of that; this may take seconds.
+
+        Args:
+            store: where the members have met, if all are about to give up: there they say what they know.
+        """
         return ""
 
     def close(self) -> None:

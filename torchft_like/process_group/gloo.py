@@ -71,7 +71,7 @@ from torchft_like.process_group.collectives import (
     tensors_of,
 )
 from torchft_like.process_group.configuration import AbortSignal
-from torchft_like.process_group.generation import CONFIGURE_GRACE_S, LOOK_PAUSE_S, Backend
+from torchft_like.process_group.generation import CONFIGURE_GRACE_S, EXPLAIN_S, LOOK_PAUSE_S, Backend
 from torchft_like.process_group.handles import exchange_and_reconfigure, reconfigure_among
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
@@ -185,8 +185,9 @@ class _GlooBackend(Backend):
             return False
         return (self._loop is None or self._loop.have_paused()) and self._pool.have_slept_since()
 
-    def out_of_reach(self) -> str:
-        """Return which hosts of the peers give this one no answer."""
+    def out_of_reach(self, store: AbortableStore | None = None) -> str:
+        if store is not None:
+            return explain_links(store, self._members, self._listeners)
         return unreached(self._members.rank, self._listeners)
 
     def _is_connected(self) -> bool:
@@ -1129,7 +1130,6 @@ def _check(output: Tensor, source: Tensor, *shapes: Sequence[int]) -> None:
 ASK_S = 2.5  # for the answers of all
 # In which the others say what they have found: most of them give up at the same time, and ask for a second.
 REPORT_S = 2.0
-EXPLAIN_S = 3.0  # what `explain_links` takes where some do not answer, and are not too many
 
 NAMED_MAX = 4  # ranks whose links a text names
 

@@ -248,7 +248,7 @@ class Still:
     def break_off(self) -> None:
         self.broken.set()
 
-    def out_of_reach(self) -> str:
+    def out_of_reach(self, store: object = None) -> str:
         return ""
 
     def is_still(self) -> bool:
