@@ -28,6 +28,7 @@ from torchft_like.core.agreement.statements import (
     RECORD_BYTES,
     SCATTERED,
     SHARED_OUT,
+    RecordError,
     Statement,
     decode,
     encode,
@@ -318,6 +319,24 @@ def test_a_list_of_equal_tensors_is_short_on_the_wire() -> None:
     assert len(encode(replace(SUM, inputs=(FOUR,) * 10_000))) < 100
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        encode(SUM)[:-1] + b",null]",
+        encode(SUM).replace(b'"allreduce"', b"7"),
+        encode(SUM).replace(b'4]",1]', b'4]",-1]'),
+        encode(SUM).replace(b'4]",1]', b'4]",1000001]'),
+        encode(TOLD).replace(b'["dim","0"]', b'["dim"]'),
+        encode(TOLD).replace(b'["dim","0"]', b'["dim",0]'),
+    ],
+)
+def test_what_is_no_statement_is_refused(body: bytes) -> None:
+    with pytest.raises(RecordError):
+        decode(body)
+
+
 def test_messages_are_cut_out_of_the_stream_as_they_arrive() -> None:
     stream = bytearray()
     requests = [Request(CALL, ticket, ticket, 1.5, b"x" * ticket) for ticket in range(3)]
@@ -403,3 +422,9 @@ def test_a_long_reason_is_cut(character: str) -> None:
 def test_too_much_for_a_record_is_refused(call: bytes, number: int, payload: bytes) -> None:
     with pytest.raises(ValueError, match="too much"):
         pack(call, number, payload)
+
+
+def test_bytes_of_another_length_are_no_record() -> None:
+    for length in (0, RECORD_BYTES - 1, 2 * RECORD_BYTES):
+        with pytest.raises(RecordError):
+            unpack(bytes(length))
