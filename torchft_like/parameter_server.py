@@ -38,7 +38,7 @@ from lighthouse.events import printable
 from lighthouse.listening import listen_guarded
 from lighthouse.tls import accepted, scheme
 from lighthouse.trust import authorization, process_trust
-from torchft_like.errors import ConnectError, SessionsTakenError, TrustError
+from torchft_like.errors import ConnectError, ProcessGroupError, SessionsTakenError, TrustError
 from torchft_like.futures import context_timeout
 from torchft_like.process_group import ProcessGroup
 from torchft_like.process_group.store_server import StoreServer
@@ -146,17 +146,18 @@ class ParameterServer(ABC):
         self._server.shutdown()
         self._thread.join()
         self._server.server_close()
+        self.store.close()  # a group that is yet to be configured finds no store; the others are aborted
         for group in groups:
             group.abort(f"the parameter server at {self.address()} was shut down")
-        self.store.close()
 
     def _handle_session(self, session_id: str, store_addr: str) -> None:
         pg = self.new_process_group()
         with self._lock:
             self._groups[session_id] = pg
-            if self._ended:
-                pg.abort("the parameter server was shut down")
+            is_over = self._ended
         try:
+            if is_over:  # an abort would be one of nothing: the group has no configuration yet
+                raise ProcessGroupError("the parameter server was shut down")
             pg.configure(store_addr, 0, 2)
             self.forward(session_id, pg)
         except Exception as error:  # noqa: BLE001 - whatever ended this session, the others go on
@@ -191,7 +192,11 @@ class _Server(ThreadingHTTPServer):
     def process_request(self, request: Any, client_address: Any) -> None:
         """Give a client a place and a thread, or refuse it."""
         if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
+            try:
+                super().process_request(request, client_address)
+            except BaseException:  # there is no memory for a thread, which would give the place back
+                self._places.release()
+                raise
             return
         with contextlib.suppress(OSError):
             request.settimeout(REFUSAL_S)

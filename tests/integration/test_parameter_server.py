@@ -7,6 +7,8 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from http.server import ThreadingHTTPServer
 from queue import Queue
 from types import SimpleNamespace
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 from lighthouse.address import Address
+from tests.faults import raising
 from tests.ports import free_ports
 from tests.waiting import wait_for
 from torchft_like import parameter_server
@@ -179,6 +182,35 @@ def test_a_shutdown_ends_open_sessions() -> None:
         send(here, 1)
     here.pg.shutdown()
     wait_for(lambda: not is_listening(server.store.address.server))
+
+
+def test_a_session_that_is_opened_in_a_shutdown_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    server, is_handled = Adder(), threading.Event()
+    handle = server._handle_session
+
+    def handle_session(session_id: str, store_addr: str) -> None:
+        handle(session_id, store_addr)
+        is_handled.set()
+
+    monkeypatch.setattr(server, "_handle_session", handle_session)
+    monkeypatch.setattr(server, "_ended", True)  # the shutdown has begun
+    with ThreadPoolExecutor(1) as threads:
+        opening = threads.submit(Adder.new_session, server.address())
+        assert is_handled.wait(LIMIT_S)
+        server.shutdown()
+        with pytest.raises(ProcessGroupError):
+            opening.result(LIMIT_S)
+
+
+def test_a_client_for_whom_there_is_no_thread_leaves_its_place(
+    server: Adder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        no_thread = raising(RuntimeError("can't start new thread"))
+        patch.setattr(ThreadingHTTPServer, "process_request", no_thread)
+        with pytest.raises(ConnectError):
+            Adder.new_session(server.address())
+    assert_serves(server.address())
 
 
 @pytest.mark.parametrize("path", ["new_session", "another"])
