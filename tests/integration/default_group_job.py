@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from tests.managers import be_patient, error_of, manager_alone
+from torchft_like.manager import group_store
 
 Here = SimpleNamespace
 
@@ -35,6 +37,25 @@ def end_in_torch(here: Here, rank: int) -> None:
 def init(here: Here, rank: int) -> str:
     error = error_of(lambda: here.manager.init_process_group("gloo"))
     return f"{type(error).__name__}: {error}" if error else "done"
+
+
+def init_with_a_word(here: Here, rank: int) -> list[str]:
+    """Start the default group, and return what is said of a wait for the other ranks; rank 1 comes then."""
+    said: list[str] = []
+    shared = here.manager._store.shared
+    if rank == 1:
+        shared.wait(["said/0", "said/2"])
+    else:
+
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                said.append(record.getMessage())
+                shared.set(f"said/{rank}", "")
+
+        group_store._logger.addHandler(Handler())
+        group_store.LATE_S = 0.1
+    here.manager.init_process_group("gloo")
+    return said
 
 
 def summed(here: Here, rank: int) -> tuple[float, float]:

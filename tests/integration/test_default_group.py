@@ -43,6 +43,12 @@ def test_the_others_hear_of_a_rank_that_ends_before_it_starts_it(ranks: Ranks) -
         assert ranks[rank].ask(job.init, rank).startswith(LOST)
 
 
+def test_a_rank_says_so_where_it_waits_long_for_another_one(ranks: Ranks) -> None:
+    said = [[line.partition(",")[0] for line in lines] for lines in ranks.ask(job.init_with_a_word)]
+    waits = "waits for the others of this replica group"
+    assert said == [[f"rank 0 {waits}"], [], [f"rank 2 {waits}"]]
+
+
 def test_torch_does_not_wait_for_long_for_a_rank_that_ends_while_it_is_made(ranks: Ranks) -> None:
     ranks.ask(job.allow_torch, 3.0)
     ranks[1].ask(job.end_in_torch, 1)

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -53,6 +52,7 @@ from torchft_like.manager.group_store import (
     find_start,
     is_listening,
     publish_start,
+    said_if_late,
     serve_named_store,
 )
 from torchft_like.manager.quorum_driver import end_all
@@ -71,8 +71,6 @@ from torchft_like.runtime.hosts import local_host_towards
 
 BRIEFLY = timedelta(seconds=5)
 HEAR_EVERY_S = 1.0
-LATE_S = 60.0
-_logger = logging.getLogger(__name__)
 _runs = itertools.count()  # of functions in this process; all ranks run the same ones
 
 T = TypeVar("T")
@@ -121,7 +119,7 @@ class RestartGroup:
             stack.callback(id, own_store)
             prefix = f"torchft/restarts/{place.run}/{next(_runs)}"
             meets = AbortableStore(StoreAddress(at, prefix), limit)
-            with contextlib.closing(meets) as store, _said_if_late(place, limit):
+            with contextlib.closing(meets) as store, said_if_late(place, limit):
                 try:
                     store.connect()
                     group_id = _begin_start(store, place, address)
@@ -449,23 +447,6 @@ class Meeting:
             yield
         finally:
             watching.cancel()
-
-
-@contextlib.contextmanager
-def _said_if_late(place: GroupPlace, limit: timedelta) -> Iterator[None]:
-    """Log a warning if a block takes long, in which this process waits for the other ranks of its group."""
-    text = (
-        "rank %d waits for the others of this replica group, in the store at %s, for up to %g s: start all "
-        "%d of its ranks (WORLD_SIZE), with one MASTER_ADDR and MASTER_PORT"
-    )
-    told = text, place.group_rank, place.store, limit.total_seconds(), place.group_world_size
-    timer = threading.Timer(LATE_S, _logger.warning, told)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def _begin_start(store: AbortableStore, place: GroupPlace, own: Address) -> str:

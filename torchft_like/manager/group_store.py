@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
+import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
@@ -47,12 +50,15 @@ from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import lead_torch_out
 
 PROBE_S = 1.0
+LATE_S = 60.0  # for which ranks wait for each other without a word
 STARTED_ONCE = (
     "start each rank once (RANK), all ranks of a group again where one has failed, and each group with a "
     "MASTER_PORT of its own"
 )
 START_S = 0.1  # until a rank looks again whether rank 0 has begun another start
 PLACES = "torchft/manager"  # the part of the shared store with the addresses of ManagerServers
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -266,6 +272,23 @@ def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Addr
         store.set_timeout(limit)
 
 
+@contextlib.contextmanager
+def said_if_late(place: GroupPlace, limit: timedelta) -> Iterator[None]:
+    """Log a warning if a block takes long, in which this process waits for the other ranks of its group."""
+    text = (
+        "rank %d waits for the others of this replica group, in the store at %s, for up to %g s: start all "
+        "%d of its ranks (WORLD_SIZE), with one MASTER_ADDR and MASTER_PORT"
+    )
+    told = text, place.group_rank, place.store, limit.total_seconds(), place.group_world_size
+    timer = threading.Timer(LATE_S, _logger.warning, told)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def enter_start(store: Store, key: str, said: bytes, place: GroupPlace) -> bool:
     """Note that this process is in a start that rank 0 publishes under the key; return whether it may be.
 
@@ -312,7 +335,8 @@ def start_default_group(
         with contextlib.closing(ours), over.ends(ours.abort):
             ours.connect()
             ours.set_timeout(usual)
-            meet(ours, members)
+            with said_if_late(config, usual):
+                meet(ours, members)
     dist.init_process_group(
         backend,
         store=PrefixStore(part, store),

@@ -55,6 +55,7 @@ from torchft_like.errors import (
 from torchft_like.in_process import health, meeting, spare
 from torchft_like.in_process.meeting import Meeting, RestartGroup
 from torchft_like.in_process.spare import Place, SpareDesk, take_place
+from torchft_like.manager import group_store
 from torchft_like.manager.config import (
     AGENT_STORE_ENV,
     LIGHTHOUSE_ENV,
@@ -535,7 +536,7 @@ def test_a_rank_that_waits_long_for_the_others_says_so_and_goes_on_when_they_com
 
     with ThreadPoolExecutor(1) as threads, ExitStack() as stack:
         with monkeypatch.context() as patch:
-            patch.setattr(meeting, "LATE_S", 0.1)
+            patch.setattr(group_store, "LATE_S", 0.1)
             first = threads.submit(meet, 0)
             assert soon(lambda: len(caplog.records) == 1)
         stack.enter_context(meet(1))
