@@ -103,11 +103,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             **ddp_kwargs,
         )
         self._set_reducer_up()
-        _adopt_stages()
         manager.check_before_vote(self._check_all_were_used)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass. A backward pass that an exception ended is forgotten."""
+        _adopt_stages()
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
@@ -287,7 +287,6 @@ class PureDistributedDataParallel(nn.Module):
         super().__init__()
         self.module = module
         self._hooks: _GradientHooks | None = _GradientHooks(manager)
-        _adopt_stages()
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state of a copy, such as an average of the parameters: a copy reduces nothing."""
@@ -295,6 +294,7 @@ class PureDistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
+        _adopt_stages()
         if self._hooks is not None:
             self._hooks.add_to(self.module)
         return self.module(*args, **kwargs)
@@ -327,7 +327,8 @@ class _GradientHooks:
 def _adopt_stages() -> None:
     """Let the stages of torch's pipelines, where they are imported, refuse to pass the hooks by.
 
-    A schedule that splits the backward pass computes the gradients of parameters by `autograd.grad`.
+    A schedule that splits the backward pass computes the gradients of parameters by `autograd.grad`. It has a
+    forward pass before, by when they are imported.
     """
     stages = sys.modules.get("torch.distributed.pipelining.stage")
     base: Any = getattr(stages, "_PipelineStageBase", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 import pickle
 import threading
@@ -19,7 +20,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lighthouse.events import Event
 from tests.integration.test_manager_api import make_manager
-from tests.managers import each_in_a_thread
+from tests.managers import PATIENCE_S, each_in_a_thread
 from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
@@ -531,10 +532,22 @@ def test_a_scaler_unscales_by_the_peers_scale_where_a_replica_heals_before_the_f
     assert one[1] in {4.0, 512.0}
 
 
-def test_a_pipeline_that_computes_gradients_past_the_hooks_is_refused(lighthouse: LighthouseServer) -> None:
+def test_a_pipeline_that_computes_gradients_past_the_hooks_is_refused(
+    lighthouse: LighthouseServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that is imported once there is the model."""
+    name = "backward_maybe_with_nosync"
+    method = getattr(_PipelineStageBase, name)
+    together = threading.Barrier(2)
+    monkeypatch.setattr(_PipelineStageBase, name, method)  # as it is after this test
+
     def refuse(replica: Replica) -> None:
         for wrap in (DistributedDataParallel, PureDistributedDataParallel):
             stage: Any = SimpleNamespace(submod=wrap(replica.manager, replica.model))
+            together.wait(PATIENCE_S)
+            setattr(_PipelineStageBase, name, inspect.unwrap(method))
+            together.wait(PATIENCE_S)
+            stage.submod(torch.ones(1))
             with pytest.raises(NotSupportedError, match=f"{wrap.__name__} averages them"):
                 _PipelineStageBase.backward_maybe_with_nosync(stage, "weight", {"param_groups": []})
 
