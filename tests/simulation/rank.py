@@ -103,6 +103,7 @@ class Rank(Process):
         self._heal_until = 0.0
         # While it catches up: the source of the state, which is None again once that has come or will not.
         self._beside: Rank | None = None
+        self._beside_for: QuorumResult
         self._fetched: Snapshot | None = None
         self._arrived: Snapshot | None = None  # the state that is loaded if all ranks of the group have it
         self._fetches = NO_FETCH  # the number of the last fetch beside the steps
@@ -810,7 +811,7 @@ class Rank(Process):
         assert result is not None
         self._has_computed = True
         if plan.catch_up:
-            self._fetches += 1
+            self._fetches, self._beside_for = self._fetches + 1, result
             self._heal_until = world.now + world.scenario.timeout_s
             protocol.begin_to_catch_up(Version(result.max_step, result.max_commit_quorum_id))
             source = result.replica_ids[result.recover_src_replica_rank or 0]
@@ -837,8 +838,8 @@ class Rank(Process):
         """Take a state that has come beside the steps, if the source lived so long."""
         if number != self._fetches or self._beside is not source:
             return
-        world = self.replica.world
-        if source.state == DEAD or state[0] != step or world.now > self._heal_until:
+        world, is_it = self.replica.world, self.protocol.heals_to(state[2], self._beside_for)
+        if source.state == DEAD or not is_it or world.now > self._heal_until:
             self._fetch_failed(number)
         elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
             if self.phase == HEAL:
@@ -948,8 +949,10 @@ class Rank(Process):
             return
         if attempt != self._attempt or self.phase != HEAL or self._source is not source:
             return
-        world = self.replica.world
-        if source.state == DEAD or state[0] != step or world.now > self._heal_until:
+        world, result = self.replica.world, self._result
+        assert result is not None
+        is_it = self.protocol.heals_to(state[2], result)
+        if source.state == DEAD or not is_it or world.now > self._heal_until:
             self._heal_failed(attempt)
         elif source.state == PAUSED or world.is_cut(self.replica.slot, source.replica.slot):
             self.replica.stalled(self.number, self.protocol.quorum_id, late)

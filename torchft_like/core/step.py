@@ -436,6 +436,15 @@ class StepProtocol:
         """Return whether a state of this version, which the process has kept, is that to which it heals."""
         return kept == Version(result.max_step, result.max_commit_quorum_id)
 
+    def heals_to(self, counters: Mapping[str, object], result: QuorumResult) -> bool:
+        """Return whether a peer's state with these counters is that to which this quorum has a replica heal.
+
+        One of the same step may be another: from before the peer's script has loaded a checkpoint of that
+        step, as long as the peer offers it still.
+        """
+        newest = Version(result.max_step, result.max_commit_quorum_id)
+        return (counters.get("step"), counters.get("commit_quorum_id", newest.commit_quorum_id)) == newest
+
     def counters(self) -> dict[str, int]:
         """Return the state's version, origin and number of batches, for peers and periodic checkpoints."""
         return {

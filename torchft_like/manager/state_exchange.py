@@ -447,9 +447,7 @@ class StateExchange:
     def _check(self, result: QuorumResult, arriving: State) -> None:
         """Check a peer's state, whose tensors may be without memory yet, before any of it is taken over."""
         source, state = result.recover_src_manager_address, PeerState.of(arriving)
-        quorum_id = state.counters.get("commit_quorum_id")
-        is_other = result.begins_to_catch_up and quorum_id != result.max_commit_quorum_id
-        if state.counters.get("step") != result.max_step or is_other:
+        if not self._protocol.heals_to(state.counters, result):
             raise CheckpointError(f"{source} sent state that is not of step {result.max_step}")
         self._registry.check_form(state.user, source)
 
