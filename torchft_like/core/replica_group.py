@@ -579,12 +579,16 @@ class ReplicaGroup:
     def _meet_nobody(self, number: QuorumNumber) -> list[Effect]:
         """Have the other members told not to wait in a quorum that answers an earlier request than the last
         one: a rank may have asked again, as its time was up, before it could hear of the answer to the first.
+
+        The quorum in which the ranks are is over then: the lighthouse tells no more who is lost in it.
         """
         if number == (self.last_quorum_id, self.last_quorum_round):
             return []
         self._unmet_quorum_id = number.quorum_id
         if self._open_join is None:  # the next join says so
-            return []
+            reason = f"the lighthouse has formed quorum {number.quorum_id} with this replica group meanwhile"
+            last = self.last_quorum_id
+            return self.member_lost(last, self.replica_id, reason, is_alive=True) if last else []
         self._open_join = self._open_join._replace(broken_quorum_id=number.quorum_id)
         return [*self._say_join()]
 

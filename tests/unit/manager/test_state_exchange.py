@@ -362,6 +362,21 @@ def test_a_rank_that_gives_a_step_up_reads_no_state_where_one_comes_beside_the_s
     assert not asked
 
 
+@pytest.mark.heal_is_clean
+@pytest.mark.parametrize("counters", [{"step": 2, "commit_quorum_id": 1}, {"step": 3, "commit_quorum_id": 4}])
+def test_a_state_that_is_not_that_of_the_quorum_is_refused(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch, counters: dict[str, int]
+) -> None:
+    """One of the same step may be from before the peer has loaded a checkpoint."""
+    loaded = list[Any]()
+    sent = {"user": {"model": {}}, "torchft": counters}
+    monkeypatch.setattr(replica.transport, "recv_checkpoint", lambda **_: sent)
+    replica.registry.register("model", loaded.append, dict)
+    assert not replica.end(replica.begin(5, **HEALS))
+    assert (loaded, replica.protocol.step) == ([], 0)
+    assert "not of step 3" in str(replica.protocol.failure)
+
+
 @pytest.mark.parametrize("arrives", [True, False])
 def test_a_state_is_loaded_by_all_ranks_of_a_group_or_by_none(
     replica: Replica, monkeypatch: pytest.MonkeyPatch, arrives: bool
