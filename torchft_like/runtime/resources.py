@@ -41,8 +41,9 @@ def mark() -> int:
 
 def end_since(number: int) -> None:
     """End what was made after `mark` returned this number, the last first; what fails is logged."""
-    for made, thing in sorted(_tracked.items(), reverse=True):
-        if made > number:
+    refs = _tracked.valuerefs()  # at once: other threads make things meanwhile
+    for ref in sorted(refs, key=lambda ref: ref.key, reverse=True):
+        if ref.key > number and (thing := ref()) is not None:
             try:
                 thing.shutdown()
             except Exception:  # the others have to be ended nevertheless

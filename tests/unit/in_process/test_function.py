@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -190,6 +191,26 @@ def test_what_a_try_has_made_is_ended_the_last_first() -> None:
 
     main()
     assert ended == ["b", "broken", "a"]
+
+
+def test_what_threads_make_meanwhile_hinders_no_end() -> None:
+    kept, is_over = [Thing("earlier", []) for _ in range(50)], threading.Event()
+    interval_s, now = sys.getswitchinterval(), resources.mark()
+
+    def make() -> None:
+        while not is_over.is_set():
+            Thing("later", [])
+
+    thread = start(make, daemon=True)
+    try:
+        sys.setswitchinterval(1e-6)
+        for _ in range(20_000):
+            resources.end_since(now)
+    finally:
+        sys.setswitchinterval(interval_s)
+        is_over.set()
+        thread.join()
+    assert not any(thing.ended for thing in kept)
 
 
 def start(thread: Callable[[], object], *, daemon: bool) -> threading.Thread:
