@@ -263,7 +263,7 @@ class QuorumDriver:
         )
 
     def _about_lighthouse(self) -> str:
-        if self.trouble is None:
+        if self.trouble is None or self._suspects:  # with a suspect this group has hung up there itself
             return ""
         return f"the lighthouse at {self._config.lighthouse} cannot be reached ({self.trouble})"
 

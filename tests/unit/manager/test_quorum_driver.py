@@ -17,7 +17,7 @@ from tests.waiting import wait_for
 from torchft_like import devices
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.core.assignment import QuorumResult, assign
-from torchft_like.core.replica_group import GroupLostNotice, StepLostNotice, Verdict
+from torchft_like.core.replica_group import GroupLostNotice, StepLostNotice, SuspectNotice, Verdict
 from torchft_like.core.step import StepProtocol, StepRules
 from torchft_like.errors import GroupLostError, ShutdownError, StepLostError
 from torchft_like.gang import ProcessGroupGang
@@ -148,6 +148,14 @@ def test_a_rank_without_a_lighthouse_says_so_where_another_one_of_its_group_gave
     driver.hear(GroupLostNotice("rank 1 is gone"))
     away = "rank 1 is gone; the lighthouse at 127.0.0.1:1 cannot be reached .connection refused.; restart all"
     with pytest.raises(GroupLostError, match=away):
+        driver.raise_if_over()
+
+
+def test_a_group_that_has_hung_up_for_a_suspect_does_not_blame_the_lighthouse(driver: QuorumDriver) -> None:
+    driver.hear(SuspectNotice(1, "rank 1 is silent"))
+    driver.lighthouse_disconnected("this replica group waits for one of its ranks")
+    driver.hear(GroupLostNotice("rank 1 is gone"))
+    with pytest.raises(GroupLostError, match=r"^rank 1 is gone; restart all ranks"):
         driver.raise_if_over()
 
 
