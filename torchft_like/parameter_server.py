@@ -83,15 +83,15 @@ class ParameterServer(ABC):
         self._groups: dict[str, ProcessGroup] = {}
         self._lock = threading.Lock()
         self._ended = False
-        try:
+        with contextlib.ExitStack() as until_served:  # else the ports would be taken at the next attempt
+            until_served.callback(self.store.close)
             self._server = _Server(Address(host, port), self, sessions_max)
-        except BaseException:
-            self.store.close()  # or its port would be taken at the next attempt
-            raise
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, name="torchft-parameter-server", daemon=True
-        )
-        self._thread.start()
+            until_served.callback(self._server.server_close)
+            self._thread = threading.Thread(
+                target=self._server.serve_forever, name="torchft-parameter-server", daemon=True
+            )
+            self._thread.start()
+            until_served.pop_all()
 
     @classmethod
     @abstractmethod

@@ -232,6 +232,18 @@ def test_a_server_whose_port_is_taken_leaves_no_store_behind(server: Adder) -> N
     assert kept.value.__traceback__ is not None
 
 
+def test_a_server_for_which_there_is_no_thread_leaves_its_ports(
+    server: Adder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port, store_port = free_ports(2)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
+        with pytest.raises(RuntimeError) as kept:
+            Adder(port=port, store_port=store_port)
+    Adder(port=port, store_port=store_port).shutdown()
+    assert kept.value.__traceback__ is not None
+
+
 def test_a_server_without_sessions_is_refused() -> None:
     with pytest.raises(ValueError, match="serves nobody"):
         Adder(sessions_max=0)
