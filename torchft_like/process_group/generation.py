@@ -50,7 +50,7 @@ from torchft_like.errors import (
     is_refusal,
     is_timeout,
 )
-from torchft_like.futures import complete, empty_future, fail
+from torchft_like.futures import complete, empty_future, fail, without_frames
 from torchft_like.process_group.collectives import POINT_TO_POINT, Collective, tensors_of
 from torchft_like.process_group.configuration import AbortSignal, Configuration
 from torchft_like.process_group.store import AbortableStore, GroupMembers
@@ -396,7 +396,8 @@ class Generation:
             self.end("the thread that configured the group was interrupted")
             raise
         if (error := self.error()) is not None:
-            raise error
+            # The caller's frames hold the generation before, and so the error of each since a usable one.
+            raise without_frames(error)
 
     def run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         """Start one collective; the error says why the generation is over, or that it never began."""
@@ -534,7 +535,7 @@ class Generation:
             backend = create(self.members, self.configuration)
         except BaseException as error:  # noqa: BLE001 - the error is raised where the group is configured
             failure = ProcessGroupNotConfiguredError(f"configuring {self.members} failed: {error}")
-            failure.__cause__ = error.with_traceback(None)
+            failure.__cause__ = without_frames(error)  # they hold what the backend was being made of
             self._failure = failure
             self._gone.set()
         else:

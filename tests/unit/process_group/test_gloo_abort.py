@@ -7,6 +7,7 @@ import math
 import resource
 import socket
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager
@@ -409,6 +410,34 @@ def test_a_kept_error_keeps_no_connection(party: Party) -> None:
     assert all(isinstance(error, RuntimeError) for error, _ in kept)
     shut_down(groups)
     assert not left_open_since(before)
+
+
+@pytest.mark.no_leak
+def test_a_group_keeps_nothing_of_configurations_that_failed(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each error has frames, of its causes, too, and these what was made, and the configuration before."""
+    made, group = weakref.WeakSet[threading.Event](), ProcessGroupGloo(LIMIT_S)
+    party.own(group)
+
+    def fail(*_: object) -> None:
+        made.add(part := threading.Event())
+        try:
+            raise RuntimeError(f"nobody has come: {part}")
+        except RuntimeError as error:
+            raise TimeoutError("not all have come") from error
+
+    monkeypatch.setattr(ProcessGroupGloo, "_create", fail)
+    generations = weakref.WeakSet[object]()
+    for _ in range(3):
+        error = error_of(partial(group.configure, party.prefix(), 0, 1))
+        assert "not all have come" in str(error)
+        generations.add(group._generation)
+    error = None
+    gc.collect()
+    assert "not all have come" in str(group.errored())
+    assert not made
+    assert [*generations] == [group._generation]
 
 
 def shut_down(groups: list[ProcessGroup]) -> None:
