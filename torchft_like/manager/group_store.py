@@ -175,7 +175,8 @@ def serve_named_store(address: Address, limit: timedelta) -> Store | None:
         if isinstance(cause := error.__cause__, OSError) and cause.errno == errno.EADDRINUSE:
             return None  # this process, or the kernel, was too busy to see it
         raise BindError(
-            f"rank 0 serves the store of its replica group at {MASTER} and MASTER_PORT: {error}"
+            f"rank 0 of this replica group cannot serve its store at {address}: {cause or error}; {MASTER} "
+            "has to name the host on which rank 0 runs"
         ) from error
     return store
 
