@@ -55,6 +55,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     costs a walk through the graph and one more allreduce, which models that use all of their parameters are
     spared.
 
+    As with torch's, gradients that `torch.autograd.grad` or `torch.func` returns are not reduced, and nothing
+    says so: replicas that step with them come apart. Reduce each with `manager.allreduce`.
+
     Args:
         manager: the Manager of this rank.
         module: the model.
