@@ -12,8 +12,10 @@ from lighthouse.cli import main
 from lighthouse.core.claims import QUORUMS_MAX, Claims, Past
 from lighthouse.core.config import LighthouseConfig
 from lighthouse.core.decisions import Member, MemberLost, QuorumFormed
+from lighthouse.core.identity import Identity, why_foreign
 from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import ALARMS_PER_QUORUM_MAX, QuorumCore
+from lighthouse.core.state_form import StateForm
 from lighthouse.errors import ConfigError
 from lighthouse.trust import INSECURE_ENV
 from lighthouse.wire import torchft_pb2 as pb
@@ -51,6 +53,12 @@ def test_the_survivors_of_a_mass_loss_form_a_quorum_at_once() -> None:
     [formed] = decisions
     assert isinstance(formed, QuorumFormed)
     assert len(formed.sessions) == len(formed.left) == REPLICAS // 2
+
+
+def test_a_refusal_names_its_cure() -> None:
+    one, two = Identity(forms=(StateForm(),)), Identity(forms=(StateForm(), StateForm()))
+    assert "the same number of ranks (WORLD_SIZE)" in why_foreign(two, one)
+    assert "give all replicas the same job_id" in why_foreign(Identity("red"), Identity("blue"))
 
 
 @pytest.mark.no_leak
