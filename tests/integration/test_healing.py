@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from lighthouse.events import Event
 from tests.integration.cluster import CHECKED, Cluster, also_slow
 from tests.integration.options import WorkerOptions
 from tests.managers import PATIENCE_S, each_in_a_thread, lighthouse_here, manager_alone
+from tests.stores import serve_store
 from torchft_like.digest import state_digest
 
 pytestmark = [pytest.mark.integration, *CHECKED]
@@ -163,3 +165,44 @@ def test_a_newcomer_heals_in_a_lost_step_to_whose_end_it_comes_after_its_source(
         newcomer, source = each_in_a_thread("ab", train)
     assert newcomer == source
     assert source[1] == 1, "a step"
+
+
+@pytest.mark.progress
+@pytest.mark.at_rest
+@pytest.mark.parametrize("name_of_spoiler", ["a", "b"])
+def test_a_rank_that_gives_up_a_step_in_which_somebody_heals_leaves_nobody_in_a_state_function(
+    name_of_spoiler: str,
+) -> None:
+    """The function may use collectives of the group, whose other rank comes to the end of the step."""
+    stores, collective, has_begun = {n: serve_store() for n in "ab"}, threading.Barrier(2), threading.Event()
+
+    def train(name: str, rank: int) -> str:
+        model = nn.Linear(2, 2)
+
+        def state_dict() -> dict[str, torch.Tensor]:
+            if name == name_of_spoiler:
+                collective.wait(PATIENCE_S)
+            return model.state_dict()
+
+        place = {"rank": rank, "world_size": 2, "store_addr": "127.0.0.1", "store_port": stores[name].port}
+        functions = {"state_dict": state_dict, "load_state_dict": model.load_state_dict}
+        is_spoiler, together = (name, rank) == (name_of_spoiler, 0), 0
+        assert name == "a" or has_begun.wait(PATIENCE_S)
+        with manager_alone(name, lighthouse.address(), **place, **functions) as manager:
+            while together < 2:
+                manager.start_quorum()
+                manager.wait_quorum()
+                if manager.healing_ranks() and is_spoiler:
+                    is_spoiler = False
+                    continue
+                manager.allreduce(gradient := torch.ones(2)).wait()
+                if manager.should_commit():
+                    model.bias.data += gradient
+                    together += manager.num_participants() == 2
+                if manager.current_step() == 3:
+                    has_begun.set()
+        return state_digest(model.state_dict())
+
+    with lighthouse_here(min_replicas=1) as lighthouse, ThreadPoolExecutor(4) as threads:
+        digests = list(threads.map(train, "aabb", (0, 1, 0, 1)))
+    assert digests[:2] == digests[2:]
