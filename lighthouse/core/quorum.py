@@ -230,7 +230,9 @@ class QuorumCore:
 
         self._number = QuorumNumber(NO_QUORUM, 0)  # of the last quorum
         self._last: frozenset[str] = frozenset()
-        # Members of the last quorum that were lost, left, or came back without it.
+        # Members of the last quorum that were lost, left, or came back without it; and the first that has
+        # given it up.
+        self._gone: set[str] = set()
         self._departed: set[str] = set()
         self._alarms = 0
         self._has_formed = False
@@ -382,6 +384,7 @@ class QuorumCore:
             if replica_id in self._last:
                 if quorum_id not in (0, self._number.quorum_id):
                     self._break(replica_id, decisions)
+                self._gone.add(replica_id)
                 self._departed.add(replica_id)
                 self._stand_no_more(replica_id, step, now, decisions)
             self._form(now, decisions)
@@ -946,9 +949,13 @@ class QuorumCore:
             decisions.append(MemberLost(NO_QUORUM, replica_id, reason, told))
 
     def _depart(self, replica_id: str, reason: str, decisions: list[Decision]) -> bool:
-        """End the replica's part in the last quorum; return False if it had none, or none any more."""
-        if replica_id not in self._last or replica_id in self._departed:
+        """End the replica's part in the last quorum; return False if it had none, or none any more.
+
+        One that has given the quorum up was alive, as the others know, and may offer them its state.
+        """
+        if replica_id not in self._last or replica_id in self._gone:
             return False
+        self._gone.add(replica_id)
         self._departed.add(replica_id)
         self._healing.discard(replica_id)
         self._alarms += 1
@@ -1058,7 +1065,7 @@ class QuorumCore:
         self._heard_at, self._find_at = now, None
         missed = {**self._missed, **dict.fromkeys(self._silent, now + self._lease)}
         self._missed = {i: until for i, until in missed.items() if now < until and i not in ids}
-        self._departed, self._silent = set(), set()
+        self._gone, self._departed, self._silent = set(), set(), set()
         self._given_up, self._told_at, self._ended_at, self._healing = set(), None, None, set()
         self._alarms = 0
 

@@ -166,6 +166,11 @@ does not say it is over: the alarm that a replica missed (359, progress)
 QuorumCore._is_over = False
 does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
 QuorumCore._break = None
+forgets whom it broke for: the loss of one that gave a quorum up is told in it, too (2320, progress)
+QuorumCore._break
+- self._departed.add(replica_id)
++ self._departed.add(replica_id)
++     self._gone.add(replica_id)
 learns too late: what is reported after a quorum is of the past (71, progress)
 QuorumCore._learn
 - or self._has_formed
@@ -402,10 +407,6 @@ StepProtocol._take_over
 waits beside those that leave: who waits for a quorum leaves with the others (6, progress)
 StepProtocol.hear
 - verdict.stop and self.give_up()
-+ False
-takes an old verdict: one on an attempt that was given up is void (632, heal_is_clean)
-StepProtocol.hear
-- verdict.committed and self.is_waiting
 + False
 holds beside those that leave: who holds leaves with the others (83, progress)
 StepProtocol.give_up

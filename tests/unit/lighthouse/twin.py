@@ -86,6 +86,7 @@ class Twin:
         self.joined: list[Joined] = []
         self.last: tuple[QuorumNumber, frozenset[str]] = (QuorumNumber(NO_QUORUM, 0), frozenset())
         self.departed: list[str] = []
+        self.alive: list[str] = []  # those of them that have said so themselves
         self.silent: set[str] = set()  # members whose sessions have ended
         self.missed: dict[str, float] = {}  # those of earlier quorums, and when the others went on
         self.alarms = 0
@@ -197,7 +198,7 @@ class Twin:
         if not self.expected:
             self.expected_until = now + self.config.reconnect_grace_ms / 1000
         self.miss(ids, now)
-        self.last, self.departed, self.silent, self.alarms = (last, ids), [], set(), 0
+        self.last, self.departed, self.alive, self.silent, self.alarms = (last, ids), [], [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.standing = Standing() if stands else None
         self.heard, self.looked = now, None
@@ -351,6 +352,7 @@ class Twin:
         if replica_id in ids and not self.alarms:
             self.alarms = 1
             self.standing = None
+            self.alive += [] if replica_id in self.departed else [replica_id]
             self.departed.append(replica_id)
             told = self.numbers(set(ids) - set(self.departed))
             out.append(QuorumBroken(quorum_id, replica_id, told))
@@ -373,6 +375,7 @@ class Twin:
                 if quorum_id not in (0, self.last[0].quorum_id):
                     self.break_quorum(replica_id, out)
                 self.departed.append(replica_id)
+                self.alive = [one for one in self.alive if one != replica_id]
                 self.end_standing(replica_id, step, now, out)
         return out + self.form(now)
 
@@ -636,7 +639,7 @@ class Twin:
         self.job_began = self.job_began or next((b for b in began if b), quorum_id)
         self.last = (QuorumNumber(quorum_id, self.highest_round), ids)
         self.miss(ids, now)
-        self.departed, self.silent, self.alarms = [], set(), 0
+        self.departed, self.alive, self.silent, self.alarms = [], [], set(), 0
         self.given_up, self.told, self.ended, self.healing = set(), None, None, (set(), 0.0)
         self.formed = True
         self.since |= dict.fromkeys((last | ids) & self.healthy(), now)
@@ -790,8 +793,9 @@ class Twin:
 
     def depart(self, replica_id: str, reason: str, out: list[Decision]) -> bool:
         (quorum_id, _), ids = self.last
-        if replica_id not in ids or replica_id in self.departed:
+        if replica_id not in ids or (replica_id in self.departed and replica_id not in self.alive):
             return False
+        self.alive = [one for one in self.alive if one != replica_id]
         self.departed.append(replica_id)
         self.alarms += 1
         self.standing = None
