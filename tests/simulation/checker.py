@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from lighthouse.core.membership import QuorumNumber
-from tests.simulation.scenario import STRANGER
+from tests.simulation.scenario import STRANGER, TINY_S
 
 if TYPE_CHECKING:
     from tests.simulation.mesh import Part
@@ -182,7 +182,7 @@ class Checker:
         now, patience = self._world.now, int(self._world.scenario.join_timeout_s * 1000) / 1000
         has_waited = now >= self._told_at + patience
         bound = set(ids) if has_waited else members - (self._given_up - set(ids))
-        count = len([i for i, t in self._connected.items() if i in bound or now < t + patience])
+        count = len([i for i, t in self._connected.items() if i in bound or now + TINY_S < t + patience])
         missing = {i for i in self._previous if i in self._connected or not shrinks} - set(ids)
         willing = {*ids, *(self._free & self._connected.keys())}  # some of them may be left out as sick
         is_agreed = missing & self._connected.keys() <= self._free or 2 * len(willing) > count

@@ -30,8 +30,8 @@ from lighthouse.core.membership import QuorumNumber
 from lighthouse.core.quorum import QuorumCore
 from tests.simulation.replica import LIARS_STEP
 from tests.simulation.restarting import Desk
-from tests.simulation.scenario import STRANGER
-from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, TINY_S, Process, Session
+from tests.simulation.scenario import STRANGER, TINY_S
+from tests.simulation.world import DEAD, LIGHTHOUSE, RUNNING, Process, Session
 
 if TYPE_CHECKING:
     from tests.simulation.world import World

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from lighthouse.core.decisions import DISOWNED
 from tests.simulation.fragments import Held, mix
 from tests.simulation.mesh import Mesh, mesh_of
-from tests.simulation.world import DEAD, PAUSED, TINY_S, Process
+from tests.simulation.scenario import TINY_S
+from tests.simulation.world import DEAD, PAUSED, Process
 from torchft_like.core.assignment import QuorumResult
 from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import LossNotice, RankJoin, Verdict
@@ -153,7 +154,10 @@ class Rank(Process):
             self._restore()
         scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
         self._leave_state()
+        was_broken = self.protocol.is_broken(self.protocol.quorum_id)
         self._own, self._is_stepping = self.protocol.begin(), False
+        if self._own.broken_quorum_id and not was_broken:
+            self._abort(self._own.broken_quorum_id)
         self._attempt += 1
         self._has_computed = self._is_waiting = False
         self._began = self.replica.world.now

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from tests.simulation.world import DEAD, TINY_S, Action, Process
+from tests.simulation.scenario import TINY_S
+from tests.simulation.world import DEAD, Action, Process
 from torchft_like.core.conversation import Conversation
 
 if TYPE_CHECKING:

@@ -104,6 +104,7 @@ LONG_STEPS = (26, 29)  # the seeds, modulo 32, of jobs whose steps are longer th
 # A replica group that has just started says that it is at a step far ahead: counted, not switched on.
 LIE = "lie"
 
+TINY_S = 1e-9  # more than a difference of two times is off by
 STRANGER = "stranger"  # the name of trainers of another job
 
 KINDS = (*MESSAGE_KINDS, *EVENT_KINDS, *ORDER_KINDS, HELD_UP, LIE)

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 RUNNING, PAUSED, DEAD = 0, 1, 2
 LIGHTHOUSE = -1  # the lighthouse's place in the network; replica groups have 0, 1, ...
 OVERTAKE_STEPS = 6.0
-TINY_S = 1e-9  # more than a difference of two times is off by
 
 Action = Callable[..., object]
 

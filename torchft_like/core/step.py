@@ -440,10 +440,12 @@ class StepProtocol:
         """Return whether a peer's state with these counters is that to which this quorum has a replica heal.
 
         One of the same step may be another: from before the peer's script has loaded a checkpoint of that
-        step, as long as the peer offers it still.
+        step, as long as the peer offers it still. torchft's lighthouse names no quorum of a commit.
         """
         newest = Version(result.max_step, result.max_commit_quorum_id)
-        return (counters.get("step"), counters.get("commit_quorum_id", newest.commit_quorum_id)) == newest
+        is_named = newest.commit_quorum_id > 0 or result.begins_to_catch_up
+        quorum_id = counters.get("commit_quorum_id") if is_named else newest.commit_quorum_id
+        return (counters.get("step"), quorum_id) == newest
 
     def counters(self) -> dict[str, int]:
         """Return the state's version, origin and number of batches, for peers and periodic checkpoints."""

@@ -18,6 +18,7 @@ leaves the daemons alone. The workers of an executor are Python's, which waits f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -58,6 +59,7 @@ from torchft_like.manager import kept_state
 from torchft_like.manager.config import OF_TORCHRUN, place_in_group
 from torchft_like.runtime import resources
 from torchft_like.runtime.durations import seconds_of
+from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.numbers import whole_number
 
 P = ParamSpec("P")
@@ -253,6 +255,7 @@ class Try:
         self._made_until = resources.mark()
         self._threads = frozenset(threading.enumerate())
         _note_caches(gc.get_objects())
+        gc.collect()  # what threads of the last try have let go of since its end
         gc.freeze()
 
     def end(self, error: BaseException) -> None:
@@ -264,6 +267,8 @@ class Try:
         dist.distributed_c10d._world.group_count = 0
         for each in _with_causes(error):
             traceback.clear_frames(each.__traceback__)
+        # The loop's thread says that something has ended a moment before it lets go of it.
+        coordination_loop().run(asyncio.sleep(0))
         gc.collect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             try:
