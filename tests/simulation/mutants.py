@@ -162,11 +162,11 @@ QuorumCore.register
 + decisions = self.advance(now)
 +     if last.quorum_id == self._number.quorum_id:
 +         last = self._number
-does not say it is over: the alarm that a replica missed (13, progress)
+does not say it is over: the alarm that a replica missed (359, progress)
 QuorumCore._is_over = False
 does not warn of broken groups: the alarm for who gave a quorum up (9, progress)
 QuorumCore._break = None
-forgets whom it broke for: the loss of one that gave a quorum up is told in it, too (5635, progress)
+forgets whom it broke for: the loss of one that gave a quorum up is told in it, too (2320, progress)
 QuorumCore._break
 - self._departed.add(replica_id)
 + self._departed.add(replica_id)
@@ -212,7 +212,7 @@ QuorumCore._is_shrinking
 + if self._shrinking and self._last:
 +         return True
 +     if True:
-shrinks to a minority: a wish to shrink is void if stragglers are most (3492, one_quorum_per_step)
+shrinks to a minority: a wish to shrink is void if stragglers are most (3682, one_quorum_per_step)
 QuorumCore._is_shrinking
 - max(self._min_replicas, self._majority(now))
 + self._min_replicas
@@ -226,7 +226,7 @@ QuorumCore.report_links
 + if replica_id is not None and unreachable
 forgets the sick: who spoils quorums by itself is left out of them (1, progress)
 QuorumCore._sick = {}
-leaves the sick out for ever: who was left out is tried again (1, progress)
+leaves the sick out for ever: who was left out is tried again (104, progress)
 QuorumCore._sick
 - now < join.let_in_at
 + join.let_in_at
@@ -279,7 +279,7 @@ lets them hold: who holds when its quorum is given up goes on (145, progress)
 ReplicaGroup._told_to_ask_at
 - , ReleaseRanks(self._not_joined(), self.last_quorum_id, None)]
 + ]
-gives up quietly: a rank that gives a step up releases the others (5359, progress)
+gives up quietly: a rank that gives a step up releases the others (1205, progress)
 ReplicaGroup._release_others = []
 refuses no votes: votes on a step that a rank gave up are answered (0, progress)
 ReplicaGroup._refuse_votes = []
@@ -320,7 +320,7 @@ holds at two steps: without a lighthouse the ranks of a group hold at one step (
 ReplicaGroup._all_hold
 - or (self._is_alone and
 + or (False and
-goes on torn: a group whose ranks hold different states heals or ends (76, heal_is_clean)
+goes on torn: a group whose ranks hold different states heals or ends (129, heal_is_clean)
 ReplicaGroup.quorum_formed
 - if self._is_torn and
 + if False and
@@ -353,7 +353,7 @@ StepProtocol.vote
 waits for no state: where a step cannot be kept, the state is awaited (18, progress)
 StepProtocol.loads
 - or (self.failure is None and not can_keep)
-begins before the fetch: kept steps are those since the fetched state (38645, heal_is_clean)
+begins before the fetch: kept steps are those since the fetched state (5781, heal_is_clean)
 StepProtocol.agreed
 - self._choose_participants(result, allow_heal)
 + self._choose_participants(result, allow_heal)
@@ -371,13 +371,13 @@ votes yes unhealed: who could not heal does not commit (16, heal_is_clean)
 StepProtocol.objection
 - if self._lacks_state
 + if False
-asks no source that is alive: one that gave its step up goes on offering its state (585, progress)
+asks no source that is alive: one that gave its step up goes on offering its state (209, progress)
 StepProtocol.ends_fetch
 - not notice.is_alive or notice.replica_id == own
 + True
 leaves no state behind: who gives a step up offers its state (397, progress)
 StepProtocol.still_has = False
-asks whom it cannot reach: who gives its step up for a link asks nobody (37, progress)
+asks whom it cannot reach: who gives its step up for a link asks nobody (1619, progress)
 StepProtocol.ends_fetch
 - or notice.replica_id == own
 keeps an early error to itself: peers hear of an early error (203, progress)
@@ -441,7 +441,7 @@ compares steps only: the quorum of the commit in the version (5, heal_is_clean)
 ReplicaGroup.quorum_formed
 - assign(quorum_id, participants
 + assign(quorum_id, [m._replace(commit_quorum_id=0) for m in participants]
-speaks for its first rank: the state of all ranks in the join (1, heal_is_clean)
+speaks for its first rank: the state of all ranks in the join (129, heal_is_clean)
 ReplicaGroup.rank_joined
 - step, commit_quorum_id = (0, NO_STATE) if self._is_torn else versions.pop()
 + self._is_torn, step, commit_quorum_id = False, joins[0].step, joins[0].commit_quorum_id
@@ -492,13 +492,13 @@ StepProtocol._choose_participants
 + self.num_participants = rank, result.replica_world_size
 lets others go on: who is counted and cannot heal spoils the step (14, no_zombie)
 StepProtocol.is_counted_on = False
-loads alone: all ranks of a group have a state that they load (1, heal_is_clean)
+loads alone: all ranks of a group have a state that they load (25, heal_is_clean)
 ReplicaGroup.rank_voted
 - has_fetched=all(
 + has_fetched=any(
-keeps a torn state: who has a part of a peer's state has none (10, heal_is_clean)
+keeps a torn state: who has a part of a peer's state has none (129, heal_is_clean)
 StepProtocol.lose_state = None
-counts on those that heal: in a first step its source's gradients count (7319, heal_is_clean)
+counts on those that heal: in a first step its source's gradients count (149753, heal_is_clean)
 StepProtocol._choose_participants
 - result.late_ranks if
 + result.late_ranks if result.max_world_size == result.replica_world_size and
@@ -559,7 +559,7 @@ names the first step: no member has begun the step that is named (4976, no_zombi
 QuorumCore._hold
 - standing.settle()
 + standing.ask_at = min((standing._not_begun or standing._not_done).values())
-waits for one answer: every member answers before a step is named (46, no_zombie)
+waits for one answer: every member answers before a step is named (145, no_zombie)
 QuorumCore.hold
 - standing.holds(replica_id, step)
 + unanswered = standing.members.difference(standing._not_begun, standing._not_done)
@@ -591,7 +591,7 @@ does not hold: who was asked to hold begins no step (1023, no_zombie)
 StepProtocol.hold
 - self._is_held = self._stands
 + self._is_held = False
-forgets what it began: the answer counts the step that was begun (16, no_zombie)
+forgets what it began: the answer counts the step that was begun (35, no_zombie)
 StepProtocol.hold
 - self.step + int(self.in_step and self._is_entered)
 + self.step
@@ -646,7 +646,7 @@ ReplicaGroup.rank_lost
 + return [] if group_rank in self._suspects else self._lose(
 repeats nothing: what a session lost is said again in the next one (2, progress)
 Conversation.to_repeat = ()
-repeats everything: what has arrived is not said again (2312, agreement)
+repeats everything: what has arrived is not said again (4600, agreement)
 Conversation.arrived = True
 loses the delay: a sync ends so many inner steps after its begin (230, on_schedule)
 SyncSchedule.received

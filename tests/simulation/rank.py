@@ -154,10 +154,7 @@ class Rank(Process):
             self._restore()
         scenario, goes_on = self.replica.world.scenario, self.protocol.goes_on
         self._leave_state()
-        was_broken = self.protocol.is_broken(self.protocol.quorum_id)
         self._own, self._is_stepping = self.protocol.begin(), False
-        if self._own.broken_quorum_id and not was_broken:
-            self._abort(self._own.broken_quorum_id)
         self._attempt += 1
         self._has_computed = self._is_waiting = False
         self._began = self.replica.world.now

@@ -17,8 +17,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from torchft_like.core.assignment import QuorumResult
-from torchft_like.core.replica_group import LossNotice, RankJoin
-from torchft_like.core.step import GIVEN_UP, Plan, StepProtocol
+from torchft_like.core.replica_group import LossNotice
+from torchft_like.core.step import Plan, StepProtocol
 from torchft_like.errors import MemberLostError, describe_own_error, is_own_error
 from torchft_like.process_group.base import About, ProcessGroup
 from torchft_like.process_group.configuration import AbortSignal
@@ -47,17 +47,6 @@ class ManagedGroup:
         self._emit = emit
         self._ending = AbortSignal()  # the signal of the last configuration
         self._why = "it is not configured"  # of the last abort
-
-    def begin(self) -> RankJoin:
-        """Begin an attempt; return its join. Peers that wait in one that was given up are released at once:
-        the other ranks of this group, without which it asks for no quorum, may wait for what they wait for.
-        """
-        with self.lock:
-            was_broken = self._protocol.is_broken(self._protocol.quorum_id)
-            own = self._protocol.begin()
-            if own.broken_quorum_id and not was_broken:
-                self._abort(own.broken_quorum_id, GIVEN_UP)
-            return own
 
     def agree(self, result: QuorumResult, allow_heal: bool) -> Plan:
         """Record the quorum of the current attempt, and return what has to be done before it can be used."""

@@ -126,7 +126,7 @@ class QuorumDriver:
                 attempt.quorum_timeout_s += self._config.timeout_s  # which they may take, and are awaited
             result = None if last is None or last.allow_heal != attempt.allow_heal else last.result
             goes_on = self._protocol.goes_on and self.divergence.may_go_on
-            own = self._group.begin()
+            own = self._protocol.begin()
             if goes_on and result is not None and self.fatal is None:
                 self._protocol.stand()
                 attempt.stand(result._replace(max_step=own.step))

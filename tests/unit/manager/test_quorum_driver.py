@@ -243,24 +243,6 @@ def test_a_rank_that_was_told_of_an_error_waits_for_nobody(driver: QuorumDriver)
     assert driver.waits_for() is None
 
 
-@pytest.mark.progress
-def test_peers_that_wait_in_a_step_that_is_given_up_are_released_at_once(
-    driver: QuorumDriver, protocol: StepProtocol, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other ranks of the group may wait for these peers before they ask for the next quorum."""
-    aborted: list[str] = []
-    monkeypatch.setattr(driver._group.pg, "abort", aborted.append)
-    attempt = begun(driver)
-    driver.quorum(quorum(5, a=3, b=3))
-    attempt.wait_configured(str)
-    protocol.decide(committed=False)
-    begun(driver)
-    assert not aborted, "the step before had its verdict"
-    driver.quorum(quorum(6, a=3, b=3))
-    begun(driver)
-    assert aborted == ["it gave a step up without a verdict"]
-
-
 @pytest.mark.no_zombie
 def test_a_verdict_on_an_attempt_given_up_is_void(driver: QuorumDriver, protocol: StepProtocol) -> None:
     begun(driver)
