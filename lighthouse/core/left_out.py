@@ -18,12 +18,17 @@ twice as long after each further failure, for a minute at the most (`--sick_paus
 `--sick_pause_max_ms`). Then it is let in again, to try. Each step that it commits takes one failure back. The
 replica counts itself. So a restarted lighthouse knows, and what is kept here ends with the join. What others
 say of such failures is not asked for, so no replica is accused by another one.
+
+A replica that comes back after each loss cannot tell: where what the lighthouse sends does not arrive, it
+hears of no quorum, and the others lose a step with each. From the second in a row its losses count as
+failures of its own (`Losses`), until it has committed a step in the quorum in which it was lost last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Container, Mapping, Sequence
 from heapq import heapify, heappop, heappush
+from typing import NamedTuple
 
 from lighthouse.core.decisions import Link, Member
 
@@ -112,6 +117,54 @@ def leave_out(members: Mapping[str, Member], links: Collection[Link], at_least: 
                 heappush(heap, (-len(peers[peer]), place[peer]))
         peers[gone] = set()
     return frozenset(out) if len(members) - len(out) >= at_least else frozenset()
+
+
+LOSSES_MAX = 256  # replicas whose losses are counted: the last ones
+
+
+class _Loss(NamedTuple):
+    """How often a replica was lost in a row, and in which quorum, when and why the last time."""
+
+    in_a_row: int
+    quorum_id: int
+    at: float
+    reason: str
+
+
+class Losses:
+    """How often replicas were lost lately, in quorums in which they committed nothing.
+
+    Args:
+        lately_s: a loss counts for so long. Members without steps never commit one.
+    """
+
+    def __init__(self, lately_s: float) -> None:
+        self._lately_s = lately_s
+        self._losses: dict[str, _Loss] = {}  # the one that was lost last at the end
+
+    def lost(self, replica_id: str, quorum_id: int, reason: str, now: float) -> None:
+        """Count the loss of a member of a quorum."""
+        before = self._losses.pop(replica_id, None)
+        is_again = before is not None and now < before.at + self._lately_s
+        count = before.in_a_row + 1 if before is not None and is_again else 1
+        self._losses[replica_id] = _Loss(count, quorum_id, now, reason)
+        if len(self._losses) > LOSSES_MAX:
+            del self._losses[next(iter(self._losses))]
+
+    def with_losses(self, member: Member, now: float) -> Member:
+        """Return a member that joins, with its losses as failures of its own where these are fewer; forget
+        them once it has committed a step since the last one, or none was lately.
+        """
+        loss = self._losses.get(member.replica_id)
+        if loss is None:
+            return member
+        if member.commit_quorum_id >= loss.quorum_id or now >= loss.at + self._lately_s:
+            del self._losses[member.replica_id]
+            return member
+        if loss.in_a_row - 1 <= member.own_failures:  # the first loss is as likely an accident of the network
+            return member
+        why = f"lost {loss.in_a_row} times in a row: {loss.reason}"
+        return member._replace(own_failure=why, own_failures=loss.in_a_row - 1)
 
 
 PATIENCE = 2  # failures in a row: the first one may be an accident

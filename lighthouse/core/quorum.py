@@ -111,7 +111,7 @@ from lighthouse.core.decisions import (
 )
 from lighthouse.core.explanation import Facts, describe
 from lighthouse.core.identity import Identities, Identity
-from lighthouse.core.left_out import Links, describe_pause, leave_out, leave_out_sick, pause_s
+from lighthouse.core.left_out import Links, Losses, describe_pause, leave_out, leave_out_sick, pause_s
 from lighthouse.core.membership import HealthyReplicas, QuorumNumber, Session
 
 # Every survivor of a quorum is told about the first losses in it. Then all of them have aborted, and a
@@ -125,6 +125,8 @@ _LEAP_MAX = 1_000_003
 _NONE_LEFT_OUT: tuple[object, ...] = (frozenset(), (), frozenset())
 
 _REFUSED_TOLD_MAX = 8  # refused replicas that the explanation names
+
+_LATELY = 2  # longest pauses: after one, a replica has as long to be lost again
 
 _FIND_EVERY_S = 1.0  # while a quorum waits for members that may be training
 
@@ -256,6 +258,7 @@ class QuorumCore:
         self._shrinking = 0  # joined members that want to shrink only
         self._deadline = math.inf
         self._links = Links()
+        self._losses = Losses(_LATELY * self._pauses_s[1])
         self._spares = Spares()
         self._last_left_out: tuple[object, ...] = _NONE_LEFT_OUT
         self._identities = Identities(config.job_id)
@@ -292,7 +295,7 @@ class QuorumCore:
         self._open(replica_id, Session(session, last), now, decisions)
         self._learn(last, last_ids, now, decisions, stands)
         if last != self._number:
-            self._depart(replica_id, "came back without the quorum", decisions)
+            self._depart(replica_id, "came back without the quorum", now, decisions)
         else:
             self._remind(session, replica_id, decisions)
         if self._is_over(last):
@@ -886,7 +889,7 @@ class QuorumCore:
         """Let a replica join through its session, unless it is foreign."""
         if self._refuse_foreign(member.replica_id, decisions):
             return
-        self._enter(member, now).in_session = True
+        self._enter(self._losses.with_losses(member, now), now).in_session = True
         if 0 < member.broken_quorum_id == self._number.quorum_id:
             self._break(member.replica_id, decisions)
         self._stand_no_more(member.replica_id, member.step, now, decisions)
@@ -944,11 +947,11 @@ class QuorumCore:
         if replica_id in self._last:
             self._heard_at = now
             self._silent.add(replica_id)
-        if not self._depart(replica_id, reason, decisions):
+        if not self._depart(replica_id, reason, now, decisions):
             told = self._sessions(self._links.reporters_of(replica_id))
             decisions.append(MemberLost(NO_QUORUM, replica_id, reason, told))
 
-    def _depart(self, replica_id: str, reason: str, decisions: list[Decision]) -> bool:
+    def _depart(self, replica_id: str, reason: str, now: float, decisions: list[Decision]) -> bool:
         """End the replica's part in the last quorum; return False if it had none, or none any more.
 
         One that has given the quorum up was alive, as the others know, and may offer them its state.
@@ -958,6 +961,7 @@ class QuorumCore:
         self._gone.add(replica_id)
         self._departed.add(replica_id)
         self._healing.discard(replica_id)
+        self._losses.lost(replica_id, self._number.quorum_id, reason, now)
         self._alarms += 1
         self._standing = None
         # Survivors that have given the quorum up are told, too: their operators want to know which replica
@@ -1056,7 +1060,7 @@ class QuorumCore:
         for replica_id in sorted(ids):
             session = self._healthy.session_of(replica_id)
             if session is not None and session.last != number:
-                self._depart(replica_id, "came back without the quorum", decisions)
+                self._depart(replica_id, "came back without the quorum", now, decisions)
         for replica_id in sorted(self._joined):  # before this lighthouse knew that a quorum stands
             self._stand_no_more(replica_id, self._joined[replica_id].member.step, now, decisions)
 

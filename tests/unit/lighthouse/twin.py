@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from itertools import pairwise, takewhile
 
 from lighthouse.core.claims import Past
 from lighthouse.core.config import LighthouseConfig
@@ -89,6 +90,7 @@ class Twin:
         self.alive: list[str] = []  # those of them that have said so themselves
         self.silent: set[str] = set()  # members whose sessions have ended
         self.missed: dict[str, float] = {}  # those of earlier quorums, and when the others went on
+        self.losses: list[tuple[str, int, float, str]] = []  # who was lost in which quorum, when and why
         self.alarms = 0
         self.highest_id = first_quorum_id - 1
         self.leap = first_quorum_id % 1_000_003
@@ -167,7 +169,7 @@ class Twin:
         if last.quorum_id > 0 and last > self.last[0] and ids and not self.formed:
             self.learn(last, frozenset(ids), now, out, stands)
         if last != self.last[0]:
-            self.depart(replica_id, "came back without the quorum", out)
+            self.depart(replica_id, "came back without the quorum", now, out)
         elif self.standing and self.standing.held_for:
             if self.standing.ask_at is None:
                 self.standing.holds.pop(replica_id, None)
@@ -207,7 +209,7 @@ class Twin:
         self.expected = sorted(ids - self.healthy())
         for session in sorted(self.sessions, key=lambda s: s.replica_id):
             if session.last != last:
-                self.depart(session.replica_id, "came back without the quorum", out)
+                self.depart(session.replica_id, "came back without the quorum", now, out)
         for joined in sorted(self.joined, key=lambda j: j.member.replica_id):
             self.end_standing(joined.member.replica_id, joined.member.step, now, out)
 
@@ -271,7 +273,7 @@ class Twin:
     def join(self, number: int, member: Member, now: float) -> list[Decision]:
         out = self.advance(now)
         if self.owner(number) == member.replica_id and not self.refuse_foreign(member.replica_id, out):
-            self.enter(member, now, session=True)
+            self.enter(self.with_losses(member, now), now, session=True)
             self.hear_broken(member, out)
             self.end_standing(member.replica_id, member.step, now, out)
         return out + self.form(now)
@@ -768,6 +770,20 @@ class Twin:
             )
         ]
 
+    def with_losses(self, member: Member, now: float) -> Member:
+        """Its losses in a row count as failures of its own, but for one."""
+        lately = 2 * self.config.sick_pause_max_ms / 1000
+        own = [loss for loss in self.losses if loss[0] == member.replica_id]
+        if own and (member.commit_quorum_id >= own[-1][1] or now >= own[-1][2] + lately):
+            self.losses = [loss for loss in self.losses if loss not in own]
+            return member
+        gaps = [after - before for (_, _, before, _), (_, _, after, _) in pairwise(own)]
+        count = len(list(takewhile(lambda gap: gap < lately, reversed(gaps))))
+        if count <= member.own_failures:
+            return member
+        why = f"lost {count + 1} times in a row: {own[-1][3]}"
+        return member._replace(own_failure=why, own_failures=count)
+
     def end_call(self, replica_id: str, now: float) -> None:
         if replica_id in self.calling:
             self.calling.remove(replica_id)
@@ -787,16 +803,17 @@ class Twin:
         if replica_id in self.last[1]:
             self.heard = now
             self.silent.add(replica_id)
-        if not self.depart(replica_id, reason, out):
+        if not self.depart(replica_id, reason, now, out):
             told = {one for one, others in self.unreachable.items() if replica_id in others}
             out.append(MemberLost(NO_QUORUM, replica_id, reason, self.numbers(told)))
 
-    def depart(self, replica_id: str, reason: str, out: list[Decision]) -> bool:
+    def depart(self, replica_id: str, reason: str, now: float, out: list[Decision]) -> bool:
         (quorum_id, _), ids = self.last
         if replica_id not in ids or (replica_id in self.departed and replica_id not in self.alive):
             return False
         self.alive = [one for one in self.alive if one != replica_id]
         self.departed.append(replica_id)
+        self.losses.append((replica_id, quorum_id, now, reason))
         self.alarms += 1
         self.standing = None
         survivors = set(ids) - {replica_id} if self.alarms <= ALARMS_PER_QUORUM_MAX else set()
