@@ -54,6 +54,7 @@ EQUAL_HASHES_MAX = 64  # keys of a dict with equal hashes: more are no accident,
 Leaf: TypeAlias = "Tensor | np.ndarray | bytes"
 Buffer: TypeAlias = "bytes | bytearray | memoryview"
 _Reading: TypeAlias = "tuple[object, int]"
+_Finish: TypeAlias = "Callable[[Reader, list[Any]], object]"
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,6 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the tensor's elements in contiguous order."""
         return math.prod(self.shape) * self.dtype.itemsize
-
-
-class Message(NamedTuple):
-    """A value, taken apart. The tensors are contiguous, and the value's own if those were contiguous."""
-
-    structure: bytes
-    tensors: tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -251,19 +245,14 @@ def nbytes_of(leaf: Leaf) -> int:
 # -------------------------------------------------------------------------------------------- messages
 
 
-def disassemble(value: object) -> Message:
-    """Take a message apart.
+def dissect(value: object) -> tuple[bytes, list[Leaf]]:
+    """Take a message apart: into its structure and its leaves, of which tensors are contiguous, and the
+    value's own if those were.
 
     Raises:
         PlainDataError: a part of the value is of a type that cannot be sent, the value contains itself, or it
           is too large; the text names the part (`a[3]`), its type, and what to pass instead.
     """
-    structure, leaves = dissect(value)
-    return Message(structure, tuple(map(as_tensor, leaves)))
-
-
-def dissect(value: object) -> tuple[bytes, list[Leaf]]:
-    """Take a message apart as `disassemble` does, but leave its leaves as they are."""
     structure, leaves = write(value, MESSAGES)
     if leaves:
         leaves = [settled(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -455,6 +444,12 @@ class Sheet:
             )
         self.put(LENGTH.pack(tag, count))
 
+    def write_parts(self, tag: int, parts: Sequence[object], depth: int) -> None:
+        """Write what a value of another kind is made of; an error names the value, not the part."""
+        self.open(tag, len(parts), depth)
+        for part in parts:
+            self.write(part, depth + 1)
+
     def number_of(self, mesh: object) -> int:
         """Return the mesh's number among those that occur in the value."""
         return self.meshes.setdefault(mesh, len(self.meshes))
@@ -548,9 +543,7 @@ def write_tensor(value: Tensor, sheet: Sheet, depth: int) -> None:
         _require_readable(value.shape)
     elif sheet.schema.joins_views:
         if not value.is_contiguous() and (order := _order_without_gaps(value)):
-            sheet.open(PERMUTED, 1 + len(order), depth)
-            for part in (value.permute(order), *order):
-                sheet.write(part, depth + 1)
+            sheet.write_parts(PERMUTED, (value.permute(order), *order), depth)
             return
         view = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
         before = sheet.views.setdefault((*view, value.is_conj(), value.is_neg()), len(sheet.leaves))
@@ -598,11 +591,7 @@ def write_shard(value: Shard, sheet: Sheet, depth: int) -> None:
             "is a DTensor in a value of a library's own class, which a receiver puts together before it "
             "knows its mesh: pass it in a dict, a list or a tuple"
         )
-    layout = value.layout
-    sheet.open(SHARD, 6, depth)
-    sheet.write(value.local, depth + 1)
-    for form in (value.mesh, layout.shape, layout.mesh_shape, layout.mesh_names, layout.placements):
-        sheet.write(form, depth + 1)
+    sheet.write_parts(SHARD, (value.local, value.mesh, *vars(value.layout).values()), depth)
 
 
 def write_array(value: np.ndarray, sheet: Sheet, _: int) -> None:
@@ -651,11 +640,9 @@ def write_other_state(value: object, sheet: Sheet, depth: int) -> None:
 
 def write_instance(value: object, parts: Sequence[object], sheet: Sheet, depth: int) -> None:
     """Write a value of a library's own class, which `parts_of` has taken apart."""
-    sheet.open(INSTANCE, 1 + len(parts), depth)
     was_in_instance = sheet.is_in_instance
     sheet.is_in_instance = was_in_instance or not isinstance(value, tuple)
-    for part in (name_of_class(type(value)), *parts):
-        sheet.write(part, depth + 1)
+    sheet.write_parts(INSTANCE, (name_of_class(type(value)), *parts), depth)
     sheet.is_in_instance = was_in_instance
 
 
@@ -778,18 +765,23 @@ class Reader:
     def __init__(self, data: bytes, schema: Schema, limits: Limits) -> None:
         self.data = data
         self.schema = schema
-        self.values_left: int = limits.values
+        self.limits = limits
         # For each leaf that was given away: the tensor, or None if it was none.
         self.given: list[Tensor | None] = []
 
-    def values(self, at: int, count: int, depth: int = 0) -> tuple[list[object], int]:
+    def values(self, at: int, count: int) -> tuple[list[object], int]:
         """Read `count` values from `at` on; return them, and where they end.
 
-        One loop reads nested lists, tuples and dicts: a call for each takes longer than all the rest.
+        One loop reads nested containers: a call for each takes longer than all the rest.
         """
-        data, size, tags_end, values_left = self.data, len(self.data), self.schema.tags_end, self.values_left
-        outer: list[tuple[int, list[object], int]] = []
-        container, items, left = LIST, list[object](), count
+        data, size, tags_end, values_left = (
+            self.data,
+            len(self.data),
+            self.schema.tags_end,
+            self.limits.values,
+        )
+        outer: list[tuple[_Finish | None, list[object], int]] = []
+        finish, items, left = None, list[object](), count
         while True:
             while left:
                 left -= 1
@@ -810,36 +802,25 @@ class Reader:
                 elif tag <= FALSE:
                     items.append(_CONSTANTS[tag])
                     at += 1
-                elif LIST <= tag <= DICT:
+                elif tag >= tags_end:
+                    raise ValueError(f"tag {tag} does not belong there")
+                elif (container := _CONTAINERS.get(tag)) is not None:
+                    outer.append((finish, items, left))
+                    finish, each, more, cost = container
                     count = _length(data, at)[1]
                     at += 5
-                    values_left -= count
-                    outer.append((container, items, left))
-                    container, items, left = tag, [], count + count if tag == DICT else count
-                    if left > size - at or values_left < 0 or depth + len(outer) > DEPTH_MAX:
+                    values_left -= count + cost
+                    items, left = [], each * count + more
+                    if left > size - at or values_left < 0 or len(outer) > DEPTH_MAX:
                         raise ValueError(_too_much(left > size - at, values_left < 0))
-                elif tag < tags_end:
-                    self.values_left = values_left
-                    value, at = _READERS[tag](self, at, depth + len(outer))
-                    items.append(value)
-                    values_left = self.values_left
                 else:
-                    raise ValueError(f"tag {tag} does not belong there")
+                    value, at = _READERS[tag](self, at)
+                    items.append(value)
             if not outer:
-                self.values_left = values_left
                 return items, at
-            finished = items if container == LIST else _FINISH[container](self, items)
-            container, items, left = outer.pop()
+            finished = items if finish is None else finish(self, items)
+            finish, items, left = outer.pop()
             items.append(finished)
-
-    def inner_values(self, at: int, depth: int, each: int = 1, more: int = 0) -> tuple[list[object], int]:
-        """Read the values of a container that begins at `at`; return them, and where they end."""
-        count = _length(self.data, at)[1]
-        self.values_left -= count + OTHER_CONTAINER
-        found = each * count + more
-        if found > len(self.data) - at - 5 or self.values_left < 0 or depth >= DEPTH_MAX:
-            raise ValueError(_too_much(found > len(self.data) - at - 5, self.values_left < 0))
-        return self.values(at + 5, found, depth + 1)
 
     def take(self, at: int) -> tuple[bytes, int]:
         """Read bytes after their length; return them, and where they end."""
@@ -898,14 +879,14 @@ def _too_much(is_beyond: bool, are_many: bool) -> str:
     return "it has more values than are taken" if are_many else f"it is nested deeper than {DEPTH_MAX} levels"
 
 
-def _read_leaf_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
+def _read_leaf_tensor(reader: Reader, at: int) -> tuple[Tensor, int]:
     spec, leaves = reader.next_spec()
     tensor = leaves.tensor(spec)
     reader.given[-1] = tensor
     return tensor, at + 1
 
 
-def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
+def _read_same_tensor(reader: Reader, at: int) -> tuple[Tensor, int]:
     """Make another tensor on the memory of one that has been read."""
     _, index = LENGTH.unpack_from(reader.data, at)
     known = reader.given[index]
@@ -916,14 +897,14 @@ def _read_same_tensor(reader: Reader, at: int, _: int) -> tuple[Tensor, int]:
     return empty.set_(known.untyped_storage(), known.storage_offset(), known.shape, known.stride()), at + 5
 
 
-def _read_permuted(reader: Reader, at: int, depth: int) -> tuple[Tensor, int]:
-    (tensor, *order), at = reader.inner_values(at, depth)
+def _permuted(_: Reader, items: list[object]) -> Tensor:
+    tensor, *order = items
     if not isinstance(tensor, Tensor) or len(order) != tensor.dim() or {*order} != {*range(tensor.dim())}:
         raise ValueError("what lies in another order is no tensor, or the order is none")
-    return tensor.permute([order.index(dim) for dim in range(tensor.dim())]), at
+    return tensor.permute([order.index(dim) for dim in range(tensor.dim())])
 
 
-def _read_leaf_array(reader: Reader, at: int, _: int) -> tuple[np.ndarray, int]:
+def _read_leaf_array(reader: Reader, at: int) -> tuple[np.ndarray, int]:
     spec, leaves = reader.next_spec()
     length, dimensions, _unused = ARRAY.unpack_from(reader.data, at + 1)
     start = at + 1 + ARRAY.size
@@ -934,14 +915,14 @@ def _read_leaf_array(reader: Reader, at: int, _: int) -> tuple[np.ndarray, int]:
     return np.ndarray(shape, dtype, leaves.memory(spec.nbytes)), at
 
 
-def _read_scalar(reader: Reader, at: int, _: int) -> tuple[object, int]:
+def _read_scalar(reader: Reader, at: int) -> tuple[object, int]:
     start = at + 2
     end = start + reader.data[at + 1]
     dtype = numpy_dtype(reader.data[start:end].decode("ascii"))
     return np.frombuffer(reader.data, dtype, 1, end)[0], end + dtype.itemsize
 
 
-def _read_size(reader: Reader, at: int, _: int) -> tuple[torch.Size, int]:
+def _read_size(reader: Reader, at: int) -> tuple[torch.Size, int]:
     dimensions = reader.data[at + 1]
     sizes = struct.unpack_from(f"<{dimensions}q", reader.data, at + 2)
     return torch.Size(sizes), at + 2 + 8 * dimensions
@@ -951,10 +932,10 @@ def _text(data: bytes) -> str:
     return data.decode() if data.isascii() else data.decode("utf-8", "surrogatepass")
 
 
-def _taken(convert: Callable[[bytes], object]) -> Callable[[Reader, int, int], _Reading]:
+def _taken(convert: Callable[[bytes], object]) -> Callable[[Reader, int], _Reading]:
     """Return a reader of a value that is made of bytes after their length."""
 
-    def read(reader: Reader, at: int, _: int) -> _Reading:
+    def read(reader: Reader, at: int) -> _Reading:
         data, at = reader.take(at)
         return convert(data), at
 
@@ -976,37 +957,30 @@ def _pairs(reader: Reader, items: list[object]) -> dict[object, object]:
     return found
 
 
-def _read_counter(reader: Reader, at: int, depth: int) -> tuple[object, int]:
-    items, at = reader.inner_values(at, depth, 2)
-    return Counter(_pairs(reader, items)), at
-
-
-def _read_ordered_dict(reader: Reader, at: int, depth: int) -> tuple[object, int]:
-    """Read an OrderedDict: after the pairs come the versions of a `Module.state_dict()`."""
-    items, at = reader.inner_values(at, depth, 2, 1)
+def _ordered_dict(reader: Reader, items: list[object]) -> OrderedDict[object, object]:
+    """Make an OrderedDict: after the pairs come the versions of a `Module.state_dict()`."""
     versions = items.pop()
     found = OrderedDict(_pairs(reader, items))
     if versions is not None:
         vars(found)["_metadata"] = versions
-    return found, at
+    return found
 
 
-def _read_shard(reader: Reader, at: int, depth: int) -> tuple[Shard, int]:
-    items, at = reader.inner_values(at, depth)
+def _shard(_: Reader, items: list[object]) -> Shard:
     if len(items) != 6:
         raise ValueError("a shard has other parts")
     local, mesh, shape, mesh_shape, names, placements = items
     if not isinstance(local, Tensor | TensorInstance) or type(mesh) is not int:
         raise ValueError("a shard is no tensor, or its mesh no number")
     layout = Layout(_sizes(shape), _sizes(mesh_shape), _texts(names), _texts(placements))
-    return Shard(local, layout, mesh), at
+    return Shard(local, layout, mesh)
 
 
-def _read_instance(reader: Reader, at: int, depth: int) -> tuple[object, int]:
-    (name, *parts), at = reader.inner_values(at, depth)
+def _instance(reader: Reader, items: list[object]) -> object:
+    name, *parts = items
     if type(name) is not str:
         raise ValueError("a class has no name")
-    return together(name, tuple(parts), leaves_tensors=not reader.puts_together), at
+    return together(name, tuple(parts), leaves_tensors=not reader.puts_together)
 
 
 def _sizes(value: object) -> tuple[int, ...]:
@@ -1025,33 +999,35 @@ def _short_tuple(value: object, fits: Callable[[Any], bool]) -> tuple[Any, ...]:
 
 _CONSTANTS = (None, True, False)
 
-# By tag: a function that makes a container of its items.
-_FINISH: Mapping[int, Callable[[Reader, list[object]], object]] = {
-    TUPLE: lambda _, items: tuple(items),
-    DICT: _pairs,
+# By tag of a container: a function that makes it of its values, None for a list; how many values each of its
+# count stands for, and how many come after these; and how many values more it counts for.
+_CONTAINERS: Mapping[int, tuple[_Finish | None, int, int, int]] = {
+    LIST: (None, 1, 0, 0),
+    TUPLE: (lambda _, items: tuple(items), 1, 0, 0),
+    DICT: (_pairs, 2, 0, 0),
+    COUNTER: (lambda reader, items: Counter(_pairs(reader, items)), 2, 0, OTHER_CONTAINER),
+    ORDERED_DICT: (_ordered_dict, 2, 1, OTHER_CONTAINER),
+    SHARD: (_shard, 1, 0, OTHER_CONTAINER),
+    INSTANCE: (_instance, 1, 0, OTHER_CONTAINER),
+    PERMUTED: (_permuted, 1, 0, OTHER_CONTAINER),
 }
 
-# By tag: a function that reads a value at a position and a depth, and returns it and where it ends.
-_READERS: Mapping[int, Callable[[Reader, int, int], _Reading]] = {
+# By tag of another value: a function that reads it at a position, and returns it and where it ends.
+_READERS: Mapping[int, Callable[[Reader, int], _Reading]] = {
     LONG: _taken(lambda data: int.from_bytes(data, "little", signed=True)),
-    DOUBLE: lambda reader, at, _: (_float(reader.data, at)[1], at + 9),
+    DOUBLE: lambda reader, at: (_float(reader.data, at)[1], at + 9),
     STR: _taken(_text),
-    BYTES: lambda reader, at, _: reader.take(at),
-    LEAF_STR: lambda reader, at, _: (reader.next_data().decode("utf-8", "surrogatepass"), at + 1),
-    LEAF_BYTES: lambda reader, at, _: (reader.next_data(), at + 1),
+    BYTES: lambda reader, at: reader.take(at),
+    LEAF_STR: lambda reader, at: (reader.next_data().decode("utf-8", "surrogatepass"), at + 1),
+    LEAF_BYTES: lambda reader, at: (reader.next_data(), at + 1),
     LEAF_TENSOR: _read_leaf_tensor,
     LEAF_ARRAY: _read_leaf_array,
     SAME_TENSOR: _read_same_tensor,
-    COMPLEX: lambda reader, at, _: (complex(*TWO_FLOATS.unpack_from(reader.data, at)[1:]), at + 17),
+    COMPLEX: lambda reader, at: (complex(*TWO_FLOATS.unpack_from(reader.data, at)[1:]), at + 17),
     SCALAR: _read_scalar,
-    DTYPE: lambda reader, at, _: (DTYPES[reader.data[at + 1]], at + 2),
+    DTYPE: lambda reader, at: (DTYPES[reader.data[at + 1]], at + 2),
     DEVICE: _taken(lambda data: torch.device(data.decode("ascii"))),
     SIZE: _read_size,
-    COUNTER: _read_counter,
-    ORDERED_DICT: _read_ordered_dict,
-    SHARD: _read_shard,
-    INSTANCE: _read_instance,
-    PERMUTED: _read_permuted,
 }
 
 # --------------------------------------------------------------------------------------------- schemas

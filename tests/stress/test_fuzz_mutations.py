@@ -120,8 +120,9 @@ from torchft_like.plain_data import (
     TUPLE,
     Structure,
     TensorLeaves,
+    as_tensor,
     decode,
-    disassemble,
+    dissect,
     encode,
 )
 from torchft_like.process_group import ProcessGroup, checking
@@ -301,7 +302,7 @@ ANSWERS = [
 
 # -- plain data, queues
 
-MESSAGE = disassemble(
+MESSAGE, MESSAGE_LEAVES = dissect(
     {
         "plain": [1, 2**70, 2.5, None, True, "text", b"bytes", ("tuple", {1: [], (1, "x"): {}})],
         "tensor": torch.ones(3, 2),
@@ -309,13 +310,14 @@ MESSAGE = disassemble(
         "long": b"x" * 5000,
     }
 )
-SHORT = disassemble([1, 2**70, 2.5, "text", b"bytes", ("tuple", {1: [], (1, "x"): {}}), torch.ones(2)])
+SHORT, _ = dissect([1, 2**70, 2.5, "text", b"bytes", ("tuple", {1: [], (1, "x"): {}}), torch.ones(2)])
 GEOMETRY = Geometry(4, 256)
 
 
 def read_plain(structure: bytes) -> object:
     known = Structure(structure, MESSAGES)
-    return known.value(TensorLeaves(MESSAGE.tensors)) if len(known.specs) <= len(MESSAGE.tensors) else None
+    tensors = list(map(as_tensor, MESSAGE_LEAVES))
+    return known.value(TensorLeaves(tensors)) if len(known.specs) <= len(tensors) else None
 
 
 def ring() -> bytes:
@@ -323,7 +325,7 @@ def ring() -> bytes:
     memory = bytearray(GEOMETRY.memory_bytes)
     writer = RingWriter(memoryview(memory), GEOMETRY)
     for value, leaves in ((torch.ones(30), [b"\x00" * 120]), ({"a": [1]}, [])):
-        parts = [disassemble(value).structure, *leaves]
+        parts = [dissect(value)[0], *leaves]
         nbytes = sum(map(len, parts))
         writer.write(INLINE, parts, nbytes, GEOMETRY.slots_for(nbytes))
     return bytes(memory[:24] + memory[PAGE_BYTES:])
@@ -373,9 +375,7 @@ READERS_SAY = PART.join(
         remote.NUMBERED.pack(remote.TAG_READ, 5),
     ]
 )
-WRITER_SAYS = PART.join(
-    [remote.NUMBERED.pack(remote.TAG_DATA, 5), SHORT.structure, torch.ones(2).numpy().tobytes()]
-)
+WRITER_SAYS = PART.join([remote.NUMBERED.pack(remote.TAG_DATA, 5), SHORT, torch.ones(2).numpy().tobytes()])
 
 # -- the store, and the check of collectives
 
@@ -977,7 +977,7 @@ PARSERS = [
     Parser("a source's answer", ANSWERS, hear_source, (CheckpointError, OSError)),
     Parser(
         "plain data",
-        [MESSAGE.structure],
+        [MESSAGE],
         read_plain,
         (PlainDataError,),
         [

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from torchft_like.digest import state_digest
-from torchft_like.plain_data import disassemble
+from torchft_like.plain_data import dissect
 
 
 def test_digest_is_the_sha256_of_the_sorted_structure_and_of_the_bytes_of_its_leaves() -> None:
     state = {"ww": torch.tensor([1, 2], dtype=torch.int16), "b": (0.5, None)}
-    structure = disassemble({"b": state["b"], "ww": state["ww"]}).structure
+    structure = dissect({"b": state["b"], "ww": state["ww"]})[0]
     assert state_digest(state) == hashlib.sha256(structure + struct.pack("<hh", 1, 2)).hexdigest()
 
 

@@ -27,6 +27,7 @@ from torchft_like.plain_data import (
     STRUCTURE_BYTES_MAX,
     VALUES_MAX,
     Layout,
+    Leaf,
     Limits,
     Shard,
     Structure,
@@ -34,7 +35,6 @@ from torchft_like.plain_data import (
     as_tensor,
     bytes_of,
     decode,
-    disassemble,
     dissect,
     encode,
     write,
@@ -125,11 +125,11 @@ REFUSED = [
 @pytest.mark.filterwarnings("ignore:.*quantize")
 def test_a_quantized_tensor_is_refused_with_its_own_cure() -> None:
     with pytest.raises(PlainDataError, match=r"quantized.*dequantize"):
-        disassemble([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)])
+        dissect([torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)])
 
 
-def assemble(structure: bytes, tensors: Sequence[torch.Tensor]) -> object:
-    return Structure(structure, MESSAGES).value(TensorLeaves(tensors))
+def assemble(structure: bytes, leaves: Sequence[Leaf]) -> object:
+    return Structure(structure, MESSAGES).value(TensorLeaves(map(as_tensor, leaves)))
 
 
 class _Bytes:
@@ -150,16 +150,15 @@ class _Bytes:
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.40}")
 def test_plain_values_come_back_as_they_were(value: object) -> None:
-    structure, tensors = disassemble(value)
-    assert repr(assemble(structure, tensors)) == repr(value)
     structure, leaves = dissect(value)
+    assert repr(assemble(structure, leaves)) == repr(value)
     assert repr(
         Structure(structure, MESSAGES).value(_Bytes([bytes(bytes_of(leaf)) for leaf in leaves]))
     ) == repr(value)
 
 
 def test_not_a_number_comes_back_as_one() -> None:
-    found = assemble(*disassemble(math.nan))
+    found = assemble(*dissect(math.nan))
     assert isinstance(found, float)
     assert math.isnan(found)
 
@@ -170,10 +169,11 @@ def test_not_a_number_comes_back_as_one() -> None:
 def test_tensors_of_every_dtype_come_back(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     raw = torch.randint(0, 2, (*shape, dtype.itemsize), dtype=torch.uint8)
     tensor = raw.view(dtype).reshape(shape)
-    structure, (travels,) = disassemble([tensor])
+    structure, (travels,) = dissect([tensor])
     (spec,) = Structure(structure, MESSAGES).specs
     assert (spec.dtype, spec.shape, spec.device_type) == (dtype, shape, "cpu")
     assert spec.nbytes == tensor.numel() * dtype.itemsize
+    assert isinstance(travels, torch.Tensor)
     assert assemble(structure, [travels]) == [travels]
     assert travels.data_ptr() == tensor.data_ptr()  # no copy
     if tensor.numel():
@@ -186,7 +186,7 @@ def test_tensors_of_every_dtype_come_back(dtype: torch.dtype, shape: tuple[int, 
 def test_arrays_come_back_writable(code: str, shape: tuple[int, ...]) -> None:
     array = np.arange(math.prod(shape)).reshape(shape).astype(code)
     for given in (array, array.T, _read_only(array)):
-        structure, tensors = disassemble({"a": given})
+        structure, tensors = dissect({"a": given})
         found = assemble(structure, tensors)["a"]  # type: ignore[index]
         assert (found.dtype, found.shape) == (given.dtype, given.shape)
         assert np.array_equal(found, given)
@@ -202,21 +202,21 @@ def _read_only(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(("value", "message"), REFUSED, ids=[pattern for _, pattern in REFUSED])
 def test_what_does_not_travel_is_named_with_a_cure(value: object, message: str) -> None:
     with pytest.raises(PlainDataError, match=message):
-        disassemble(value)
+        dissect(value)
 
 
 def test_a_nested_tensor_is_refused() -> None:
     with warnings.catch_warnings(action="ignore"):  # it is a prototype of torch's
         nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
     with pytest.raises(PlainDataError, match=r"nested tensor.*unbind"):
-        disassemble([nested])
+        dissect([nested])
 
 
 def test_a_value_that_contains_itself_is_refused() -> None:
     loop: list[object] = []
     loop.append({"again": loop})
     with pytest.raises(PlainDataError, match="contains itself"):
-        disassemble(loop)
+        dissect(loop)
 
 
 def test_a_small_value_that_unfolds_to_a_large_one_is_refused() -> None:
@@ -224,12 +224,12 @@ def test_a_small_value_that_unfolds_to_a_large_one_is_refused() -> None:
     for _ in range(DEPTH_MAX - 1):
         value = [value, value]
     with pytest.raises(PlainDataError, match=r"together|more than"):
-        disassemble(value)
+        dissect(value)
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: f"{value!r:.40}")
 def test_every_truncated_structure_is_refused(value: object) -> None:
-    structure, tensors = disassemble(value)
+    structure, tensors = dissect(value)
     for length in range(0, len(structure), max(1, len(structure) // 200)):
         with pytest.raises(PlainDataError):
             assemble(structure[:length], tensors)
@@ -238,7 +238,7 @@ def test_every_truncated_structure_is_refused(value: object) -> None:
 
 
 def test_a_structure_that_speaks_of_too_large_tensors_is_refused() -> None:
-    structure = disassemble(torch.zeros(3)).structure
+    structure = dissect(torch.zeros(3))[0]
     huge = structure.replace(struct.pack("<Q", 3), struct.pack("<Q", 2**60))
     assert huge != structure
     with pytest.raises(PlainDataError, match="shape"):
@@ -279,7 +279,7 @@ def test_as_many_values_are_written_as_can_be_read(value: object) -> None:
 
 
 def test_another_version_is_refused_by_its_first_bytes() -> None:
-    structure = disassemble([1]).structure
+    structure = dissect([1])[0]
     assert structure.startswith(b"PTD2")
     with pytest.raises(PlainDataError, match=r"of another version.*same version"):
         assemble(structure.replace(b"PTD2", b"PTD1"), [])
@@ -292,9 +292,9 @@ def test_keys_that_were_chosen_to_have_equal_hashes_are_refused(make: Callable[[
     assert len(set(map(hash, keys))) == 1
     value = dict.fromkeys(keys)
     with pytest.raises(PlainDataError, match="equal hashes"):
-        assemble(*disassemble(value))
+        assemble(*dissect(value))
     del value[keys[0]]
-    assert assemble(*disassemble(value)) == value
+    assert assemble(*dissect(value)) == value
 
 
 def test_values_without_leaves_come_back_from_where_they_begin() -> None:

@@ -55,7 +55,6 @@ from torchft_like.futures import complete
 from torchft_like.plain_data import (
     MESSAGES,
     STRUCTURE_BYTES_MAX,
-    Message,
     Structure,
     TensorLeaves,
     TensorSpec,
@@ -225,7 +224,7 @@ def start_sending(
     tag = communicator.tag("to", dst)
     try:
         statement, value = prepare()
-        message = disassembled(communicator, value)
+        structure, tensors = disassembled(communicator, value)
     except (ValueError, TypeError) as error:
         record = communicator.control_bytes(pack_statement(Statement(kind).refused(error)))
         refusal = communicator.send(record, dst, tag)
@@ -233,9 +232,9 @@ def start_sending(
         # if the receiver never comes, a timeout would end the group, which the caller goes on to use.
         Handle("a refusal", lambda: refusal.wait(UNTIL_THE_GROUP_ENDS))
         raise
-    small = message.structure if len(message.structure) <= PAYLOAD_BYTES_MAX else b""
-    head = [pack_statement(statement, len(message.structure), small), *([] if small else [message.structure])]
-    flats = [*map(communicator.control_bytes, head), *_leaving(communicator, message.tensors)]
+    small = structure if len(structure) <= PAYLOAD_BYTES_MAX else b""
+    head = [pack_statement(statement, len(structure), small), *([] if small else [structure])]
+    flats = [*map(communicator.control_bytes, head), *_leaving(communicator, tensors)]
     return Begun([communicator.send(flat, dst, tag) for flat in flats])
 
 
@@ -272,8 +271,12 @@ def start_receiving(
 # ------------------------------------------------------------------------------ what both need
 
 
-def disassembled(communicator: Communicator, value: object) -> Message:
-    """Take a value apart; a PlainDataError says what cannot be sent, or is too large."""
+def disassembled(communicator: Communicator, value: object) -> tuple[bytes, tuple[Tensor, ...]]:
+    """Return the structure of a value, and its tensors.
+
+    Raises:
+        PlainDataError: a part of it cannot be sent, or it is too large.
+    """
     structure, leaves = dissect(value)
     tensors = tuple(map(as_tensor, leaves))
     nbytes = sum(map(attrgetter("nbytes"), tensors))
@@ -282,7 +285,7 @@ def disassembled(communicator: Communicator, value: object) -> Message:
             f"its tensors have {nbytes} bytes, and message_bytes_max of the CoordinatorOptions is "
             f"{communicator.options.message_bytes_max}: send it in parts, or raise that on every rank"
         )
-    return Message(structure, tensors)
+    return structure, tensors
 
 
 # What moves are `flats`: contiguous uint8 tensors of one dimension, in the same order on each rank.

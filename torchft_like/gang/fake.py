@@ -108,7 +108,7 @@ class FakeGang(Gang):
 
     def broadcast_objects(self, objects: list[object], source_rank: int = 0) -> None:
         if check_source(source_rank, self._size) == self._rank:
-            plain_data.disassemble(list(objects))
+            plain_data.dissect(list(objects))
 
     def __repr__(self) -> str:
         return f"<FakeGang: rank {self._rank} of {self._size} on {self._device}>"

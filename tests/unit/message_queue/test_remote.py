@@ -44,7 +44,7 @@ from torchft_like.message_queue.remote import (
     RemoteReader,
     RemoteReaders,
 )
-from torchft_like.plain_data import disassemble, dissect
+from torchft_like.plain_data import dissect
 from torchft_like.testing.relay import Relay
 
 
@@ -208,7 +208,7 @@ def test_what_is_no_message_is_an_error_for_the_reader(queues: Queues, message: 
 
 def test_the_message_that_those_are_made_of_is_one(queues: Queues) -> None:
     writer, (reader,) = queues.make(remote=[0])
-    assert disassemble({"t": torch.ones(3)}).structure == STRUCTURE
+    assert dissect({"t": torch.ones(3)})[0] == STRUCTURE
     writer._end._remote.send([NUMBERED.pack(TAG_DATA, 0), STRUCTURE, LEAF])  # type: ignore[attr-defined]
     assert reader.dequeue(LIMIT_S)["t"].tolist() == [0.0] * 3  # type: ignore[index]
 
