@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tests.descriptors import left_open_since, open_descriptors
-from torchft_like.core.agreement.referee import Missing
+from torchft_like.core.agreement.referee import NO_TICKET, Missing, Ruling
 from torchft_like.core.agreement.statements import Statement, encode
 from torchft_like.errors import (
     CollectiveTimeoutError,
@@ -31,9 +31,11 @@ from torchft_like.process_group.checking import (
     CALLERS_MAX,
     CHECK_ENV,
     REQUEST,
+    WHY,
     Hub,
     Request,
     decode_problem,
+    encode_answer,
 )
 from torchft_like.process_group.store import AbortableStore
 from torchft_like.runtime import connecting
@@ -261,6 +263,43 @@ def test_a_rank_that_calls_a_thousand_times_before_it_reads_is_answered_each_tim
         hub.thread.join(LIMIT_S)
         for ours, _ in pairs:
             ours.close()
+
+
+def test_ranks_with_thousands_of_calls_hear_who_is_lost_though_they_read_late() -> None:
+    """Each call of a rank is refused with a text: one that named all of them grew with their square."""
+    calls = 2000
+    pairs = [socket.socketpair() for _ in range(3)]
+    hub = Hub([theirs for _, theirs in pairs])
+    try:
+        for number in range(1, calls + 1):
+            request = Request(CALL, number, number, LIMIT_S, encode(Statement("barrier"))).encode()
+            for ours, _ in pairs[:2]:
+                ours.settimeout(LIMIT_S)
+                ours.sendall(request)
+        for ours, _ in pairs[:2]:  # once this is answered, all calls are in
+            ours.sendall(Request(WHY).encode())
+            assert ours.recv(ANSWER.size, socket.MSG_WAITALL) == encode_answer(Ruling(0, NO_TICKET))
+        lost = 2
+        pairs[lost][0].close()
+        named = tuple(f"barrier #{number}" for number in range(1, 5))
+        for ours, _ in pairs[:2]:
+            for problem in _problems(ours, calls):
+                assert problem.ranks == (lost,)
+                assert problem.waiting[0] == (*named, f"and {calls - len(named)} more")
+    finally:
+        hub.cut()
+        hub.thread.join(LIMIT_S)
+        for ours, _ in pairs:
+            ours.close()
+
+
+def _problems(connection: socket.socket, count: int) -> Iterator[Missing]:
+    with connection.makefile("rb") as answers:
+        for _ in range(count):
+            _, _, _, length = ANSWER.unpack(answers.read(ANSWER.size))
+            problem = decode_problem(answers.read(length))
+            assert isinstance(problem, Missing)
+            yield problem
 
 
 def test_a_rank_0_that_ends_calls_no_other_rank_lost(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ from torchft_like.core.agreement.statements import (
 COMPARED_MAX = 1000  # calls that ranks which predict have compared, until they compare no more
 ENOUGH = COMPARED_MAX + 1  # the agreement of a call that was not compared, as none is from then on
 ANSWER_S_MAX = 0.5  # seconds that ranks have to answer how far they are, when a call has timed out
+NAMED_MAX = 4  # calls of a rank that an error names
 NO_TICKET = 0
 _LOST = -1
 
@@ -359,9 +360,10 @@ class Referee:
         if not vain:
             return []
         problem = Missing(tuple(sorted(self._lost)), self._texts(), lost=True)
-        for calls in (*self._collectives, self._sends, self._receives):
-            for call in [call for call in calls if call in vain]:
-                calls.remove(call)
+        for calls in self._collectives:  # of which each one is in vain, as some rank is lost
+            calls.clear()
+        self._sends = [call for call in self._sends if not self._is_vain(call)]
+        self._receives = [call for call in self._receives if not self._is_vain(call)]
         self._open_next()
         return [Ruling(call.rank, call.ticket, problem) for call in vain]
 
@@ -380,10 +382,16 @@ class Referee:
         return tuple(rank for rank in range(self.world_size) if rank != call.rank)
 
     def _texts(self) -> dict[int, tuple[str, ...]]:
-        texts: dict[int, tuple[str, ...]] = {}
+        calls: dict[int, list[Call]] = {}
         for call in self._waiting():
-            texts[call.rank] = (*texts.get(call.rank, ()), call.text())
-        return texts
+            calls.setdefault(call.rank, []).append(call)
+        return {rank: _named(of_rank) for rank, of_rank in calls.items()}
+
+
+def _named(calls: Sequence[Call]) -> tuple[str, ...]:
+    """Describe a rank's calls. Each of them is told so, and thousands may wait: the rest is counted."""
+    texts = tuple(call.text() for call in calls[:NAMED_MAX])
+    return texts if len(calls) <= NAMED_MAX else (*texts, f"and {len(calls) - NAMED_MAX} more")
 
 
 def _belong_together(one: Call, other: Call) -> bool:
