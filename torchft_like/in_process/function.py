@@ -9,8 +9,9 @@ or a process that was killed, ends as it does without: with the error, for the l
 At the end of a try what it has made is ended, and what its function held is freed. A traceback refers to the
 frames of all functions that the error has passed, and these to their variables: the model, its gradients, the
 process groups. So the frames are cleared, and what refers to itself is collected, before anybody counts on a
-port or on memory. What was there before a try is frozen (`gc.freeze`) while it lasts, and at its end neither
-looked through nor collected: with torch that is 300,000 objects, and was most of the time between two tries.
+port or on memory. What was there before the second try is frozen (`gc.freeze`): it is not looked through, and
+not collected. With torch that is 300,000 objects, and was most of the time between two tries. What later ones
+leave outside of the function is looked through: the next may put something else in its place.
 
 Python cannot end a thread. A try ends as a process does: it waits for its threads that are not daemons, and
 leaves the daemons alone. The workers of an executor are Python's, which waits for their work, not for them.
@@ -23,6 +24,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import itertools
 import logging
 import os
 import sys
@@ -69,6 +71,7 @@ OF_DEVICES = (torch.AcceleratorError, torch.OutOfMemoryError, dist.DistBackendEr
 CONNECT_S = 60.0  # for which a spare looks for its lighthouse, once
 NOTICE_S = 600.0  # far above the time in which a rank notices that another one has ended its try
 THREADS_END_S = 1.0
+FREEZES = 2  # the second one takes in what the first try has imported
 _OF_FSDP = "torch.distributed.fsdp._fully_shard"
 _caches: weakref.WeakSet[functools._lru_cache_wrapper[Any]] = weakref.WeakSet()  # torch's
 
@@ -183,8 +186,9 @@ class _Tries:
         else:
             group = RestartGroup.meet(place_in_group(os.environ), limit_s, self._desk)
         with group, frozen(), self._keeping():
+            numbers = itertools.count()
             while True:
-                this_try = Try()
+                this_try = Try(freezes=next(numbers) < FREEZES)
                 try:
                     with group.begin(restart.attempt):
                         result = main(restart)
@@ -249,14 +253,19 @@ class _Tries:
 
 
 class Try:
-    """What the process has while a try begins; the rest is the try's."""
+    """What the process has while a try begins; the rest is the try's.
 
-    def __init__(self) -> None:
+    Args:
+        freezes: whether none of that is looked through until the function has ended.
+    """
+
+    def __init__(self, *, freezes: bool) -> None:
         self._made_until = resources.mark()
         self._threads = frozenset(threading.enumerate())
         _note_caches(gc.get_objects())
-        gc.collect()  # what threads of the last try have let go of since its end
-        gc.freeze()
+        if freezes:
+            gc.collect()  # what threads of the last try have let go of since its end
+            gc.freeze()
 
     def end(self, error: BaseException) -> None:
         """End what this try has made, and free what its function held; what fails is logged."""

@@ -119,6 +119,27 @@ def test_what_a_function_held_is_freed_before_its_next_try() -> None:
     assert len(held) == 1
 
 
+def test_what_a_script_keeps_outside_of_its_function_is_freed_once_a_later_try_has_replaced_it() -> None:
+    """As it refers to itself, the collector has to look at what earlier tries have left."""
+
+    class Model:
+        def __init__(self) -> None:
+            self.itself = self
+
+    kept: list[Model] = []
+    made: list[weakref.ref[Model]] = []
+
+    @restartable(restart_on=[OddError], max_restarts=4)
+    def main() -> bool:
+        kept[:] = [Model()]
+        made.append(weakref.ref(kept[0]))
+        if len(made) <= 4:
+            raise OddError
+        return made[2]() is None
+
+    assert main(), "try 3 has replaced the model of try 2"
+
+
 @pytest.mark.parametrize("where", ["between steps", "foreach_all_gather", "foreach_reduce"])
 def test_torchs_groups_and_a_sharded_model_are_gone_before_the_next_try(
     where: str, monkeypatch: pytest.MonkeyPatch
