@@ -39,6 +39,8 @@ class Checker:
         self.commits = 0
         # The replica ids that have a session, as the lighthouse sees it, and since when they ask for nothing.
         self._connected: dict[str, float] = {}
+        self._given = 0  # the highest quorum id that this lighthouse has given out
+        self._knows_of_others = False  # whether it has heard of a higher one
         self._waiting: set[str] = set()  # spares that have a session and no place
         # The last quorum, if it is of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
@@ -99,6 +101,7 @@ class Checker:
         if not self._world.scenario.saves and not any(home.is_alive for home in homes):
             self._ids.clear()
         self._connected.clear()
+        self._given, self._knows_of_others = 0, False
         self._waiting.clear()
         self._told_of.clear()
         self._stronghold = frozenset()
@@ -118,8 +121,9 @@ class Checker:
         """Forget all sessions: no replica has one with a dead lighthouse."""
         self.lighthouse_started()
 
-    def connected(self, replica_id: str, is_spare: bool) -> None:
-        """Note that a replica group has a session."""
+    def connected(self, replica_id: str, last_id: int = 0, *, is_spare: bool = False) -> None:
+        """Note that a replica group has a session, and has said in which quorum it was last."""
+        self._knows_of_others |= last_id > self._given
         if is_spare and replica_id not in self._connected:
             self._waiting.add(replica_id)
             return
@@ -134,8 +138,9 @@ class Checker:
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
 
-    def asked(self, replica_id: str) -> None:
+    def asked(self, replica_id: str, commit_quorum_id: int) -> None:
         """Note that a replica group has asked for a quorum: it commits nothing more in the one before."""
+        self._knows_of_others |= commit_quorum_id > self._given
         self._free.add(replica_id)
 
     def told_to_give_up(self, quorum_id: int) -> None:
@@ -170,7 +175,10 @@ class Checker:
                 others = " ".join(sorted(self._connected))
                 self.violate("spares_wait", f"{spare} is in quorum {quorum_id}, and {others} are there")
             self._waiting.remove(spare)
-            self._connected[spare] = self._world.now
+            self.connected(spare)
+        if quorum_id > self._given and not self._knows_of_others:  # the clock may have been set back
+            self._ids[quorum_id] = ids
+        self._given = max(self._given, quorum_id)
         stronghold = self._stronghold
         if stronghold and stronghold.isdisjoint(ids):
             self.violate(

@@ -130,7 +130,8 @@ class SimLighthouse(Process):
         if due := core.advance(self._now):  # decisions that were due before it came
             self._apply(due)
         has_no_place = last.quorum_id <= 0 and not core.sign_of(replica.replica_id)
-        world.checker.connected(replica.replica_id, replica.is_spare and has_no_place)
+        is_spare = replica.is_spare and has_no_place
+        world.checker.connected(replica.replica_id, last.quorum_id, is_spare=is_spare)
         world.tell("lighthouse", "registers", replica.replica_id, "session", session.number, "last", *last)
         world.send_down(session, replica.hear_registered, session)
         core.reported(replica.replica_id, past)
@@ -165,7 +166,7 @@ class SimLighthouse(Process):
             version = f"step {member.step} of quorum {member.commit_quorum_id}"
             failures = f", {member.commit_failures} failures" if member.commit_failures else ""
             world.tell("lighthouse", "hears a join", f"of {member.replica_id}: {version}{failures}")
-        world.checker.asked(session.replica.replica_id)
+        world.checker.asked(session.replica.replica_id, member.commit_quorum_id)
         self._apply(self._core.join(session.number, member, self._now))
 
     def hear_holds(self, session: Session, number: QuorumNumber, step: int | None) -> None:
