@@ -145,9 +145,8 @@ class Losses:
     def lost(self, replica_id: str, quorum_id: int, reason: str, now: float) -> None:
         """Count the loss of a member of a quorum."""
         before = self._losses.pop(replica_id, None)
-        is_again = before is not None and now < before.at + self._lately_s
-        count = before.in_a_row + 1 if before is not None and is_again else 1
-        self._losses[replica_id] = _Loss(count, quorum_id, now, reason)
+        earlier = before.in_a_row if before is not None and now < before.at + self._lately_s else 0
+        self._losses[replica_id] = _Loss(earlier + 1, quorum_id, now, reason)
         if len(self._losses) > LOSSES_MAX:
             del self._losses[next(iter(self._losses))]
 
