@@ -216,12 +216,6 @@ def _shown_key(key: object) -> str:
         return f"[{name_of(key)}]"
 
 
-def frombuffer(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    if not data:
-        return torch.empty(shape, dtype=dtype, device="cpu")
-    return torch.frombuffer(data, dtype=dtype).view(shape)
-
-
 def bytes_of(leaf: Leaf) -> Buffer:
     """Return the memory of a leaf, without a copy; a tensor of another device is copied to the CPU."""
     if isinstance(leaf, bytes):
@@ -308,10 +302,8 @@ def as_tensor(leaf: Leaf) -> Tensor:
     """Return a leaf as a tensor: another one than a tensor as uint8, on its memory if that is writable."""
     if isinstance(leaf, Tensor):
         return leaf
-    data = bytearray(leaf) if isinstance(leaf, bytes) or not leaf.flags.writeable else leaf
-    if isinstance(data, bytearray):
-        return frombuffer(data, torch.uint8, (len(data),))
-    return torch.from_numpy(data.reshape(-1).view(np.uint8))
+    data = np.frombuffer(leaf, np.uint8) if isinstance(leaf, bytes) else leaf.reshape(-1).view(np.uint8)
+    return torch.from_numpy(data if data.flags.writeable else data.copy())
 
 
 # --------------------------------------------------------------------------------------------- writing
@@ -383,19 +375,6 @@ class UnfitType(Unfit):
 class Sheet:
     """What was written so far, and how much more may be written."""
 
-    __slots__ = (
-        "bytes_left",
-        "is_in_instance",
-        "leaves",
-        "meshes",
-        "parts",
-        "put",
-        "schema",
-        "values_left",
-        "views",
-        "writers",
-    )
-
     def __init__(self, schema: Schema) -> None:
         self.schema: Schema = schema
         self.writers: Mapping[type, Callable[..., None]] = schema.writers
@@ -406,9 +385,8 @@ class Sheet:
         limits = schema.limits
         self.values_left: int = limits.values
         self.bytes_left: int = limits.structure_bytes
-        if schema.joins_views:
-            self.views: dict[object, int] = {}  # the leaf that shows the same elements
-            self.meshes: dict[object, int] = {}
+        self.views: dict[object, int] = {}  # the leaf that shows the same elements
+        self.meshes: dict[object, int] = {}
 
     def write(self, value: object, depth: int) -> None:
         self.writers.get(type(value), self.schema.other)(value, self, depth)

@@ -288,7 +288,7 @@ def hear_source(data: bytes) -> int:
     with theirs, ours:
         theirs.sendall(data[:IN_SOCKET_MAX])
         theirs.shutdown(socket.SHUT_WR)
-        line._socket = ours
+        line.socket = ours
         line.ask("header")
         while line.readinto(memoryview(bytearray(4096))):
             pass

@@ -237,7 +237,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, reason: str) -> None:
         """Answer requests for the step with `reason`, and nothing else, until the next offer."""
-        self._served()[0].refuse(step, reason)
+        self._served()[0].offer(step, None, refusal=reason)
 
     def disallow_checkpoint(self) -> None:
         """Offer nothing to new requests. Transfers in progress finish with the copy."""
@@ -284,9 +284,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def abort_recv(self, reason: str = "aborted") -> None:
         """End all fetches in progress with a CheckpointError that has `reason`; any thread may call this."""
-        with self._lock:
-            fetches = list(self._fetches)
-        for fetch in fetches:
+        for fetch in self._fetches.copy():
             fetch.end(reason)
 
     def check_source(self, source: Source, timeout: timedelta) -> None:
@@ -295,9 +293,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def lose_source(self, rank: int, reason: str) -> None:
         """Go on without a source that is lost, where there are others and it is not the one to be copied."""
-        with self._lock:
-            fetches = list(self._fetches)
-        for fetch in fetches:
+        for fetch in self._fetches.copy():
             fetch.lose(rank, reason)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -441,13 +437,18 @@ class CheckpointServer:
             self._listener.close()
             raise
 
-    def refuse(self, step: int, reason: str) -> None:
-        """Tell clients that ask for the step, or wait for it, that this server will not offer it."""
-        self._announce(Offer(step, None, reason, key=self.key))
-
-    def offer(self, step: int, state: Snapshot, receivers: int = 0) -> None:
-        """Offer `state` to all clients, also those that wait for it; `receivers` of them are expected."""
-        self._announce(Offer(step, state, receivers=receivers, key=self.key))
+    def offer(self, step: int, state: Snapshot | None, receivers: int = 0, refusal: str = "") -> None:
+        """Offer a state to all clients, also those that wait for it, of which so many are expected; or tell
+        them why there is none of that step.
+        """
+        with self.changed:
+            self._offer, self._left = Offer(step, state, refusal, receivers, self.key), {}
+            self._recent_ids.append(self._offer.id)
+            connections = list(self._connections.values())
+            outdated = [c for c in connections if c.offer and c.offer.id not in self._recent_ids]
+            self.changed.notify_all()
+        for connection in outdated:
+            connection.end()
 
     def deliver(self, step: int, state: Snapshot, receivers: int) -> None:
         """Offer a state that does not change before this returns: when as many receivers have it as are
@@ -487,17 +488,6 @@ class CheckpointServer:
                 self.changed.wait(limit_s)
         return True
 
-    def _announce(self, offer: Offer) -> None:
-        with self.changed:
-            self._offer, self._left = offer, {}
-            self._recent_ids.append(self._offer.id)
-            outdated = [
-                c for c in self._connections.values() if c.offer and c.offer.id not in self._recent_ids
-            ]
-            self.changed.notify_all()
-        for connection in outdated:
-            connection.end()
-
     def offer_as(self, step: int) -> bool:
         """Offer the current snapshot as the state of `step`; return False if there is none."""
         with self.changed:
@@ -522,16 +512,14 @@ class CheckpointServer:
 
     def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> Offer | None:
         """Wait for the offer of `step` or a later one, and return it; return None after `wait_s` seconds."""
-        deadline = time.monotonic() + wait_s
+
+        def offered() -> Offer | None:
+            offer = self._offer
+            return offer if offer and offer.step >= step and _is_same(key, offer.key) else None
+
         with self.changed:
-            while not self.closing.is_set():
-                if (offer := self._offer) is not None and offer.step >= step and _is_same(key, offer.key):
-                    return offer
-                remaining_s = deadline - time.monotonic()
-                if remaining_s <= 0:
-                    return None
-                self.changed.wait(remaining_s)
-        return None
+            self.changed.wait_for(lambda: self.closing.is_set() or offered(), wait_s)
+            return offered()
 
     def offer_of(self, fetch: bytes) -> Offer | None:
         """Return the offer, withdrawn or not, that a receiver has begun to fetch over other connections."""
@@ -925,14 +913,13 @@ class Fetch:
         self._limits = limits
         self._destination = destination
         self._changed = threading.Condition()
-        self._sockets: dict[socket.socket, _Source] = {}
+        self._connected: set[_Line] = set()
         self._ended: tuple[type[CheckpointError], str] | None = None
         self._progress = "it had not answered"
         self._open: deque[Stripe] = deque()
         self._again: deque[Stripe] = deque()  # of these only the first source's bytes will do
         self._under_way: dict[_Line, tuple[Stripe, float]] = {}
         self._unchecked: list[tuple[Stripe, _Source]] = []
-        self._idle: set[_Line] = set()
         self._sums: bytes | None = None
         self._left_nbytes = 1  # of the payload, to be read and checked
         self._unread_nbytes = 1  # of it, to be read
@@ -959,8 +946,8 @@ class Fetch:
         with self._changed:
             if self._ended is None:
                 self._ended = kind, reason
-            for connection in self._sockets:
-                shut(connection)
+            for line in self._connected:
+                line.shut()
             self._changed.notify_all()
 
     def lose(self, rank: int, reason: str) -> None:
@@ -1039,7 +1026,7 @@ class Fetch:
         sums = read_exactly(line, length)
         with self._changed:
             self._sums = sums
-            self._idle.add(line)
+            line.is_idle = True
             self._check(incoming)
         return sums
 
@@ -1079,7 +1066,7 @@ class Fetch:
         finally:
             with self._changed:
                 del self._under_way[line]
-                self._idle.add(line)
+                line.is_idle = True
                 if has_come:
                     self._unread_nbytes -= stripe.stop - stripe.start
                     line.source.nbytes += stripe.stop - stripe.start
@@ -1107,19 +1094,18 @@ class Fetch:
         """Return the next stripe for a connection, when there is one; None when there will be none."""
         source, since = line.source, time.monotonic()
         with self._changed:
-            self._idle.add(line)
+            line.is_idle = True
             while self._ended is None and self._left_nbytes and source.failure is None:
                 is_again = source.is_first and self._again
                 if is_again or (self._open and (not line.has_lost_stripe or self._is_alone(source))):
-                    line.has_lost_stripe = False
-                    self._idle.discard(line)
+                    line.has_lost_stripe = line.is_idle = False
                     stripe = (self._again if is_again else self._open).popleft()
                     self._under_way[line] = stripe, time.monotonic()
                     return stripe
                 limit_s = None if line.has_lost_stripe else self._steal(source, took_s)
                 if (kept_s := since + self._kept_open_s - time.monotonic()) <= 0:
                     line.close()
-                elif line.is_open:
+                elif line.socket is not None:
                     limit_s = kept_s if limit_s is None else min(limit_s, kept_s)
                 self._changed.wait(limit_s)
         return None
@@ -1161,8 +1147,9 @@ class Fetch:
                 self._ended = self._cause_of(error)
         self._unchecked.clear()
         if not self._left_nbytes:
-            for line in self._idle:
-                line.say_done()
+            for line in self._connected:
+                if line.is_idle:
+                    line.say_done()
         self._changed.notify_all()
 
     def _lose(self, source: _Source, error: BaseException) -> None:
@@ -1175,9 +1162,9 @@ class Fetch:
             if needs_it or all(other.failure is not None for other in self._sources):
                 self._ended = self._cause_of(error)
             self._refuse(source, self._cause_of(error)[1])
-            for connection, of in self._sockets.items():
-                if of is source or self._ended is not None:
-                    shut(connection)
+            for line in self._connected:
+                if line.source is source or self._ended is not None:
+                    line.shut()
             self._changed.notify_all()
 
     def _refuse(self, source: _Source, reason: str) -> None:
@@ -1186,21 +1173,21 @@ class Fetch:
 
     # -- connections
 
-    def connect(self, source: _Source) -> socket.socket:
-        """Connect to a source; `end` and `_lose` can end what is done with the socket."""
-        limit_s = min(self._stall_s, CONNECT_S)
-        connection = connect(source.address, limit_s, lambda made: self._register(made, source))
+    def connect(self, line: _Line) -> socket.socket:
+        """Connect a line to its source; `end` and `_lose` can end that, and what is done with the socket."""
+
+        def register(made: socket.socket) -> None:
+            with self._changed:
+                if self._ended is not None:
+                    raise CheckpointError(self._ended[1])
+                if line.source.failure is not None:
+                    raise CheckpointError(str(line.source.failure))
+                line.socket = made
+                self._connected.add(line)
+
+        connection = connect(line.source.address, min(self._stall_s, CONNECT_S), register)
         connection.settimeout(self._stall_s)
         return connection
-
-    def _register(self, connection: socket.socket, source: _Source) -> None:
-        with self._changed:
-            if self._ended is not None:
-                raise CheckpointError(self._ended[1])
-            if source.failure is not None:
-                raise CheckpointError(str(source.failure))
-            self._sockets = {known: of for known, of in self._sockets.items() if known.fileno() >= 0}
-            self._sockets[connection] = source
 
     def request(self, source: _Source, what: str) -> bytes:
         """Return a request, which shows a token, if there is one, and says how much is left to be fetched."""
@@ -1238,13 +1225,14 @@ class _Line:
 
     Attributes:
         has_lost_stripe: whether another source's connection fetches its stripe, as it took too long.
+        is_idle: whether it carries no answer, and may say that all has come.
     """
 
     def __init__(self, fetch: Fetch, source: _Source) -> None:
         self.source = source
-        self.has_lost_stripe = False
+        self.has_lost_stripe = self.is_idle = False
+        self.socket: socket.socket | None = None
         self._fetch = fetch
-        self._socket: socket.socket | None = None
         self._answer: HTTPResponse | None = None
 
     def __enter__(self) -> Self:
@@ -1256,24 +1244,19 @@ class _Line:
     def close(self) -> None:
         if self._answer is not None:
             self._answer.close()  # which keeps the socket
-        if self._socket is not None:
-            self._socket.close()
-        self._answer = self._socket = None
+        if self.socket is not None:
+            self.socket.close()
+        self._answer = self.socket = None
 
     def shut(self) -> None:
         """End what another thread does with the connection."""
-        if (connection := self._socket) is not None:
+        if (connection := self.socket) is not None:
             shut(connection)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether there is a connection."""
-        return self._socket is not None
 
     def say_done(self) -> None:
         """Tell the source, if it is connected, that all of the state has come; there is no answer."""
         with suppress(OSError):  # it is gone, or does not listen
-            if (connection := self._socket) is not None:  # which its own thread may close meanwhile
+            if (connection := self.socket) is not None:  # which its own thread may close meanwhile
                 connection.sendall(self._fetch.request(self.source, "done"))
 
     def ask(self, what: str, length: int | None = None) -> int:
@@ -1285,15 +1268,15 @@ class _Line:
         """
         source, step = self.source, ""
         while True:
-            if not (was_open := self._socket is not None):
-                try:
-                    self._socket = self._fetch.connect(source)
-                except _NoPlaceError:
-                    self._fetch.asks_again(source, 503)
-                    continue
+            was_open = self.socket is not None
             try:
-                self._socket.sendall(self._fetch.request(source, what))
-                answer = self._read_head(self._socket)
+                answer = self._send(
+                    self.socket or self._fetch.connect(self), self._fetch.request(source, what)
+                )
+            except _NoPlaceError:
+                self.close()
+                self._fetch.asks_again(source, 503)
+                continue
             except (ConnectionError, ssl.SSLEOFError) as error:
                 if not was_open or self.has_lost_stripe:
                     raise CheckpointError("it ended the connection without an answer") from error
@@ -1322,7 +1305,9 @@ class _Line:
         """Read some of the answer; return the number of bytes, 0 at its end or that of the connection."""
         return 0 if self._answer is None else self._answer.readinto(buffer)
 
-    def _read_head(self, connection: socket.socket) -> HTTPResponse:
+    def _send(self, connection: socket.socket, request: bytes) -> HTTPResponse:
+        """Send a request, and return its answer, of which the head has been read."""
+        connection.sendall(request)
         self._answer = answer = HTTPResponse(connection, method="GET")
         try:
             answer.begin()

@@ -9,12 +9,13 @@ for the only mesh of that form.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
 
 from torchft_like.errors import CheckpointFormatError
 from torchft_like.plain_data import STATES, Layout, Shard, Sheet, Unfit, shown, write_other_state
@@ -86,16 +87,9 @@ def _form_of(mesh: DeviceMesh, shape: tuple[int, ...] = (), placements: tuple[st
     return Layout(shape, tuple(mesh.shape), tuple(mesh.mesh_dim_names or ()), placements)
 
 
-def shards_in(state: object) -> Iterator[Shard | DTensor]:
-    """Yield every shard and every DTensor in nested containers."""
-    if isinstance(state, Shard) or is_dtensor(state):
-        yield state
-    elif isinstance(state, dict):
-        for value in state.values():
-            yield from shards_in(value)
-    elif isinstance(state, list | tuple):
-        for value in state:
-            yield from shards_in(value)
+def shards_in(state: object) -> list[Shard | DTensor]:
+    """Return every shard and every DTensor in nested containers."""
+    return [leaf for leaf in tree_leaves(state) if isinstance(leaf, Shard) or is_dtensor(leaf)]
 
 
 def like_shard_of(tensor: torch.Tensor, local: torch.Tensor) -> torch.Tensor:

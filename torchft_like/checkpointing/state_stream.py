@@ -253,7 +253,9 @@ class Snapshot(Copying, _OutgoingState):
                 self._pieces += taken[index]
                 continue
             place, used = window[used : used + size], used + size
-            if (plain := _lives(leaf)) is not None:
+            # What can be read from where it is; all else is copied first.
+            plain = plain_part(leaf) if isinstance(leaf, torch.Tensor) and not devices.has(leaf) else None
+            if plain is not None:
                 self._open.extend(made := pieces_of(as_bytes(plain), place))
                 self._pieces += made
             elif (
@@ -380,11 +382,6 @@ def _copy_on_host(leaf: Leaf, place: memoryview) -> None:
         torch.frombuffer(place, dtype=leaf.dtype).view(leaf.shape).copy_(leaf)
     else:
         place[:] = bytes_of(leaf)
-
-
-def _lives(leaf: Leaf) -> torch.Tensor | None:
-    """Return a leaf that can be read from where it is; None if it is to be copied first."""
-    return plain_part(leaf) if isinstance(leaf, torch.Tensor) and not devices.has(leaf) else None
 
 
 def read_header(source: Source, limits: Limits = STATE_SCHEMA.limits) -> bytes:

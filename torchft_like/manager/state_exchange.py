@@ -37,6 +37,7 @@ from functools import partial
 from typing import cast
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from torchft_like.checkpointing.copy_ahead import stand_ins
 from torchft_like.checkpointing.transport import CheckpointTransport, Destination, Source
@@ -280,7 +281,6 @@ class StateExchange:
                 timeout_s *= PATIENCE_WHEN_FAILED
             state, destination = self._fetch(fetching, result, attempt.sources, own, timeout_s)
         except Exception as error:  # noqa: BLE001 - of a user's transport, perhaps, or a lack of memory or threads
-            self._fetching = None
             self.agree(attempt, False)
             self._fail(attempt, result, error, group_broken=self._protocol.is_counted_on)
             return
@@ -441,7 +441,7 @@ class StateExchange:
         """End a fetch beside the steps, so that the next one is not ended in its place."""
         beside, self._beside = self._beside, None
         if beside is not None:
-            self._end(self._fetching, reason)
+            self.end_fetch(reason)
             wait([beside], 2 * REACH_S)
 
     def _check(self, result: QuorumResult, arriving: State) -> None:
@@ -555,22 +555,20 @@ class StateExchange:
         if replica_id in fetching.sources:
             self._repeat(fetching, partial(self._transport.lose_source, fetching.sources[replica_id], reason))
         elif replica_id == fetching.own:
-            self._end(fetching, reason)
+            self.end_fetch(reason)
 
     def _ends_fetch(self, notice: LossNotice, own: str) -> bool:
         return not self._transport.keeps_offers or self._protocol.ends_fetch(notice, own)
 
     def end_fetch(self, reason: str) -> None:
         """End a fetch, as the attempt has failed: the training thread need not wait for a state."""
-        self._end(self._fetching, reason)
 
-    def _end(self, fetching: _Fetching | None, reason: str) -> None:
         def end() -> None:
             for client in self._clients:
                 client.close()
             self._transport.abort_recv(reason)
 
-        self._repeat(fetching, end)
+        self._repeat(self._fetching, end)
 
     def _repeat(self, fetching: _Fetching | None, act: Callable[[], None]) -> None:
         """Act on a fetch until it is over, as the transport's part of it may not have begun."""
@@ -582,15 +580,8 @@ class StateExchange:
 
 def state_bytes(state: object) -> int:
     """Return the bytes of all tensors in nested containers."""
-    if isinstance(state, Shard):
-        return state_bytes(state.local)
-    if isinstance(state, torch.Tensor):
-        return state.numel() * state.element_size()
-    if isinstance(state, Mapping):
-        return sum(state_bytes(value) for value in state.values())
-    if isinstance(state, list | tuple):
-        return sum(state_bytes(value) for value in state)
-    return 0
+    leaves = (leaf.local if isinstance(leaf, Shard) else leaf for leaf in tree_leaves(state))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _settle_vector_functions() -> None:

@@ -164,7 +164,7 @@ class StateRegistry:
                 f"a peer sent the state dicts {sorted(state)}, this replica has {sorted(self._functions)}: "
                 "every replica must register the same keys, before its first step"
             )
-        if next(shards_in(dict(state)), None) is not None:
+        if shards_in(dict(state)):
             state = place(dict(state), self._save() if own is None else own)
         for key, (load, _) in self._functions.items():
             load(state[key])

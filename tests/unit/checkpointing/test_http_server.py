@@ -91,7 +91,7 @@ class TestHostileClients:
 
     def test_who_waits_for_a_step_is_told_why_it_does_not_come(self, server: CheckpointServer) -> None:
         with request(server.port, "/checkpoint/5/header?wait_ms=4000") as waiting:
-            server.refuse(5, "TypeError: no\r\nstate")
+            server.offer(5, None, refusal="TypeError: no\r\nstate")
             answer = b"".join(iter(lambda: waiting.recv(4096), b"")).decode()
         assert answer.startswith("HTTP/1.1 424 TypeError: no")
         assert "\r\nstate" not in answer.partition("\r\n\r\n")[0]
@@ -267,7 +267,7 @@ def test_who_shows_no_key_or_that_of_another_quorum_is_refused(server: Checkpoin
 
 def test_a_refusal_tells_strangers_nothing(server: CheckpointServer) -> None:
     server.key = "now"
-    server.refuse(5, "the state has 7 secrets")
+    server.offer(5, None, refusal="the state has 7 secrets")
     assert [status(server, key) for key in ("", "now")] == [403, 424]
 
 
