@@ -32,7 +32,13 @@ from lighthouse.address import Address, parse_address
 from lighthouse.listening import why_unreachable
 from torchft_like.errors import BindError, ConfigError, ConnectError, GroupLostError, ProcessGroupError
 from torchft_like.manager.config import MASTER, WAIT, GroupPlace, ManagerConfig
-from torchft_like.manager_server.rank_link import LocalListener, RankLink, ServerGoneError, SessionLink
+from torchft_like.manager_server.rank_link import (
+    LocalListener,
+    OtherStartError,
+    RankLink,
+    ServerGoneError,
+    SessionLink,
+)
 from torchft_like.manager_server.server import ManagerServer
 from torchft_like.process_group.configuration import AbortSignal
 from torchft_like.process_group.store import (
@@ -112,9 +118,10 @@ def connect(
 
 def connect_rank(config: ManagerConfig, listener: LocalListener) -> RankLink:
     """Return the session of a rank other than 0; where its rank 0 has ended, look for that of a later start.
+    This one may listen at the same address (TORCHFT_MANAGER_PORT), and have yet to say so.
 
     Raises:
-        ConnectError: there is none within `connect_timeout`.
+        ConnectError, OtherStartError: there is none within `connect_timeout`.
     """
     deadline = time.monotonic() + config.connect_timeout_s
     left_s = config.connect_timeout_s
@@ -125,7 +132,7 @@ def connect_rank(config: ManagerConfig, listener: LocalListener) -> RankLink:
             return SessionLink(
                 address, config.group_rank, listener, left_s, config.host, config.dead_after_s, key
             )
-        except ServerGoneError:
+        except (ServerGoneError, OtherStartError):
             time.sleep(START_S)
             left_s = deadline - time.monotonic()
             if left_s <= 0:
@@ -226,17 +233,16 @@ def publish_start(store: Store, key: str, place: GroupPlace, address: object, re
     Raises:
         ConfigError: another process is rank 0.
     """
-    said = f"{address} {place.group_world_size} {rest}".encode()
-    enter_start(store, key, said, place)
-    if (before := store.compare_set(key, "", said.decode())) == said:
-        return
-    served_at = parse_address(before.decode(errors="backslashreplace").partition(" ")[0])
-    # Another process may have got the port of a rank 0 that has ended.
-    if is_listening(served_at) and enter_start(store, key, before, place):
-        raise ConfigError(
-            f"rank 0 of this group has a process already, which serves at {served_at}: {STARTED_ONCE}"
-        )
-    store.set(key, said.decode())
+    said, before = f"{address} {place.group_world_size} {rest}", ""
+    enter_start(store, key, said.encode(), place)
+    while (found := store.compare_set(key, before, said)) != said.encode():
+        before = found.decode()
+        served_at = parse_address(where := before.partition(" ")[0])
+        # Another process may have got the port of a rank 0 that has ended: this one, where the port is fixed.
+        if where != str(address) and is_listening(served_at) and enter_start(store, key, found, place):
+            raise ConfigError(
+                f"rank 0 of this group has a process already, which serves at {served_at}: {STARTED_ONCE}"
+            )
 
 
 def find_start(store: AbortableStore, key: str, place: GroupPlace) -> tuple[Address, str]:

@@ -62,6 +62,10 @@ class ServerGoneError(ConnectError):
     """No process listens where a rank is to find its ManagerServer, which has ended."""
 
 
+class OtherStartError(TrustError):
+    """A ManagerServer does not know a rank's key: it is of another start of the group, or another group's."""
+
+
 class RankListener(Protocol):
     """The receiver of messages to a rank. Methods run on the coordination loop, and must never block."""
 
@@ -119,6 +123,7 @@ class SessionLink:
 
     Raises:
         ServerGoneError: no process listens at the address.
+        OtherStartError, TrustError: the ManagerServer refuses the key, or this process.
         ConnectError: the ManagerServer did not answer within `connect_timeout_s`.
         ConfigError: a setting of this process is wrong.
     """
@@ -150,7 +155,6 @@ class SessionLink:
         self._call: RankCall | None = None  # once registered
         self._doubt: asyncio.Task[None] | None = None  # while there is no session
         self._is_suspect = False
-        self._is_distrusted = False  # from the start; later, tokens may be about to be replaced
         self._failure: Exception | None = None  # of the first session, which another one would have, too
         try:
             self._loop.run(self._start(connect_timeout_s), cancels=True)
@@ -211,8 +215,6 @@ class SessionLink:
             return
         if self._failure is not None:
             raise self._failure
-        if self._is_distrusted:
-            raise TrustError(f"the ManagerServer at {self._address} refuses this rank: {self._last_error}")
         raise ConnectError(
             f"rank {self._group_rank} cannot reach its ManagerServer at {self._address} within "
             f"{connect_timeout_s:g} s ({self._last_error}); check that rank 0 of this replica group is "
@@ -227,8 +229,10 @@ class SessionLink:
                     await self._serve()
                 except grpc.aio.AioRpcError as error:
                     self._last_error = error.details() or error.code().name
-                    if error.code() in DISTRUST and not self._registered.is_set():
-                        self._is_distrusted = True
+                    if (code := error.code()) in DISTRUST and not self._registered.is_set():
+                        kind = OtherStartError if code is grpc.StatusCode.PERMISSION_DENIED else TrustError
+                        text = f"the ManagerServer at {self._address} refuses this rank: {self._last_error}"
+                        self._failure = kind(text)
                         return
                     if self._registered.is_set() and error.code() in REFUSALS:
                         self._lose(self._last_error)

@@ -167,6 +167,33 @@ def test_a_rank_0_comes_after_one_that_has_ended(store: AbortableStore, servers:
     assert find_start(store, "start", RANK_1) == (parse_address(servers[1]), "key")
 
 
+def test_a_rank_0_that_serves_at_its_predecessors_address_is_no_second_one(
+    store: AbortableStore, servers: list[str]
+) -> None:
+    """As with TORCHFT_MANAGER_PORT, and a launcher that counts no starts: it is what listens there."""
+    place = replace(RANK_1, group_rank=0)
+    for key in ("old", "new"):
+        publish_start(store, "start", place, servers[0], key)
+        assert find_start(store, "start", RANK_1) == (parse_address(servers[0]), key)
+
+
+def test_of_two_that_come_as_rank_0_after_one_that_has_ended_the_later_is_refused(
+    store: AbortableStore, servers: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (port,) = free_ports()
+    place = replace(RANK_1, group_rank=0)
+    store.set("start", start_text(f"127.0.0.1:{port}", place, "old"))
+
+    def other_comes(address: Address) -> bool:
+        monkeypatch.undo()
+        publish_start(store, "start", place, servers[0], "other")
+        return group_store.is_listening(address)
+
+    monkeypatch.setattr(group_store, "is_listening", other_comes)
+    with pytest.raises(ConfigError, match=f"which serves at {servers[0]}"):
+        publish_start(store, "start", place, servers[1], "key")
+
+
 @pytest.mark.progress
 def test_a_rank_does_not_join_a_rank_0_with_another_world_size(
     store: AbortableStore, servers: list[str]
@@ -198,7 +225,9 @@ def test_what_is_no_store_and_says_nothing_is_an_error_in_time() -> None:
 
 
 @pytest.mark.progress
-def test_a_rank_whose_rank_0_ends_as_it_comes_meets_the_one_of_the_next_start() -> None:
+@pytest.mark.parametrize("is_fixed", [False, True], ids=["another port", "the same port"])
+def test_a_rank_whose_rank_0_ends_as_it_comes_meets_the_one_of_the_next_start(is_fixed: bool) -> None:
+    """At the same port it is refused as long as it shows the key of the earlier one."""
     served = serve_store()
     given = ManagerArguments(rank=1, world_size=2, connect_timeout=WAIT_LIMIT_S)
     config = resolve(given, environment(served.port, is_agents=True))
@@ -212,10 +241,12 @@ def test_a_rank_whose_rank_0_ends_as_it_comes_meets_the_one_of_the_next_start() 
             def found(*args: Any) -> tuple[Address, str]:
                 found_at = find_start(*args)
                 earlier.close()
-                store.set(config.run, start_text(later.address(), config, ""))
+                store.set(config.run, start_text(later.address(), config, "new"))
                 return found_at
 
-            store.set(config.run, start_text(earlier.address(), config, ""))
+            later.rank_key = "new"
+            found_first = later if is_fixed else earlier
+            store.set(config.run, start_text(found_first.address(), config, "old"))
             patch.setattr(group_store, "find_start", found)
             link = connect_rank(config, Deaf())
         assert link.replica_id == "later"
