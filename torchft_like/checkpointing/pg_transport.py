@@ -207,17 +207,17 @@ class PGTransport(CheckpointTransport[T]):
             return False
         self._block = block  # until all goes well
         line.send(bytearray(block.offer))
-        is_taken = all(line.hear())
+        is_taken = all(line.receive_numbers())
         line.send_numbers(is_taken)
         if is_taken:
             with beside_captures(block.device):
                 for number, half in enumerate(state.fill(cycle(block.halves))):
                     expected = hash_of(half)
                     if number:
-                        line.hear()  # the receivers have the other half, which is filled next
+                        line.receive_numbers()  # the receivers have the other half, which is filled next
                     line.send_numbers(expected)
-            line.hear()
-        line.hear()  # they do not map the block any more
+            line.receive_numbers()
+        line.receive_numbers()  # they do not map the block any more
         self._block = None
         block.release()
         return is_taken
@@ -243,7 +243,7 @@ class PGTransport(CheckpointTransport[T]):
             except RuntimeError as error:
                 _logger.warning("a state comes through the host's memory: %s", error)
         line.send_numbers(halves is not None)
-        (is_taken,) = line.receive_numbers(1)
+        (is_taken,) = line.receive_numbers()
         if is_taken and halves is not None:
             with beside_captures(device):
                 _take(incoming, halves, line)
@@ -257,7 +257,7 @@ def _take(incoming: IncomingState, halves: Sequence[torch.Tensor], line: _Line) 
     for half in cycle(halves):
         if at == incoming.nbytes:
             return
-        (expected,) = line.receive_numbers(1)
+        (expected,) = line.receive_numbers()
         part = half[: incoming.nbytes - at]
         incoming.copy_from(part, at)
         if hash_of(part) != expected:
@@ -304,18 +304,12 @@ class _Line:
         """Receive what one call of `send` sends, if that is so many bytes, which are few."""
         return read_exactly(Parts(self.receive_all(length)), length)
 
-    def receive_numbers(self, count: int) -> list[int]:
-        """Receive a message of so many numbers of the only other rank."""
-        message = torch.zeros(count, dtype=torch.int64, device=self.device)
-        self._move(self._pg.recv, message, self._ranks)
-        return [int(number) for number in message.tolist()]
-
-    def hear(self) -> list[int]:
-        """Receive a number of each other rank."""
-        answers = torch.zeros(len(self._ranks), 1, dtype=torch.int64, device=self.device)
-        for answer, rank in zip(answers, self._ranks, strict=True):
-            self._move(self._pg.recv, answer, [rank])
-        return [int(answer) for answer in answers]
+    def receive_numbers(self, count: int = 1) -> list[int]:
+        """Receive a message of so many numbers of each other rank; return all of them."""
+        messages = torch.zeros(len(self._ranks), count, dtype=torch.int64, device=self.device)
+        for message, rank in zip(messages, self._ranks, strict=True):
+            self._move(self._pg.recv, message, [rank])
+        return [int(number) for number in messages.flatten().tolist()]
 
     def _move(self, begin: Callable[..., Work], message: torch.Tensor, ranks: Iterable[int]) -> None:
         try:

@@ -711,11 +711,6 @@ class JoinListener:
         caller.close()
 
 
-def welcome(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send the descriptors of the shared memory to a reader that was let in."""
-    send_descriptors(connection, _WELCOME, descriptors, socket.MSG_DONTWAIT)
-
-
 class _Reader:
     """One reader, from before it joins until it is gone."""
 
@@ -851,8 +846,9 @@ class LocalReaders:
         for rank, connection in self.listener.admit():
             reader = self._readers[rank]
             reader.connection = connection
+            shared = [self._ring_descriptor, reader.descriptor, self._wake_up]
             try:
-                welcome(connection, [self._ring_descriptor, reader.descriptor, self._wake_up])
+                send_descriptors(connection, _WELCOME, shared, socket.MSG_DONTWAIT)
             except OSError as error:
                 self._evict(reader, f"it is gone ({error.strerror})")
         for reader in list(self._readers.values()):
@@ -909,26 +905,23 @@ class LocalReaders:
 
 def call(handle: QueueHandle, rank: int) -> socket.socket:
     """Connect to the writer and say hello."""
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(CONNECT_S_MAX), 0))
-    try:
-        connection.connect(f"\0{handle.name}")
-        if _user_of(connection) != os.getuid():
-            raise QueueError("another user's process has the writer's name")
-        connection.send(_HELLO.pack(_MAGIC, handle.token, rank))
-    except BlockingIOError:
-        connection.close()
-        raise QueueTimeoutError(
-            CONNECT_S_MAX, "too many readers wait to be let in: the writer has to call wait_until_ready"
-        ) from None
-    except OSError as error:
-        connection.close()
-        raise QueueWriterLostError(
-            f"reader {rank} finds no writer ({error.strerror}): is it alive, and on this machine?"
-        ) from error
-    except QueueError:
-        connection.close()
-        raise
+    with contextlib.ExitStack() as undo:
+        connection = undo.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIME.pack(int(CONNECT_S_MAX), 0))
+        try:
+            connection.connect(f"\0{handle.name}")
+            if _user_of(connection) != os.getuid():
+                raise QueueError("another user's process has the writer's name")
+            connection.send(_HELLO.pack(_MAGIC, handle.token, rank))
+        except BlockingIOError:
+            raise QueueTimeoutError(
+                CONNECT_S_MAX, "too many readers wait to be let in: the writer has to call wait_until_ready"
+            ) from None
+        except OSError as error:
+            raise QueueWriterLostError(
+                f"reader {rank} finds no writer ({error.strerror}): is it alive, and on this machine?"
+            ) from error
+        undo.pop_all()
     return connection
 
 
