@@ -98,8 +98,7 @@ from torchft_like.manager_server.rank_link import (
 from torchft_like.manager_server.server import LighthouseLink, ManagerServer, rank_join
 from torchft_like.message_queue import remote
 from torchft_like.message_queue.endpoint import QueueHandle
-from torchft_like.message_queue.leaves import NO_LEAVES, assembled, reading_ring
-from torchft_like.message_queue.leaves import Source as Leaves
+from torchft_like.message_queue.leaves import assembled, reading_ring
 from torchft_like.message_queue.remote import RemoteReader, RemoteReaders
 from torchft_like.message_queue.ring import INLINE, PAGE_BYTES, Geometry, RingReader, RingWriter
 from torchft_like.plain_data import (
@@ -339,9 +338,7 @@ def read_ring(data: bytes) -> object:
     reader = RingReader(memoryview(memory), GEOMETRY)
     place, nbytes, structure_bytes, *_ = reader.next_record()
     structure = reader.read(place, structure_bytes)
-    left = nbytes - structure_bytes
-    leaves = reading_ring(reader, place + structure_bytes)
-    return assembled(structure, Leaves(left, leaves) if left else NO_LEAVES)
+    return assembled(structure, nbytes - structure_bytes, reading_ring(reader, place + structure_bytes))
 
 
 HANDLE = QueueHandle("name", bytes(32), *GEOMETRY, (0, 1), 1, "tcp://127.0.0.1:1", b"k" * 40)

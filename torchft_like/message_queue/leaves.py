@@ -38,18 +38,15 @@ def file_of(parts: Sequence[Bytes], nbytes: int) -> int:
     return descriptor
 
 
-class Source:
+class _Leaves:
     """The leaves of one message, in their order; `fill` fills memory with the next bytes."""
 
-    def __init__(self, nbytes: int, fill: Callable[[memoryview], None]) -> None:
-        self.nbytes: int = nbytes
-        self.left: int = nbytes
+    def __init__(self, fill: Callable[[memoryview], None]) -> None:
         self._fill = fill
 
     def tensor(self, spec: TensorSpec) -> Tensor:
         if not (nbytes := spec.nbytes):
             return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
-        self._claim(nbytes)
         try:
             raw = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:  # torch raises it where others raise MemoryError
@@ -58,14 +55,12 @@ class Source:
         return raw.view(spec.dtype).view(spec.shape)
 
     def memory(self, nbytes: int) -> memoryview:
-        self._claim(nbytes)
         raw = np.empty(nbytes, np.uint8).data
         if nbytes:
             self._fill(raw)
         return raw
 
     def data(self, nbytes: int) -> bytes:
-        self._claim(nbytes)
         if not nbytes:
             return b""
         whole = io.BytesIO()  # a BytesIO gives its memory away as bytes without a copy
@@ -75,30 +70,25 @@ class Source:
             self._fill(raw)
         return whole.getvalue()
 
-    def _claim(self, nbytes: int) -> None:
-        if nbytes > self.left:
-            raise ValueError(f"a leaf of {nbytes} bytes where {self.left} are left")
-        self.left -= nbytes
 
-
-NO_LEAVES = Source(0, lambda _: None)  # no leaf can be claimed, so that none is filled
-
-
-def assembled(structure: bytes, source: Source) -> object:
-    """Return the message with this structure and these leaves.
+def assembled(
+    structure: bytes, nbytes: int = 0, fill: Callable[[memoryview], None] = lambda _: None
+) -> object:
+    """Return the message with this structure, whose leaves are so many bytes, with which `fill` fills memory.
 
     Raises:
         PlainDataError, QueueCorruptError: it is none.
         QueueMemoryError: there is no room for a copy of it.
     """
     try:
-        value = Structure(structure, MESSAGES).value(source)
+        known = Structure(structure, MESSAGES)
+        if nbytes != (due := sum(spec.nbytes for spec in known.specs)):
+            raise QueueCorruptError(
+                f"a message has leaves of {nbytes} bytes, and by its own account of {due}"
+            )
+        return known.value(_Leaves(fill))
     except MemoryError as error:
-        nbytes = len(structure) + source.nbytes
-        raise QueueMemoryError("a copy of the message", nbytes, available_bytes()) from error
-    if source.left:
-        raise QueueCorruptError(f"{source.left} bytes of a message belong to nothing")
-    return value
+        raise QueueMemoryError("a copy of the message", len(structure) + nbytes, available_bytes()) from error
 
 
 def reading_ring(ring: RingReader, at: int) -> Callable[[memoryview], None]:

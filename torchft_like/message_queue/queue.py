@@ -65,8 +65,6 @@ from torchft_like.message_queue.endpoint import (
 )
 from torchft_like.message_queue.leaves import (
     FILE_RECORD,
-    NO_LEAVES,
-    Source,
     assembled,
     file_of,
     reading_file,
@@ -1055,9 +1053,9 @@ class LocalReader(Endpoint):
         if kind == IN_FILE:
             return self._read_file(structure), slots
         if structure_bytes == nbytes:
-            return assembled(structure, NO_LEAVES), slots
-        leaves = Source(nbytes - structure_bytes, reading_ring(ring, place + structure_bytes))
-        return assembled(structure, leaves), slots
+            return assembled(structure), slots
+        fill = reading_ring(ring, place + structure_bytes)
+        return assembled(structure, nbytes - structure_bytes, fill), slots
 
     def _read_file(self, note: bytes) -> object:
         if len(note) != FILE_RECORD.size:
@@ -1068,7 +1066,7 @@ class LocalReader(Endpoint):
             raise QueueCorruptError("the structure of a message is longer than the message")
         structure = bytearray(structure_bytes)
         fill(memoryview(structure))
-        return assembled(bytes(structure), Source(nbytes - structure_bytes, fill))
+        return assembled(bytes(structure), nbytes - structure_bytes, fill)
 
     def _file(self, number: int) -> int:
         """Return the descriptor of a message's file, which was sent before the message was published.

@@ -43,7 +43,7 @@ from torchft_like.message_queue.endpoint import (
     QueueHandle,
     nothing_written,
 )
-from torchft_like.message_queue.leaves import Source, assembled
+from torchft_like.message_queue.leaves import assembled
 from torchft_like.message_queue.ring import Bytes
 
 HELLO = struct.Struct(f"<c{TOKEN_BYTES}sI")
@@ -388,7 +388,7 @@ class RemoteReader(Endpoint):
         if tag != TAG_DATA or len(parts) < 2:
             raise QueueCorruptError("what came is no message")
         leaves = parts[2:]
-        value = assembled(parts[1].bytes, Source(sum(map(len, leaves)), _reading_parts(leaves)))
+        value = assembled(parts[1].bytes, sum(map(len, leaves)), _reading_parts(leaves))
         self._number, self._came = number + 1, []
         self._tell(NUMBERED.pack(TAG_READ, self._number))
         return value
