@@ -130,19 +130,14 @@ class Copying:
 
 
 class _Begun(NamedTuple):
-    """A tensor, as it was listed and as it is copied, two where it is a DTensor; the versions of both
-    when the copy was begun; and its pieces.
+    """A tensor, as it was listed and as it is copied, two where it is a DTensor; the versions of both when
+    the copy was begun, as an operation on a DTensor is counted there, not in its shard; and its pieces.
     """
 
     listed: torch.Tensor
     tensor: torch.Tensor
     versions: tuple[int, int]
     pieces: list[Piece]
-
-    @property
-    def is_as_it_was(self) -> bool:
-        """Whether torch has counted no write since the copy was begun."""
-        return _versions(self.listed, self.tensor) == self.versions
 
 
 class CopyAhead(Copying):
@@ -170,7 +165,7 @@ class CopyAhead(Copying):
                 for index, leaf in enumerate(leaves)
                 if isinstance(leaf, torch.Tensor)
                 and (begun := self._begun.get(_key(leaf))) is not None
-                and begun.is_as_it_was
+                and (begun.listed._version, begun.tensor._version) == begun.versions
             }
             wanted = {piece for pieces in taken.values() for piece in pieces}
             self._open = deque(piece for piece in self._open if piece in wanted)
@@ -201,7 +196,7 @@ class CopyAhead(Copying):
         at, begun = 0, {}
         for key, (one, tensor) in unique.items():
             pieces = pieces_of(as_bytes(tensor), memory[at : (at := at + aligned(tensor.nbytes))])
-            begun[key] = _Begun(one, tensor, _versions(one, tensor), pieces)
+            begun[key] = _Begun(one, tensor, (one._version, tensor._version), pieces)
         with self.changed:
             if self._list is not None:
                 self._begun = begun
@@ -230,11 +225,6 @@ def plain_part(tensor: torch.Tensor) -> torch.Tensor | None:
     if not tensor.data_ptr():  # it has no elements, or has them in other tensors, or its memory was freed
         return None
     return tensor.detach()  # which has the same memory and version
-
-
-def _versions(listed: torch.Tensor, tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the versions of both: an operation on a DTensor is counted there, not in its shard."""
-    return listed._version, tensor._version
 
 
 def _key(tensor: torch.Tensor) -> object:
