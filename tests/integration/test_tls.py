@@ -32,7 +32,7 @@ from tests.integration.test_parameter_server import Adder, assert_serves
 from tests.managers import lighthouse_here
 from torchft_like import parameter_server
 from torchft_like.checkpointing import HTTPTransport
-from torchft_like.checkpointing.http_transport import Fetch
+from torchft_like.checkpointing.http_fetch import Fetch
 from torchft_like.coordination import LighthouseClient, LighthouseServer
 from torchft_like.errors import CheckpointError, ConnectError, TrustError
 from torchft_like.manager.client import ManagerClient

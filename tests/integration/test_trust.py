@@ -28,7 +28,7 @@ from tests.integration import lighthouse_clients
 from tests.integration.lighthouse_clients import LIMIT_S, registered
 from tests.unit.manager.test_service import Ear
 from tests.waiting import wait_for
-from torchft_like.checkpointing import http_transport
+from torchft_like.checkpointing import http_fetch
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.cli import main
 from torchft_like.coordination import LighthouseClient, LighthouseServer
@@ -140,7 +140,7 @@ def test_the_lighthouse_kills_with_a_token_that_only_its_victim_knows(job: Job) 
 @pytest.fixture
 def stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clients of this process show nothing; its servers know their tokens."""
-    for module in (net, http_transport, cli):
+    for module in (net, http_fetch, cli):
         monkeypatch.setattr(module, "authorization", lambda: "")
 
 

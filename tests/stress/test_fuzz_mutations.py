@@ -49,14 +49,8 @@ from tests.unit.checkpointing.library_types import KINDS, quantized
 from tests.unit.checkpointing.states import dump_state, forged, load_state
 from torchft_like import coordination
 from torchft_like.checkpointing import PGTransport
-from torchft_like.checkpointing.http_transport import (
-    CheckpointServer,
-    Offer,
-    ServerLimits,
-    _Connection,
-    _Line,
-    _Source,
-)
+from torchft_like.checkpointing.http_fetch import _Line, _Source
+from torchft_like.checkpointing.http_server import CheckpointServer, Offer, ServerLimits, _Connection
 from torchft_like.checkpointing.state_stream import Expectation, IncomingState, Snapshot, read_header
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.core.agreement import statements

@@ -28,7 +28,7 @@ from tests.pages import FENCED, PAGES, SPAN, Block, blocks, commands
 from tools import torchft_names
 from tools.torchft_names import COMMAND, NAMES, rows
 from torchft_like import parameter_server, plain_data
-from torchft_like.checkpointing import http_transport, state_stream
+from torchft_like.checkpointing import http_server, state_stream
 from torchft_like.checkpointing.http_transport import HTTPTransport
 from torchft_like.checkpointing.shards import STATE_SCHEMA
 from torchft_like.core import conversation, store
@@ -220,7 +220,7 @@ ROWS = [
 ][1:]
 
 JOB, GRPC = config.LighthouseConfig(), net.ServerLimits()
-SOURCE, STATE, FLOOR = http_transport.ServerLimits(), STATE_SCHEMA.limits, state_stream.GROWTH_FROM
+SOURCE, STATE, FLOOR = http_server.ServerLimits(), STATE_SCHEMA.limits, state_stream.GROWTH_FROM
 REPLICAS_HIGHEST = get_type_hints(config.LighthouseConfig, include_extras=True)["replicas_max"].__metadata__[
     1
 ]
@@ -271,7 +271,7 @@ LIMITS: dict[str, list[str]] = {
     "messages that wait": [f"{JOB.session_queue_max}; {conversation.KEPT_MAX} at a ManagerServer"],
     "connections to a checkpoint": [f"{SOURCE.connections}, "],
     "a request to it (checkpoint)": [
-        f"{size(http_transport.HEAD_BYTES_MAX)}, {SOURCE.request_s:g} s",
+        f"{size(http_server.HEAD_BYTES_MAX)}, {SOURCE.request_s:g} s",
         f"further one {STALL_S:g} s",
     ],
     "1 MiB of state": [f"{STALL_S:g} s"],

@@ -105,7 +105,7 @@ MAKERS = {
     "wrap_socket": {"lighthouse/tls.py"},
     "SSLContext": {"lighthouse/tls.py"},
     "connect_tcp": {
-        "torchft_like/checkpointing/http_transport.py",
+        "torchft_like/checkpointing/http_fetch.py",
         "torchft_like/in_process/health.py",
         "torchft_like/parameter_server.py",
         "torchft_like/process_group/checking.py",
@@ -113,7 +113,7 @@ MAKERS = {
     },
     "listen_guarded": {
         "lighthouse/page/server.py",
-        "torchft_like/checkpointing/http_transport.py",
+        "torchft_like/checkpointing/http_server.py",
         "torchft_like/parameter_server.py",
         "torchft_like/process_group/store_server.py",
     },

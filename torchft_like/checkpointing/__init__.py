@@ -1,7 +1,7 @@
 """Live transfer of training state between peers.
 
-`transport` is the interface; `http_transport` and `pg_transport` implement it, over `state_stream`. Nothing
-here knows the Manager, or when a rank heals.
+`transport` is the interface; `http_transport`, whose two ends are `http_server` and `http_fetch`, and
+`pg_transport` implement it, over `state_stream`. Nothing here knows the Manager, or when a rank heals.
 """
 
 from torchft_like.checkpointing.http_transport import HTTPTransport

@@ -19,8 +19,8 @@ from tests.faults import raising
 from tests.unit.checkpointing.clients import asking, drain, request
 from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.waiting import wait_for
-from torchft_like.checkpointing import http_transport
-from torchft_like.checkpointing.http_transport import CheckpointServer, ServerLimits
+from torchft_like.checkpointing import http_server
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
@@ -147,7 +147,7 @@ class TestHostileClients:
             assert drain(client) > 0
 
     def test_a_wait_is_bounded(self, server: CheckpointServer, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.1)
+        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.1)
         with request(server.port, "/checkpoint/5/header?wait_ms=999999999") as client:
             assert client.recv(1000).split()[1] == b"202"
 
@@ -238,7 +238,7 @@ class TestWaitForReceivers:
 @pytest.mark.no_leak
 def test_without_a_thread_it_does_not_keep_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     listener = listen_tcp(Address(LOOPBACK, 0))
-    monkeypatch.setattr(http_transport, "listen_guarded", lambda _: listener)
+    monkeypatch.setattr(http_server, "listen_guarded", lambda _: listener)
     monkeypatch.setattr(threading.Thread, "start", raising(RuntimeError("can't start new thread")))
     with pytest.raises(RuntimeError, match="can't start new thread"):
         CheckpointServer(Address(LOOPBACK, 0), ServerLimits())

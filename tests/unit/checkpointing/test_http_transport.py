@@ -26,15 +26,10 @@ from tests.descriptors import left_open_since, open_descriptors
 from tests.unit.checkpointing.clients import drain, request
 from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.waiting import wait_for
-from torchft_like.checkpointing import HTTPTransport, http_transport, state_stream
-from torchft_like.checkpointing.http_transport import (
-    LINES,
-    CheckpointServer,
-    Fetch,
-    ServerLimits,
-    Stripe,
-    _Line,
-)
+from torchft_like.checkpointing import HTTPTransport, http_fetch, http_server, state_stream
+from torchft_like.checkpointing.http_fetch import Fetch, Stripe, _Line
+from torchft_like.checkpointing.http_server import CheckpointServer, ServerLimits
+from torchft_like.checkpointing.http_transport import LINES
 from torchft_like.checkpointing.state_stream import (
     CHUNK_BYTES,
     PIECE_BYTES,
@@ -127,7 +122,7 @@ class TestTransfer:
         self, transports: Make, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, then: str
     ) -> None:
         """Its checksums included, for which it connects anew."""
-        monkeypatch.setattr(http_transport, "KEPT_OPEN_S", 0.01)
+        monkeypatch.setattr(http_fetch, "KEPT_OPEN_S", 0.01)
         begun, is_over, may_go_on = threading.Semaphore(0), threading.Event(), threading.Event()
         fill, read_sums = state_stream._fill, Fetch._read_sums
 
@@ -165,7 +160,7 @@ class TestTransfer:
                 return True
 
         source, receiver, terminal = transports(), transports(), Terminal()
-        monkeypatch.setattr(http_transport, "SHOWN_S", 0.0)
+        monkeypatch.setattr(http_fetch, "SHOWN_S", 0.0)
         monkeypatch.setattr(sys, "stderr", terminal)
         source.send_checkpoint([], 5, make_state(8_000_000), LIMIT)
         fetch(receiver, source)
@@ -513,11 +508,11 @@ class TestSteps:
         wait_for_offer = CheckpointServer.wait_for_offer
         asked_for: queue.Queue[int] = queue.Queue()
 
-        def watched(server: CheckpointServer, step: int, *how: Any) -> http_transport.Offer | None:
+        def watched(server: CheckpointServer, step: int, *how: Any) -> http_server.Offer | None:
             asked_for.put(step)
             return wait_for_offer(server, step, *how)
 
-        monkeypatch.setattr(http_transport, "WAIT_S_MAX", 0.05)
+        monkeypatch.setattr(http_server, "WAIT_S_MAX", 0.05)
         monkeypatch.setattr(CheckpointServer, "wait_for_offer", watched)
         source, receiver = transports(), transports()
         source.send_checkpoint([1], 4, {"step": "the one before"}, LIMIT)
@@ -674,8 +669,8 @@ class TestFailures:
         ids = iter("abcdef")
 
         class Changing(CheckpointServer):
-            def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> http_transport.Offer | None:
-                return http_transport.Offer(step, state, id=next(ids))
+            def wait_for_offer(self, step: int, wait_s: float, key: str = "") -> http_server.Offer | None:
+                return http_server.Offer(step, state, id=next(ids))
 
             def offer_of(self, fetch: bytes) -> None:
                 return None

@@ -17,9 +17,10 @@ from tests.unit.checkpointing.clients import asking
 from tests.unit.checkpointing.conftest import LIMIT, Make
 from tests.unit.checkpointing.states import load_state, stream_of
 from tests.waiting import wait_for
-from torchft_like.checkpointing import copy_ahead, http_transport, state_stream
+from torchft_like.checkpointing import copy_ahead, http_server, state_stream
 from torchft_like.checkpointing.copy_ahead import Piece
-from torchft_like.checkpointing.http_transport import connect, wait_s
+from torchft_like.checkpointing.http_fetch import connect
+from torchft_like.checkpointing.http_server import wait_s
 from torchft_like.checkpointing.state_stream import Snapshot
 from torchft_like.checkpointing.transport import Destination, Source
 from torchft_like.errors import CheckpointError
@@ -51,8 +52,8 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[Piece]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sources that wait for half a minute, and copy everything then."""
-    monkeypatch.setattr(http_transport, "wait_s", lambda elapsed_s, *_: max(LIMIT_S / 2 - elapsed_s, 0.0))
-    monkeypatch.setattr(http_transport, "PROGRESS_S", LIMIT_S)
+    monkeypatch.setattr(http_server, "wait_s", lambda elapsed_s, *_: max(LIMIT_S / 2 - elapsed_s, 0.0))
+    monkeypatch.setattr(http_server, "PROGRESS_S", LIMIT_S)
 
 
 def make_state(count: int = 5_000_000) -> State:
@@ -142,7 +143,7 @@ class TestFastReceivers:
 
 
 def test_without_receivers_nothing_is_waited_for(transports: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_transport, "wait_s", pytest.fail)
+    monkeypatch.setattr(http_server, "wait_s", pytest.fail)
     source, state = transports(), make_state()
     source.send_checkpoint([], 5, state, LIMIT)
     assert same(transports().recv_checkpoint(0, source.metadata(), 5, LIMIT), state)
@@ -156,8 +157,8 @@ def test_who_stops_in_the_middle_holds_nobody_up_and_gets_the_old_bytes(
     if kind == "https":
         monkeypatch.setenv(TLS_ENV, str(certify(tmp_path)))
     has_stopped = threading.Event()
-    monkeypatch.setattr(http_transport, "wait_s", lambda *_: 0.0 if has_stopped.is_set() else 0.01)
-    monkeypatch.setattr(http_transport, "PROGRESS_S", LIMIT_S)
+    monkeypatch.setattr(http_server, "wait_s", lambda *_: 0.0 if has_stopped.is_set() else 0.01)
+    monkeypatch.setattr(http_server, "PROGRESS_S", LIMIT_S)
     source, state = transports(), make_state(20_000_000)
     expected = stream_of(Snapshot(state).fill())
     sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)
@@ -189,7 +190,7 @@ def test_a_receiver_that_takes_nothing_any_more_is_not_waited_for(
     transports: Make, pool: ThreadPoolExecutor, copied: list[Piece], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long it might be waited for, as the copy would take long."""
-    monkeypatch.setattr(http_transport, "wait_s", lambda *_: LIMIT_S)
+    monkeypatch.setattr(http_server, "wait_s", lambda *_: LIMIT_S)
     source, state = transports(), make_state(20_000_000)
     sending = pool.submit(source.send_checkpoint, [1], 5, state, LIMIT)
     with connect(parse_address(source.metadata()), LIMIT_S) as client:
