@@ -21,6 +21,7 @@ from torchft_like.divergence.words import word_sum
 from torchft_like.dtypes import flat
 from torchft_like.errors import ConfigError, NotSupportedError
 from torchft_like.instances import parts_of
+from torchft_like.runtime.numbers import whole_number
 
 DEFAULT_SLICES = 32
 
@@ -68,7 +69,7 @@ class StateFingerprint:
         on_divergence: what is done about a difference; the same on all replicas.
 
     Raises:
-        ConfigError: `slices` is not positive, or there is no tensor to watch.
+        ConfigError: `slices` is no whole number from 1 on, or there is no tensor to watch.
         NotSupportedError: a tensor is sparse, quantized or on the meta device.
     """
 
@@ -83,9 +84,7 @@ class StateFingerprint:
         self.on_divergence = on_divergence
         self._tensors = list(tensors)
         self._optimizers = list(optimizers)
-        self.slices = slices
-        if slices < 1:
-            raise ConfigError(f"slices is {slices}, it must be 1 or more: the steps to read everything in")
+        self.slices = whole_number(slices, "slices", 1)
         if not self._tensors and not self._optimizers:
             raise ConfigError("no tensor to watch for divergence: give the model's parameters")
         self._plan = self._make_plan()

@@ -283,7 +283,9 @@ def test_what_has_no_bytes_to_compare_is_refused(tensor: Tensor) -> None:
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(ConfigError, match="slices is 0"):
-        StateFingerprint([torch.zeros(1)], slices=0)
+    slices: list[Any] = [0, 1.5, True]
+    for bad in slices:
+        with pytest.raises(ConfigError, match=f"slices is {bad}"):
+            StateFingerprint([torch.zeros(1)], slices=bad)
     with pytest.raises(ConfigError, match="no tensor"):
         StateFingerprint([])
