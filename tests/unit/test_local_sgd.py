@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,10 +26,15 @@ INNER_LR, OUTER_LR, MOMENTUM = 0.5, 0.7, 0.9
 INNER_STEPS = 12
 
 
-class Done:
-    """A finished work."""
+@dataclass
+class Average:
+    """A work whose result is there once it is waited for."""
+
+    tensor: Tensor
+    added: float | Tensor
 
     def wait(self) -> bool:
+        self.tensor.add_(self.added).div_(2)
         return True
 
 
@@ -42,6 +48,8 @@ class Peer:
     syncs: int = 0
     begun: int = 0
     reduced: list[int] = field(default_factory=list)
+    asked: list[tuple[Any, Any]] = field(default_factory=list)  # how to quantize
+    sent: list[weakref.ref[Tensor]] = field(default_factory=list)
     registered: dict[str, Any] = field(default_factory=dict)
     disowned: int = 0
     contributors: int = 2  # to the first sync; the other one adds zeros, and averages divide by two
@@ -56,8 +64,9 @@ class Peer:
         self, tensor: Tensor, should_quantize: bool | str = False, *, error_feedback: Any = None
     ) -> Any:
         self.reduced.append(tensor.numel())
-        tensor.add_(offset(self.syncs)).div_(2)
-        return Done()
+        self.asked.append((should_quantize, error_feedback))
+        self.sent.append(weakref.ref(tensor))
+        return Average(tensor, offset(self.syncs))
 
     def should_commit(self) -> bool:
         assert self.begun == self.syncs + 1
@@ -153,11 +162,14 @@ def test_diloco_follows_its_equations(
         use_bucketization=together,
         fragment_sync_delay=delay,
         fragment_update_alpha=alpha,
-    ):
-        for _ in train(net, inner):
+    ) as diloco:
+        for number, _ in enumerate(train(net, inner), 1):
             torch.testing.assert_close([p.detach() for p in net.parameters()], next(reference))
+            interval = 4 // fragments
+            assert diloco.is_syncing == (number % interval >= interval - delay)
     assert peer.syncs == INNER_STEPS * fragments // 4
     assert len(peer.reduced) == peer.syncs * (1 if together else 4 // fragments)
+    assert [sent() for sent in peer.sent] == [None] * len(peer.sent), "no memory is kept between two syncs"
 
 
 @pytest.mark.parametrize("cap_mb", [None, 1])
@@ -165,12 +177,35 @@ def test_a_bucket_is_no_greater_than_its_limit_but_for_one_parameter(
     monkeypatch: pytest.MonkeyPatch, cap_mb: int | None
 ) -> None:
     monkeypatch.setenv(USE_BUCKETIZATION_ENV, "True")
-    net = nn.Sequential(*(nn.Linear(size, 256, bias=False) for size in (512, 500, 2048, 8)))
+    net = nn.Sequential(*(nn.Linear(size, 256, bias=False) for size in (512, 500, 1030, 8, 9)))
+    net[-1].double()  # a bucket has one dtype
     peer, inner = Peer(), torch.optim.SGD(net.parameters(), lr=0.1)
     with DiLoCo(peer, [net], inner, outer_sgd([net]), sync_every=1, bucket_cap_mb=cap_mb):
         inner.step()
-    numbers = [256 * size for size in (512, 500, 2048, 8)]
-    assert peer.reduced == ([sum(numbers)] if cap_mb is None else [sum(numbers[:2]), *numbers[2:]])
+    numbers = [256 * size for size in (512, 500, 1030, 8, 9)]
+    buckets = [numbers[:4]] if cap_mb is None else [numbers[:2], numbers[2:3], numbers[3:4]]
+    assert peer.reduced == [*map(sum, buckets), numbers[4]]
+
+
+def test_what_quantizing_leaves_of_a_parameter_is_added_to_it_in_the_next_sync() -> None:
+    net, peer = model(), Peer()
+    inner = torch.optim.SGD(net.parameters(), lr=INNER_LR)
+    with DiLoCo(
+        peer, [net], inner, outer_sgd([net]), sync_every=1, should_quantize=True, error_feedback=True
+    ):
+        inner.step()
+        inner.step()
+    assert all(quantize is True and feedback is not None for quantize, feedback in peer.asked)
+    first, second = ([id(feedback) for _, feedback in peer.asked[n : n + 4]] for n in (0, 4))
+    assert first == second
+    assert len({*first}) == 4
+
+
+def test_global_parameters_are_kept_on_the_device_that_is_named() -> None:
+    net = model()
+    inner, device = torch.optim.SGD(net.parameters(), lr=INNER_LR), torch.device("meta")
+    diloco = DiLoCo(Peer(), [net], inner, outer_sgd([net]), sync_every=1, backup_device=device)
+    assert {each.device for each in diloco.global_states()[0]["original_parameters"].values()} == {device}
 
 
 def test_what_a_healing_replica_loads_is_the_peers_global_state() -> None:
@@ -297,7 +332,8 @@ def test_local_sgd_averages_parameters_or_leaves_them(fails: Sequence[int]) -> N
                 reference = [(p + offset(sync)) / 2 for p in reference]
             torch.testing.assert_close([p.detach() for p in net.parameters()], reference)
     assert peer.syncs == INNER_STEPS // 3
-    optimizer.step()
+    for _ in range(3):
+        optimizer.step()
     assert peer.syncs == INNER_STEPS // 3, "the block has ended"
 
 
