@@ -300,8 +300,7 @@ class Communicator:
             for channel in self._each:
                 channel.check()
         except GroupCoordinatorError as error:
-            told = self.explained(operation, error)
-            raise told  # noqa: B904 - it has its cause
+            raise self.explained(operation, error)  # noqa: B904 - it has its cause
 
     def end(self, operation: str) -> None:
         """Raise an error if the members have changed during a call, for its result does not count then."""
@@ -337,20 +336,10 @@ class Communicator:
         try:
             yield
         except BaseException as error:  # noqa: BLE001 - after Ctrl-C, too, the peers must not wait
-            told = self.explained(operation, error)
-            raise told  # noqa: B904 - it has its cause
+            raise self.explained(operation, error)  # noqa: B904 - it has its cause
         finally:
             calls.pop(key, None)
         self.end(operation)
-
-    def call_of(self, operation: str, act: Callable[[], T]) -> Callable[[], T]:
-        """Return a function that makes one call, in which it does `act`."""
-
-        def carry_out() -> T:
-            with self.guard(operation):
-                return act()
-
-        return carry_out
 
     def break_off(self, reason: str) -> None:
         """End operations under way, on this rank and on the peers."""
@@ -537,8 +526,7 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
             try:
                 result = function(communicator, *args, **kwargs)
             except BaseException as error:  # noqa: BLE001 - after any error the peers must not wait
-                told = communicator.explained(operation, error)
-                raise told  # noqa: B904 - it has its cause
+                raise communicator.explained(operation, error)  # noqa: B904 - it has its cause
             finally:
                 calls.pop(key, None)
             if communicator.epoch is not None:

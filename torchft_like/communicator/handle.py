@@ -102,8 +102,7 @@ class Handle(Generic[T]):
         try:
             result = self._wait(timeout_s)
         except Exception as error:  # noqa: BLE001 - any error is explained
-            told = self._epoch.explained(self._text, error)
-            raise told  # noqa: B904 - it has its cause
+            raise self._epoch.explained(self._text, error)  # noqa: B904 - it has its cause
         self._epoch.require_present(self._text)
         return result
 

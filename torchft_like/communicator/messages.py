@@ -397,7 +397,7 @@ def start_receiving_dict(
         return Handle(text, _receiving(group, src, tag), settle, None, group.epoch)
     with _missed_by(gathered_by), group.guard("recv_tensor_dict"):
         begun = start_receiving(group, src, tag, TENSOR_DICT)
-    finish = group.call_of("recv_tensor_dict", begun.wait)
+    finish = group.guard("recv_tensor_dict")(begun.wait)
     return Handle(text, finish, settle, begun.is_over, group.epoch)
 
 
@@ -410,12 +410,12 @@ def receive_dict(group: Communicator, src: int, gathered_by: Communicator | None
 def handle_of(group: Communicator, operation: str, begun: Begun) -> Handle[Any]:
     """Return a handle of a message that is under way to all, or from here to one."""
     watched = begun.is_over if group.waits_on_streams else None
-    finish = group.call_of(operation, begun.wait)
+    finish = group.guard(operation)(begun.wait)
     return Handle(f"{operation} over {group}", finish, is_over=watched, epoch=group.epoch)
 
 
 def _receiving(group: Communicator, src: int, tag: int) -> Received:
-    return group.call_of("recv_tensor_dict", lambda: start_receiving(group, src, tag, TENSOR_DICT).wait())
+    return group.guard("recv_tensor_dict")(lambda: start_receiving(group, src, tag, TENSOR_DICT).wait())
 
 
 @contextlib.contextmanager

@@ -192,8 +192,7 @@ class GroupGang(Gang):
         try:
             channel.group.allreduce([tensor], AllreduceOptions()).wait()
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            told = self._told("all_reduce", error)
-            raise told  # noqa: B904 - it has its cause
+            raise self._told("all_reduce", error)  # noqa: B904 - it has its cause
 
     @torch.no_grad()
     def _all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
@@ -278,8 +277,7 @@ class GroupGang(Gang):
             if (error := members.control.hidden_error()) is not None:
                 raise error
         except Exception as error:  # noqa: BLE001 - a backend may raise anything
-            told = self._told(what, error)
-            raise told  # noqa: B904 - it has its cause
+            raise self._told(what, error)  # noqa: B904 - it has its cause
         finally:
             calls.pop(call, None)
 

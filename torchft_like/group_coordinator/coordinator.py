@@ -909,7 +909,7 @@ class Barriers:
                     options = BarrierOptions()
                     options.timeout = limit + as_timedelta(members.options.timeout)
                     started = members.control.start("barrier", options)
-                self._pending = Handle("barrier", members.call_of("barrier", started.wait))
+                self._pending = Handle("barrier", members.guard("barrier")(started.wait))
             self._pending.wait(limit.total_seconds())
         except StillUnderWayError:
             missing = self._missing()
