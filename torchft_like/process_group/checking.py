@@ -606,7 +606,6 @@ class Link:
         self._sockets = Sockets(connection)
         self._hub = hub
         self._sending = threading.Lock()
-        self._was_cut = False
         self._thread: threading.Thread | None = None
 
     def start(self, recipient: CheckedBackend) -> None:
@@ -631,7 +630,6 @@ class Link:
 
     def cut(self) -> None:
         """End the connection, and on rank 0 those of all ranks. This never blocks."""
-        self._was_cut = True
         self._sockets.cut()
         if self._hub is not None:
             self._hub.cut()
@@ -668,7 +666,7 @@ class Link:
         except (OSError, ValueError) as error:
             _log.debug("no more rulings from rank 0: %s", error)
         finally:
-            why = End.CUT if self._was_cut else why
+            why = End.CUT if self._sockets.is_cut else why
             self.cut()
             self._sockets.close()
             recipient.end(why)
@@ -833,7 +831,7 @@ def join(
         try:
             with meeting_store(patient, abort) as store:
                 return (_gather if members.rank == 0 else _reach)(store, patient, sockets, predicts)
-        except (OSError, ProcessGroupError) as error:
+        except BaseException as error:
             sockets.close()
             abort.check()
             if isinstance(error, TimeoutError):
@@ -841,9 +839,6 @@ def join(
                 said = str(error) if is_known else "the ranks did not meet to check collectives"
                 why = _culprits(members, abort, out_of_reach) or _ABSENT
                 raise ProcessGroupError(f"{said}: {why}; or {_HINT}") from error
-            raise
-        except BaseException:
-            sockets.close()
             raise
 
 
@@ -888,7 +883,10 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
                 raise _AbsentError(f"ranks {missing} did not come to have collectives checked")
             ready = [key.fileobj for key, _ in selector.select(min(left_s, PATIENCE_S_MAX))]
             for one in [one for one in unknown if one in ready]:
-                unknown[one] += (part := _part_of_hello(one, unknown[one]))
+                part = b""
+                with contextlib.suppress(OSError):
+                    part = one.recv(_HELLO.size - len(unknown[one]))
+                unknown[one] += part
                 if part and len(unknown[one]) < _HELLO.size:
                     continue
                 selector.unregister(one)
@@ -918,13 +916,6 @@ def _gather(store: AbortableStore, members: GroupMembers, sockets: Sockets, pred
     return Link(own, Hub([connections[rank] for rank in range(members.world_size)], predicts))
 
 
-def _part_of_hello(connection: socket.socket, known: bytes) -> bytes:
-    """Return the next part of a hello; nothing once the connection has ended."""
-    with contextlib.suppress(OSError):
-        return connection.recv(_HELLO.size - len(known))
-    return b""
-
-
 def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predicts: bool) -> Link:
     """Connect any other rank to rank 0."""
     address, token, does_predict = _read_referee(store.get("referee"))
@@ -939,13 +930,11 @@ def _reach(store: AbortableStore, members: GroupMembers, sockets: Sockets, predi
 
 def _read_referee(data: bytes) -> tuple[Address, bytes, bool]:
     """Decode the address at which rank 0 listens, the secret, and whether rank 0 predicts calls."""
-    try:
+    with contextlib.suppress(ValueError):
         match read_json(data):
             case [str(host), int(port), str(token), bool(predicts)]:
                 if len(secret := bytes.fromhex(token)) == TOKEN_BYTES:
                     return parse_address(str(Address(host, port))), secret, predicts
-    except ValueError as error:
-        raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}") from error
     raise ProcessGroupError(f"the store knows no referee, but {data!r:.100}")
 
 

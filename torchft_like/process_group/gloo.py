@@ -65,7 +65,6 @@ from torchft_like.process_group.collectives import (
     REDUCE_OPS,
     Call,
     Collective,
-    is_made_of_others,
     methods_of,
     refuse_unfit,
     tensors_of,
@@ -188,7 +187,9 @@ class _GlooBackend(Backend):
     def out_of_reach(self, store: AbortableStore | None = None) -> str:
         if store is not None:
             return explain_links(store, self._members, self._listeners)
-        return unreached(self._members.rank, self._listeners)
+        rank, listeners = self._members.rank, self._listeners
+        silent = [other for other, failure in _failures(rank, listeners).items() if is_silence(failure)]
+        return describe_links(rank, {rank: silent}, [], listeners) if silent else ""
 
     def _is_connected(self) -> bool:
         """Look once; after many looks, silence what is connected, so that it counts no more."""
@@ -1080,20 +1081,11 @@ def _are_simple(row: Collective, args: tuple[Any, ...]) -> bool:
                     and item.is_contiguous()
                     and not item.requires_grad
                 )
-                if not (is_plain and not item.is_neg() and not item.is_conj()):
-                    if is_written or not _is_simple(item, dtypes):
-                        return False
-                elif is_written and item.is_inference():
+                if not is_plain or item.is_neg() or item.is_conj():
+                    return False
+                if is_written and item.is_inference():
                     return False  # `_run_contiguous` sets the mode for such tensors
     return True
-
-
-def _is_simple(nested: Any, dtypes: Collection[torch.dtype]) -> bool:
-    """Return whether the tensors are plain memory of such dtypes, and autograd has nothing to record."""
-    if isinstance(nested, Tensor):
-        is_own = nested.is_cpu and nested.layout is torch.strided and nested.dtype in dtypes
-        return is_own and _is_plain(nested) and not nested.requires_grad and not is_made_of_others(nested)
-    return all(_is_simple(item, dtypes) for item in nested)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -1162,12 +1154,6 @@ def report_refusal(store: AbortableStore, members: GroupMembers, listeners: List
         there = [rank for rank in refusing if not store.check([f"silent/{rank}"])]
         store.set(f"silent/{members.rank}", ",".join(map(str, there)))
     return f"{describe_links(members.rank, {}, refusing, listeners)}: " if refusing else ""
-
-
-def unreached(rank: int, listeners: Listeners) -> str:
-    """Return which members' hosts give this rank no answer; "" if each does."""
-    silent = [other for other, failure in _failures(rank, listeners).items() if is_silence(failure)]
-    return describe_links(rank, {rank: silent}, [], listeners) if silent else ""
 
 
 def _failures(rank: int, listeners: Listeners) -> dict[int, OSError]:

@@ -445,7 +445,8 @@ class AbortableStore(Store):
     def _act(self, act: Callable[[socket.socket], T], deadline: float) -> T:
         """Do something with the connection, until the deadline at most."""
         self._check()
-        connection = self._open_socket()
+        if (connection := self._socket) is None:
+            raise ProcessGroupError(f"not connected to the store at {self._server}")
         try:
             connection.settimeout(self._left_s(deadline))
             return act(connection)
@@ -467,11 +468,6 @@ class AbortableStore(Store):
         else:
             return
         raise ProcessGroupError(text) from error
-
-    def _open_socket(self) -> socket.socket:
-        if self._socket is None:
-            raise ProcessGroupError(f"not connected to the store at {self._server}")
-        return self._socket
 
     def _check(self) -> None:
         if self._aborted:

@@ -187,15 +187,8 @@ class TorchInterface:
 
     # torch's own groups need these for their options. Here each configuration makes its device itself.
 
-    @staticmethod
-    def create_device(*args: Any, **kwargs: Any) -> Any:
-        """Make a device of torch's Gloo."""
-        return ProcessGroupGloo.create_device(*args, **kwargs)
-
-    @staticmethod
-    def create_default_device(*args: Any, **kwargs: Any) -> Any:
-        """Make the default device of torch's Gloo."""
-        return ProcessGroupGloo.create_default_device(*args, **kwargs)
+    create_device = staticmethod(ProcessGroupGloo.create_device)
+    create_default_device = staticmethod(ProcessGroupGloo.create_default_device)
 
     def split_group(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse: the members of this group change."""

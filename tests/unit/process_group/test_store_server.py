@@ -168,7 +168,8 @@ def test_no_fork_holds_a_connection_to_a_store() -> None:
         LOOPBACK, 0, is_master=True, wait_for_workers=False
     )  # whose other clients are the script's
     with closing(connected(f"127.0.0.1:{theirs.port}/a")) as client:
-        descriptor = client._open_socket().fileno()
+        assert client._socket is not None
+        descriptor = client._socket.fileno()
         assert is_so_in_a_fork(lambda: socket.socket(fileno=descriptor).family != socket.AF_INET)
         client.set("k", "v")
         assert client.get("k") == b"v"

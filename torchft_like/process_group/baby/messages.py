@@ -118,17 +118,14 @@ class Channel:
             file.flush()
             self._send(_LONG, [*descriptors, file.fileno()], deadline, while_full)
 
-    def receive(self, deadline: float = FOREVER) -> tuple[Message, list[int]]:
+    def receive(self) -> tuple[Message, list[int]]:
         """Return the next message, with descriptors that now belong to the caller.
 
         Raises:
             ChannelClosedError: the other end is gone, and everything it sent was received.
-            TimeoutError: no message came until `deadline` (of `time.monotonic`).
             DescriptorsLostError: there was no room for the descriptors of this message, which is lost.
             ForeignMessageError: the received bytes are no message.
         """
-        if deadline != FOREVER and not self._readable.poll(_milliseconds(deadline)):
-            raise TimeoutError("no message until the deadline")
         try:
             size, ancillary, flags, _ = despite_reset(
                 lambda: self._socket.recvmsg_into(self._buffers, _ANCILLARY_BYTES_MAX, _CLOSE_ON_EXEC)
