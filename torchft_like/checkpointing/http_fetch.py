@@ -158,7 +158,9 @@ class Fetch:
             try:
                 return self._fetch()
             except (OSError, CheckpointError) as error:
-                raise self._explain(error) from error
+                kind, cause = self._ended or self._cause_of(error)
+                what = f"state of step {self.step} could not be fetched from {self._first.address.url}"
+                raise kind(f"{what}: {cause}") from error
             finally:
                 self.end("it is over")
 
@@ -427,10 +429,6 @@ class Fetch:
         time.sleep(ASK_AGAIN_S)
 
     # -- errors
-
-    def _explain(self, error: Exception) -> CheckpointError:
-        kind, cause = self._ended or self._cause_of(error)
-        return kind(f"state of step {self.step} could not be fetched from {self._first.address.url}: {cause}")
 
     def _cause_of(self, error: BaseException) -> tuple[type[CheckpointError], str]:
         if isinstance(error, TimeoutError) and not isinstance(error, CheckpointError):

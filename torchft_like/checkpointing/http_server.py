@@ -302,7 +302,14 @@ class CheckpointServer:
             full = len(self._connections) >= self.limits.connections or self.closing.is_set()
             if not full:
                 connection = self._connections[peer] = _Connection(self, peer)
-        if full or not connection.start():
+        if full:
+            _refuse(peer)
+            return
+        try:
+            connection.thread.start()
+        except RuntimeError as error:
+            _logger.warning("no thread for a checkpoint client: %s", error)
+            self.forget(peer)
             _refuse(peer)
 
     def forget(self, peer: socket.socket) -> None:
@@ -334,16 +341,6 @@ class _Connection:
     def is_silent(self) -> bool:
         """Return whether the client's request should have come by now, and has not."""
         return not self.has_asked and time.monotonic() - self._since > SILENT_S
-
-    def start(self) -> bool:
-        """Start the thread; return False if the system has none."""
-        try:
-            self.thread.start()
-        except RuntimeError as error:
-            _logger.warning("no thread for a checkpoint client: %s", error)
-            self._owner.forget(self._peer)
-            return False
-        return True
 
     def end(self) -> None:
         """Make the thread's present operation on the socket fail now."""

@@ -169,8 +169,13 @@ class LiveState(_OutgoingState):
 
     def sections(self) -> Iterator[memoryview]:
         """Yield each chunk of the payload, and the sums; a chunk is valid until the next one."""
-        sums = bytearray()
-        for chunk in self._chunks():
+        sums, nbytes = bytearray(), min(CHUNK_BYTES, self.nbytes)
+        if self.device is None:
+            block = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # not the script's default device
+        else:
+            block = devices.buffer(nbytes)
+        for filled in self.fill(repeat(block)):
+            chunk = filled.numpy().data
             sums += _CRC.pack(crc32(chunk))
             yield chunk
         yield memoryview(sums)
@@ -180,15 +185,6 @@ class LiveState(_OutgoingState):
         """A device on which a part of the state is; None if there is none."""
         tensors = (leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor))
         return next((tensor.device for tensor in tensors if tensor.numel() and devices.has(tensor)), None)
-
-    def _chunks(self) -> Iterator[memoryview]:
-        nbytes = min(CHUNK_BYTES, self.nbytes)
-        if self.device is None:
-            chunk = torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # not the script's default device
-        else:
-            chunk = devices.buffer(nbytes)
-        for filled in self.fill(repeat(chunk)):
-            yield filled.numpy().data
 
     def fill(self, blocks: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
         """Copy the payload into one block of bytes after the other, on any device; yield the filled part.

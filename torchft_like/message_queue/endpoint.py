@@ -149,7 +149,8 @@ class Endpoint(ABC):
         """Release, in a fork, what was inherited, without a word to the peers: it is the parent's."""
         self._make_locks()  # the thread that held them does not exist here
         self._is_closing = self._is_closed = True
-        with contextlib.suppress(BufferError):  # another thread was in the middle of a message
+        # Another thread was in the middle of a message; and even if one fails, the others are forgotten.
+        with contextlib.suppress(BufferError, OSError):
             self._abandon()
 
     @abstractmethod

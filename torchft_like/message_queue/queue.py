@@ -582,12 +582,7 @@ def _limit(timeout: timedelta | float | None) -> Limit:
     return time.monotonic() + timeout_s, timeout_s
 
 
-def _forget(end: Endpoint) -> None:
-    with contextlib.suppress(OSError):  # even if one fails, the others are forgotten
-        end.forget()
-
-
-_ends = left_to_parent(Turn.OBJECTS, _forget)  # a copy of a connection would hide the parent's death
+_ends = left_to_parent(Turn.OBJECTS, Endpoint.forget)  # a copy of a connection would hide the parent's death
 
 
 # -- local readers, as the writer sees them, and how they get in
