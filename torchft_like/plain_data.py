@@ -385,8 +385,9 @@ class Sheet:
         limits = schema.limits
         self.values_left: int = limits.values
         self.bytes_left: int = limits.structure_bytes
-        self.views: dict[object, int] = {}  # the leaf that shows the same elements
-        self.meshes: dict[object, int] = {}
+        if schema.joins_views:
+            self.views: dict[object, int] = {}  # the leaf that shows the same elements
+            self.meshes: dict[object, int] = {}
 
     def write(self, value: object, depth: int) -> None:
         self.writers.get(type(value), self.schema.other)(value, self, depth)

@@ -71,9 +71,10 @@ class _Leaves:
         return whole.getvalue()
 
 
-def assembled(
-    structure: bytes, nbytes: int = 0, fill: Callable[[memoryview], None] = lambda _: None
-) -> object:
+_NO_LEAVES = _Leaves(lambda _: None)
+
+
+def assembled(structure: bytes, nbytes: int = 0, fill: Callable[[memoryview], None] | None = None) -> object:
     """Return the message with this structure, whose leaves are so many bytes, with which `fill` fills memory.
 
     Raises:
@@ -82,11 +83,12 @@ def assembled(
     """
     try:
         known = Structure(structure, MESSAGES)
-        if nbytes != (due := sum(spec.nbytes for spec in known.specs)):
+        due = sum(spec.nbytes for spec in known.specs) if known.specs else 0
+        if nbytes != due:
             raise QueueCorruptError(
                 f"a message has leaves of {nbytes} bytes, and by its own account of {due}"
             )
-        return known.value(_Leaves(fill))
+        return known.value(_NO_LEAVES if fill is None else _Leaves(fill))
     except MemoryError as error:
         raise QueueMemoryError("a copy of the message", len(structure) + nbytes, available_bytes()) from error
 
