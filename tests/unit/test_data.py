@@ -88,10 +88,15 @@ def test_steps_of_an_epoch_use_every_sample_once_in_another_order_than_the_last(
     assert [sorted(epoch) for epoch in epochs] == [list(range(103))] * 3
     assert epochs[0] != epochs[1] != epochs[2]
     assert batches.of(25) == GlobalBatches(103, 10, seed=5).of(25)  # whatever was asked before
+    assert epochs[2] == torch.randperm(103, generator=torch.Generator().manual_seed(5 + 2)).tolist(), (
+        "another version, which goes on in the epoch, has this order too"
+    )
+    assert len(batches._orders) == 2, "memory is bounded"
 
 
 def test_a_last_batch_that_is_shorter_can_be_dropped() -> None:
     assert GlobalBatches(103, 10, drop_last=True).steps == 10
+    assert GlobalBatches(10, 10, drop_last=True).steps == 1
     assert [len(GlobalBatches(103, 10).of(step)) for step in (9, 10, 11)] == [10, 3, 10]
     assert GlobalBatches(7, 3, shuffle=False).of(4) == [3, 4, 5]
 

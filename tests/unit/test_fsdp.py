@@ -17,6 +17,7 @@ from tests.fake_world import fake_world
 from tests.faults import raising
 from tests.versions import NEEDS_RESET_OF_FSDP
 from torchft_like import DistributedDataParallel, Manager
+from torchft_like.checkpointing.shards import local_part
 from torchft_like.checkpointing.state_stream import flatten_state
 from torchft_like.device_mesh import extend_device_mesh
 from torchft_like.digest import state_digest
@@ -57,8 +58,8 @@ def sharded(seed: int, rows: int = 3) -> Net:
     return net
 
 
-def trained(seed: int) -> tuple[Net, torch.optim.Optimizer]:
-    net = sharded(seed)
+def trained(seed: int, make: Callable[[int], Net] = sharded) -> tuple[Net, torch.optim.Optimizer]:
+    net = make(seed)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     for _ in range(2):
         net(torch.ones(5, 4)).sum().backward()
@@ -94,6 +95,9 @@ def test_a_buffer_that_the_module_replaces_is_sent_and_taken_over() -> None:
     healed_net.scale = torch.tensor(7.0)
     healed.load_state_dict(source.state_dict())
     assert float(healed_net.scale) == 5.0
+    net.scale = healed_net.scale = None  # type: ignore[assignment]
+    healed.load_state_dict(source.state_dict())
+    assert healed_net.scale is None
 
 
 def test_an_optimizer_may_keep_plain_dicts_for_a_sharded_parameter() -> None:
@@ -168,24 +172,36 @@ def test_the_state_dict_of_a_module_would_break_the_forward_pass() -> None:
         net(torch.ones(5, 4))
 
 
-def test_a_model_that_is_not_sharded_has_a_state_too() -> None:
-    net = Net(seed=1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
-    net(torch.ones(5, 4)).sum().backward()
-    optimizer.step()
-    other = Net(seed=2)
-    healed = ShardedState(other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9))
-    healed.load_state_dict(ShardedState(net, optimizer).state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters(), strict=True))
+@pytest.mark.parametrize("make", [sharded, Net])
+def test_who_heals_goes_on_with_the_sources_parameters_and_optimizer(make: Callable[[int], Net]) -> None:
+    (net, optimizer), (other, others) = trained(1, make), trained(2, make)
+    ShardedState(other, others).load_state_dict(ShardedState(net, optimizer).state_dict())
+    for ours, theirs in zip(net.parameters(), other.parameters(), strict=True):
+        parts = [
+            (ours, theirs),
+            *((own, others.state[theirs][k]) for k, own in optimizer.state[ours].items()),
+        ]
+        assert len(parts) == 4
+        for own, loaded in parts:
+            assert type(own) is type(loaded)
+            assert torch.equal(local_part(own), local_part(loaded))
 
 
-def test_the_state_of_another_model_is_refused_before_anything_is_loaded() -> None:
+@pytest.mark.parametrize("other", ["rows", "more here", "more there"])
+def test_the_state_of_another_model_is_refused_before_anything_is_loaded(other: str) -> None:
     net, optimizer = trained(seed=1)
+    their_net = sharded(seed=1, rows=5 if other == "rows" else 3)
+    if other != "rows":
+        (net if other == "more here" else their_net).register_buffer("a", torch.zeros(()))
     own = ShardedState(net, optimizer)
     before = state_digest(own.state_dict())
-    wide = sharded(seed=1, rows=5)
-    theirs = ShardedState(wide, torch.optim.AdamW(wide.parameters()))
-    with pytest.raises(CheckpointFormatError, match=r"inner.bias has shards of \(1,\) here and of \(2,\)"):
+    theirs = ShardedState(their_net, torch.optim.AdamW(their_net.parameters()))
+    found = {
+        "rows": r"inner.bias has shards of \(1,\) here and of \(2,\)",
+        "more here": r"a has shards of \(\) here and of None",
+        "more there": r"a has shards of None here and of \(\)",
+    }
+    with pytest.raises(CheckpointFormatError, match=found[other]):
         own.load_state_dict(theirs.state_dict())
     assert state_digest(own.state_dict()) == before
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -104,19 +105,63 @@ def test_what_a_function_held_is_freed_before_its_next_try() -> None:
     @restartable(restart_on=[OddError])
     def main() -> None:
         assert [ref() for ref in held] == [None] * len(held)
-        if held:
+        if len(held) == 6:
             return
-        tensor = torch.ones(200 << 20, dtype=torch.uint8)
+        try:
+            in_a_cycle()
+        except ValueError as error:
+            tensor = in_a_cycle()
+            failure = OddError("x")
+            failure.tensor = tensor  # type: ignore[attr-defined]
+            raise failure from error
+
+    def in_a_cycle() -> torch.Tensor:
+        tensor = torch.ones(100 << 20, dtype=torch.uint8)
         itself: list[object] = [tensor]
         itself.append(itself)
         held.append(weakref.ref(tensor))
-        try:
-            raise ValueError(str(len(itself)))
-        except ValueError as error:
-            raise OddError("x") from error
+        if len(held) % 2:
+            raise ValueError
+        return tensor
 
     main()
-    assert len(held) == 1
+    assert len(held) == 6
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_what_tries_have_frozen_the_collector_finds_afterwards(is_frozen: bool) -> None:
+    """Where the script has frozen what it had, that stays so."""
+    gc.unfreeze()
+    if is_frozen:
+        gc.freeze()
+    try:
+        restartable(lambda: None)()
+        assert (gc.get_freeze_count() > 0) == is_frozen
+    finally:
+        gc.unfreeze()
+
+
+def test_groups_of_a_try_have_the_names_of_those_of_ranks_whose_last_try_ended_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+
+    @restartable(restart_on=[OddError])
+    def main(restart: Restart | None = None) -> None:
+        assert restart is not None
+        with monkeypatch.context() as patches:
+            if restart.attempt == 1:
+                patches.setattr(dist.distributed_c10d, "_new_process_group_helper", raising(OddError("x")))
+            dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+        assert dist.group.WORLD is not None
+        names.append(dist.group.WORLD.group_name)
+        if restart.attempt == 0:
+            raise OddError("x")
+        dist.destroy_process_group()
+
+    main()
+    assert len(names) == 2
+    assert len({*names}) == 1
 
 
 def test_what_a_script_keeps_outside_of_its_function_is_freed_once_a_later_try_has_replaced_it() -> None:

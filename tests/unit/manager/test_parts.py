@@ -479,10 +479,12 @@ def test_a_closure_is_evaluated_once_and_before_the_vote() -> None:
         should_commit=should_commit,
     )
     optimizer = OptimizerWrapper(manager, torch.optim.SGD([parameter], lr=1.0))  # type: ignore[arg-type]
+    parameter.grad = torch.full((1,), 0.5)
 
     def closure() -> float:
         calls.append("closure")
         optimizer.zero_grad()
+        assert parameter.grad is None
         parameter.grad = torch.full((1,), 0.25)
         return 7.0
 
@@ -518,6 +520,47 @@ def test_an_optimizer_has_the_methods_of_a_schedule_free_one_and_no_promise_to_u
     assert inner._step_supports_amp_scaling
     assert not optimizer._step_supports_amp_scaling, "a GradScaler would leave it to the inner one"
     assert not hasattr(optimizer, "no_such_name")
+    inner._of_its_own = True  # type: ignore[attr-defined]
+    assert not hasattr(optimizer, "_of_its_own")
+
+
+def test_an_optimizer_has_the_state_of_the_wrapped_one() -> None:
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0, momentum=0.5)
+    optimizer = OptimizerWrapper(None, inner)  # type: ignore[arg-type]
+    optimizer.add_param_group({"params": [torch.zeros(2, requires_grad=True)]})
+    assert optimizer.param_groups is inner.param_groups
+    assert len(inner.param_groups) == 2
+    assert optimizer.state is inner.state
+    assert optimizer.defaults is inner.defaults
+    state = optimizer.state_dict()
+    assert state == inner.state_dict()
+    state["param_groups"][1]["lr"] = 7.0
+    optimizer.load_state_dict(state)
+    assert inner.param_groups[1]["lr"] == 7.0
+    assert repr(optimizer) == f"OptimizerWrapper({inner!r})"
+
+
+@pytest.mark.parametrize("broken", ["vote", "step"])
+def test_a_state_that_may_lack_a_committed_step_is_disowned(broken: str) -> None:
+    """An error before the verdict leaves the state as it is."""
+    calls: list[str] = []
+
+    def should_commit() -> bool:
+        if broken == "vote":
+            raise KeyError
+        calls.append("committed")
+        return True
+
+    manager = SimpleNamespace(
+        current_step=lambda: len(calls),
+        should_commit=should_commit,
+        disown_state=lambda: calls.append("disowned"),
+    )
+    inner = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    inner.register_step_pre_hook(raising(KeyError()))
+    with pytest.raises(KeyError):
+        OptimizerWrapper(manager, inner).step()  # type: ignore[arg-type]
+    assert calls == ([] if broken == "vote" else ["committed", "disowned"])
 
 
 @pytest.mark.parametrize(
