@@ -112,12 +112,14 @@ def identity_from_wire(message: pb.Identity) -> Identity:
     for form in message.forms:
         is_as_before = forms and not form.digest
         forms.append(forms[-1] if is_as_before else form_from_wire(form))
-    return Identity(message.job_id, message.first_quorum_id, tuple(forms))
+    return Identity(message.job_id, message.first_quorum_id, tuple(forms), message.protocol)
 
 
 def identity_to_wire(identity: Identity) -> pb.Identity:
     """Write the identity of a replica group."""
-    message = pb.Identity(job_id=identity.job_id, first_quorum_id=identity.first_quorum_id)
+    message = pb.Identity(
+        job_id=identity.job_id, first_quorum_id=identity.first_quorum_id, protocol=identity.protocol
+    )
     for rank, form in enumerate(identity.forms):
         is_as_before = rank > 0 and form == identity.forms[rank - 1]
         message.forms.append(pb.StateForm() if is_as_before else form_to_wire(form))

@@ -1,10 +1,10 @@
 """A lighthouse decides which replica groups belong to its job, and which are foreign to it. It is pure.
 
 A replica group may identify itself: by the id of its job, if the operator gave one; the quorum in which the
-training of its state began, which travels with the state and its checkpoints; the form of its state, by rank.
-Two replica groups are of one job if they differ in nothing that both of them say (`why_foreign`): one whose
-state is yet to begin joins those that are at step 5,000, and torchft's callers, which say nothing, join any
-job.
+training of its state began, which travels with the state and its checkpoints; the form of its state, by rank;
+the protocol that its version speaks with other groups. Two replica groups are of one job if they differ in
+nothing that both of them say (`why_foreign`): one whose state is yet to begin joins those that are at step
+5,000, and torchft's callers, which say nothing, join any job.
 
 The job is that of the members of the last quorum, for as long as one of them is there. A replica group that
 differs from all of them is refused as soon as it says so, so no member has to wait for it. When none of them
@@ -31,11 +31,13 @@ class Identity:
         job_id: the name of its job, "" if none was given.
         first_quorum_id: the quorum in which the training of its state began, 0 if it is yet to begin.
         forms: the forms of its ranks' states, by rank; empty if it has no state to exchange.
+        protocol: the number of what its ranks say to those of other replica groups, 0 if it says none.
     """
 
     job_id: str = ""
     first_quorum_id: int = 0
     forms: tuple[StateForm, ...] = ()
+    protocol: int = 0
 
     def filled(self, other: Identity) -> Identity:
         """Return this identity, with what the other one says where this one says nothing."""
@@ -43,6 +45,7 @@ class Identity:
             self.job_id or other.job_id,
             self.first_quorum_id or other.first_quorum_id,
             self.forms or other.forms,
+            self.protocol or other.protocol,
         )
 
 
@@ -58,6 +61,11 @@ def why_foreign(own: Identity, job: Identity) -> str:
 
     States that began apart are of one job if the operator says so, by one job id.
     """
+    if own.protocol and job.protocol not in (0, own.protocol):
+        return (
+            f"its version of torchft_like speaks protocol {own.protocol} with other replica groups, and that "
+            f"of the job speaks {job.protocol}: start all replica groups of a job with one version"
+        )
     if own.job_id and job.job_id and own.job_id != job.job_id:
         return (
             f"its job id is {own.job_id!r}, and that of the job is {job.job_id!r}; if both are one job, give "
@@ -69,8 +77,10 @@ def why_foreign(own: Identity, job: Identity) -> str:
             f"the training of its state began in quorum {own.first_quorum_id}, and that of the job in "
             f"quorum {job.first_quorum_id}; if both are one job, give all replicas the same job_id"
         )
-    if not own.forms or not job.forms:
-        return ""
+    return _why_other_state(own, job) if own.forms and job.forms else ""
+
+
+def _why_other_state(own: Identity, job: Identity) -> str:
     if len(own.forms) != len(job.forms):
         return (
             f"the newcomer has {len(own.forms)} ranks, and replica groups of the job have {len(job.forms)}: "

@@ -140,14 +140,16 @@ class Progress(_message.Message):
     def __init__(self, quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., waits_for: _Optional[str] = ..., waiting_permille: _Optional[int] = ..., heals_from: _Optional[str] = ...) -> None: ...
 
 class Identity(_message.Message):
-    __slots__ = ("job_id", "first_quorum_id", "forms")
+    __slots__ = ("job_id", "first_quorum_id", "forms", "protocol")
     JOB_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     FORMS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_FIELD_NUMBER: _ClassVar[int]
     job_id: str
     first_quorum_id: int
     forms: _containers.RepeatedCompositeFieldContainer[StateForm]
-    def __init__(self, job_id: _Optional[str] = ..., first_quorum_id: _Optional[int] = ..., forms: _Optional[_Iterable[_Union[StateForm, _Mapping]]] = ...) -> None: ...
+    protocol: int
+    def __init__(self, job_id: _Optional[str] = ..., first_quorum_id: _Optional[int] = ..., forms: _Optional[_Iterable[_Union[StateForm, _Mapping]]] = ..., protocol: _Optional[int] = ...) -> None: ...
 
 class StateForm(_message.Message):
     __slots__ = ("digest", "paths", "descriptions", "left_out")

@@ -34,6 +34,7 @@ class WorkerOptions:
         began: the step, and the number of the first quorum, with which a trainer of another job comes.
         claims: the step at which a trainer says that it is, which has done none.
         job_id: as the Manager takes it.
+        protocol: what its version is said to speak with other replica groups; 0: what it speaks.
         steps_kept_max: how many steps the others do while this rank heals; 0: they wait.
     """
 
@@ -60,6 +61,7 @@ class WorkerOptions:
     began: int = 0
     claims: int = 0
     job_id: str = ""
+    protocol: int = 0
     steps_kept_max: int = 0
 
     @property

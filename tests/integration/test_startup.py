@@ -82,6 +82,7 @@ def test_a_wider_newcomer_at_the_first_step_is_refused_and_the_others_begin(
     [
         pytest.param(WIDER, DIFFERENCE, id="wider"),
         pytest.param(WorkerOptions(job_id="blue"), "its job id is 'blue'", id="of another name"),
+        pytest.param(WorkerOptions(protocol=99), "torchft_like speaks protocol 99", id="of another version"),
         pytest.param(WorkerOptions(began=5000), "its state began in quorum 5000", id="ahead"),
     ],
 )

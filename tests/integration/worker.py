@@ -26,6 +26,7 @@ from torchft_like import (
     WorldSizeMode,
 )
 from torchft_like.divergence import OnDivergence, StateFingerprint
+from torchft_like.manager_server import server
 from torchft_like.shutdown_signals import stop_on_signals
 from torchft_like.testing.faults import Faults
 from torchft_like.testing.journal import Journal
@@ -95,6 +96,7 @@ def make_group(options: WorkerOptions, faults: Faults, timeout: timedelta) -> di
 
 def make_manager(options: WorkerOptions, model: Model, faults: Faults) -> Manager:
     """Return the Manager that the options ask for; the environment says the rest."""
+    server.PROTOCOL = options.protocol or server.PROTOCOL
     timeout = timedelta(seconds=options.timeout_s)
     return Manager(
         pg=make_group(options, faults, timeout),

@@ -267,6 +267,7 @@ class ReplicaGroup:
     Attributes:
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while there is a lighthouse.
         job_id: the name of the job, "" if none was given.
+        protocol: the number of what it says to other groups (`Identity`).
         lost_reason: why this group cannot go on, if so.
         is_foreign: whether it cannot since it is not of the lighthouse's job.
     """
@@ -275,6 +276,7 @@ class ReplicaGroup:
     world_size: int
     waits_for_lighthouse: bool = False
     job_id: str = ""
+    protocol: int = 0
     lost_reason: str | None = None
     is_foreign: bool = False
     last_quorum_id: int = 0
@@ -367,7 +369,7 @@ class ReplicaGroup:
             self._has_new_forms = False
             room = CHARACTERS_MAX // len({form.digest for form in self._forms.values()})
             forms = tuple(bounded(form, room) for _, form in sorted(self._forms.items()))
-        return Identity(self.job_id, min(j.first_quorum_id for j in joins), forms)
+        return Identity(self.job_id, min(j.first_quorum_id for j in joins), forms, self.protocol)
 
     def _release_others(self, join: RankJoin) -> list[StepLostNotice]:
         """Release the other ranks from a step that this one has given up, perhaps without a vote; the first

@@ -89,6 +89,9 @@ from torchft_like.runtime.numbers import whole_number
 
 _logger = logging.getLogger(__name__)
 
+# The number of what members of a quorum say to each other, in the store where they meet and later. A change
+# in that raises it: members of two versions would lose every step.
+PROTOCOL = 1
 LOCAL_RANK = 0
 RANKS_LEAVE_S = 0.5
 STOP_GRACE_S = 0.2
@@ -159,7 +162,8 @@ class ManagerServer:
         self._store_addr, self._on_quorum = store_addr, on_quorum
         self._hostname = parse_host(hostname, "hostname")
         self._heartbeat_interval_s = seconds_of(heartbeat_interval, "heartbeat_interval")
-        self.group: ReplicaGroup = ReplicaGroup(replica_id, world_size, waits_for_lighthouse, job_id)
+        how = waits_for_lighthouse, job_id, PROTOCOL
+        self.group: ReplicaGroup = ReplicaGroup(replica_id, world_size, *how)
         self._progress = ProgressLog()
         self._statement = pb.Statement()  # of the lighthouse, on the members of the last quorum
         self._ranks: dict[int, RankListener] = {}

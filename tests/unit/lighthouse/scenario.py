@@ -128,9 +128,12 @@ class _Player:
     def _giveup(self, who: str, number: str) -> list[Decision]:
         return self._core.give_up(self._session(who)[1], _number(number), self._now)
 
-    def _identify(self, who: str, job: str = "", first: str = "0", **tensors: str) -> list[Decision]:
+    def _identify(
+        self, who: str, job: str = "", first: str = "0", protocol: str = "0", **tensors: str
+    ) -> list[Decision]:
         forms = (form_of_rows((name, f"[{size}]") for name, size in tensors.items()),) if tensors else ()
-        return self._core.identify(self._session(who)[1], Identity(job, int(first), forms), self._now)
+        identity = Identity(job, int(first), forms, int(protocol))
+        return self._core.identify(self._session(who)[1], identity, self._now)
 
     def _leave(self, who: str, step: str = "0", quorum_id: str = "0") -> list[Decision]:
         return self._core.leave(self._session(who)[1], self._now, int(step), int(quorum_id))

@@ -323,6 +323,7 @@ class Twin:
                 job.job_id or own.job_id,
                 job.first_quorum_id or own.first_quorum_id,
                 job.forms or own.forms,
+                job.protocol or own.protocol,
             )
             jobs[index] = filled, [*some, j]
         if not jobs:
