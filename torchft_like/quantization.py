@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -87,14 +87,12 @@ def quantize(numbers: Tensor, rows: Tensor, to: Format) -> None:
         rows: a contiguous tensor of bytes [rows_for(numbers), ROW_BYTES].
         to: the format of the rows.
     """
-    kernels = _kernels_for(numbers.device, to)
-    (_quantize if kernels is None else kernels.quantize)(numbers, rows, to)
+    (_kernels_for(numbers.device, to) or _BY_TORCH).quantize(numbers, rows, to)
 
 
 def dequantize(rows: Tensor, numbers: Tensor, of: Format) -> None:
     """Write the numbers of rows, in the dtype of `numbers`; the arguments are those of `quantize`."""
-    kernels = _kernels_for(numbers.device, of)
-    (_dequantize if kernels is None else kernels.dequantize)(rows, numbers, of)
+    (_kernels_for(numbers.device, of) or _BY_TORCH).dequantize(rows, numbers, of)
 
 
 def add_up(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> None:
@@ -104,8 +102,7 @@ def add_up(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> N
         parts: bytes [ranks, rows, ROW_BYTES].
         total: float32 [rows, ROW].
     """
-    kernels = _kernels_for(total.device, of)
-    (_add_up if kernels is None else kernels.add_up)(parts, total, divide_by, of)
+    (_kernels_for(total.device, of) or _BY_TORCH).add_up(parts, total, divide_by, of)
 
 
 def reduce(
@@ -119,8 +116,7 @@ def reduce(
         divide_by: by what the sums are divided before; None for nothing.
         lost: float32 [rows, ROW], for what the sums have lost by it.
     """
-    kernels = _kernels_for(rows.device, of)
-    (_reduce if kernels is None else kernels.reduce)(parts, rows, divide_by, of, lost)
+    (_kernels_for(rows.device, of) or _BY_TORCH).reduce(parts, rows, divide_by, of, lost)
 
 
 # ---------------------------------------------------------------------------- by torch, on any device
@@ -161,6 +157,9 @@ def _reduce(parts: Tensor, rows: Tensor, divide_by: int | None, of: Format, lost
         if lost is not None:
             _dequantize_whole(rows[tile], lost[tile], of)
             torch.sub(total, lost[tile], out=lost[tile])
+
+
+_BY_TORCH = SimpleNamespace(quantize=_quantize, dequantize=_dequantize, add_up=_add_up, reduce=_reduce)
 
 
 def _add_up_whole(parts: Tensor, total: Tensor, divide_by: int | None, of: Format) -> None:

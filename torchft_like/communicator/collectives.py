@@ -41,8 +41,6 @@ Sizes = tuple[int, ...]
 
 @call("all_reduce")
 def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
-    """Return the sum over all ranks, in a new tensor."""
-
     def check() -> Tensor:
         return addable(communicator.movable(checked_tensor(input_)))
 
@@ -55,14 +53,11 @@ def all_reduce(communicator: Communicator, input_: Tensor) -> Tensor:
 
 @call("all_gather")
 def all_gather(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
-    """Return the tensors of all ranks joined along `dim`."""
-
     return _gathered(communicator, "all_gather", input_, dim, None)
 
 
 @call("reduce_scatter")
 def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tensor:
-    """Return this rank's part along `dim` of the sum over all ranks."""
     ranks = communicator.world_size
     if not communicator.is_checking and ranks > 1 and is_addable_as_is(input_) and type(dim) is int:
         channel = communicator.channels.get(input_.device.type)
@@ -88,15 +83,12 @@ def reduce_scatter(communicator: Communicator, input_: Tensor, dim: int) -> Tens
 
 @call("gather")
 def gather(communicator: Communicator, input_: Tensor, dst: int, dim: int) -> Tensor | None:
-    """Return the tensors of all ranks joined along `dim` on rank `dst`; None on other ranks."""
-
     found = _gathered(communicator, "gather", input_, dim, dst)
     return found if communicator.rank == dst else None
 
 
 @call("broadcast")
 def broadcast(communicator: Communicator, input_: Tensor, src: int) -> Tensor:
-    """Copy the tensor of rank `src` into that of every other rank; return the same tensor."""
 
     def check() -> Tensor:
         is_source = communicator.rank == checked_rank(src, communicator.world_size, "src")

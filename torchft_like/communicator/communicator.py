@@ -490,17 +490,14 @@ class Communicator:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.control_device)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:
-        """Begin to broadcast from `src` to all, in place."""
         options = BroadcastOptions()
         options.rootRank, options.rootTensor = src, 0
         return self.channels[tensor.device.type].start("broadcast", [tensor], options)
 
     def send(self, tensor: Tensor, dst: int, tag: int) -> Started:
-        """Begin to send to one rank."""
         return self.channels[tensor.device.type].start("send", [tensor], dst, tag)
 
     def recv(self, tensor: Tensor, src: int, tag: int) -> Started:
-        """Begin to receive from one rank, in place."""
         return self.channels[tensor.device.type].start("recv", [tensor], src, tag)
 
     def __str__(self) -> str:

@@ -39,11 +39,9 @@ class Epoch(Configuration):
             raise self.stale(what)
 
     def stale(self, what: str) -> StaleEpochError:
-        """Return the error for an object of this epoch."""
         return StaleEpochError(f"{what} is of epoch {self.number}, which is over: {self.reason}")
 
     def explained(self, what: str, error: BaseException) -> BaseException:
-        """Return the error to raise for `what`, which failed with `error`."""
         is_old = self.reason is not None and isinstance(error, GroupCoordinatorError)
         if not is_old or isinstance(error, StaleEpochError):
             return error

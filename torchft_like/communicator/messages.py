@@ -402,7 +402,6 @@ def start_receiving_dict(
 
 
 def receive_dict(group: Communicator, src: int, gathered_by: Communicator | None) -> TensorDict:
-    """Return what `src` sends next."""
     receive = _receiving(group, src, group.tag("from", src))
     return _whole_dict(complete(Future(), receive).result, gathered_by)
 

@@ -261,11 +261,9 @@ class GangContext:
     """The current gangs as an object, for code that takes its dependencies as arguments."""
 
     def get_current_gangs(self, device: torch.device | None = None) -> Gangs:
-        """Return what the function `get_current_gangs` returns."""
         return get_current_gangs(device)
 
     def set_gangs(self, gangs: Gangs, *, meta: bool = False) -> contextlib.AbstractContextManager[None]:
-        """Return what the function `set_gangs` returns."""
         return set_gangs(gangs, meta=meta)
 
 

@@ -100,20 +100,18 @@ class EpochGroups(AbortSignal):
         super().__init__()
         self.cpu: ProcessGroup = ProcessGroupGloo(timeout)
         self.device: ProcessGroup = ProcessGroupNCCL(timeout) if place.type == "cuda" else self.cpu
+        self._each = list(dict.fromkeys([self.cpu, self.device]))
         self._place = place
-
-    def _each(self) -> list[ProcessGroup]:
-        return [self.cpu] if self.cpu is self.device else [self.cpu, self.device]
 
     def configure(self, membership: Membership, rank: int) -> None:
         """Meet the other members; each group has a prefix of its own in the store."""
         size = len(membership.members)
         with beside_captures(self._place):
-            for number, group in enumerate(self._each()):
+            for number, group in enumerate(self._each):
                 group.configure(f"{membership.store_address}/{number}", rank, size, ends_with=self)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        for group in self._each():
+        for group in self._each:
             group.set_timeout(timeout)
 
     def barrier(self, timeout: timedelta) -> None:

@@ -245,15 +245,12 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
     # C++ callers, such as DDP's reducer, use these names.
 
     def getSize(self) -> int:  # noqa: N802
-        """Return `size()`, for C++."""
         return self.size()
 
     def getRank(self) -> int:  # noqa: N802
-        """Return `rank()`, for C++."""
         return self.rank()
 
     def name(self) -> str:
-        """Return `getBackendName()`."""
         return self.getBackendName()
 
     _get_backend_name = name

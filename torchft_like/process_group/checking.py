@@ -111,7 +111,7 @@ def checked(create: Create, generation: Generation, check: Check) -> Create:
             return backend
         try:
             link = join(members, abort, backend.out_of_reach, predicts=check == "new")
-            return CheckedBackend(backend, generation, link, abort, predicts=check == "new")
+            return CheckedBackend(backend, generation, link, predicts=check == "new")
         except BaseException:
             backend.close()
             raise
@@ -172,7 +172,6 @@ class CheckedBackend(Backend):
         backend: Backend,
         generation: Generation,
         link: Link,
-        abort: AbortSignal,
         *,
         predicts: bool,
     ) -> None:
@@ -184,7 +183,6 @@ class CheckedBackend(Backend):
         self._link = link
         self._rank, self._world_size = members.rank, members.world_size
         self._timeout = members.timeout
-        self._abort = abort
         self._lock = threading.Lock()  # calls reach the referee in the order of their tickets and numbers
         self._tickets = itertools.count(1)
         self._number = 0  # of the last collective that was called
@@ -196,7 +194,7 @@ class CheckedBackend(Backend):
         self._was_told = threading.Event()
         self._pending: dict[int, tuple[CheckedOperation, Call]] = {}
         self._ended: End | None = None
-        abort.add(link.cut)
+        generation.configuration.add(link.cut)
         link.start(self)
         generation.ask_why = self._ask_why
 
@@ -225,7 +223,7 @@ class CheckedBackend(Backend):
         return not self._link.is_alive() and self._backend.is_still()
 
     def close(self) -> None:
-        self._abort.remove(self._link.cut)
+        self._generation.configuration.remove(self._link.cut)
         self._link.cut()
         self._link.join()
         self._methods.clear()
@@ -964,7 +962,6 @@ class Request:
     body: bytes = b""
 
     def encode(self) -> bytes:
-        """Encode the message."""
         return REQUEST.pack(self.kind, self.ticket, self.number, self.timeout_s, len(self.body)) + self.body
 
 
@@ -987,7 +984,6 @@ def take_request(buffer: bytearray) -> Request | None:
 
 
 def encode_answer(answer: Answer) -> bytes:
-    """Encode an answer of the referee."""
     if isinstance(answer, Question):
         return ANSWER.pack(QUESTION, 0, answer.number, 0)
     body = encode_problem(answer.problem)
@@ -996,7 +992,6 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def encode_problem(problem: Problem | None) -> bytes:
-    """Encode the body of a ruling."""
     if problem is None:
         return b""
     if isinstance(problem, Disagreement):

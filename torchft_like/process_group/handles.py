@@ -168,11 +168,8 @@ class Reconfigurable:
 class Group(Protocol):
     """A process group of this package, or one of torch's that was made with `enable_reconfigure=True`."""
 
-    def get_reconfigure_handle(self) -> str:
-        """Return how the other members reach this one."""
-
-    def reconfigure(self, opts: Any) -> Work:
-        """Meet the members that gave the handles."""
+    def get_reconfigure_handle(self) -> str: ...
+    def reconfigure(self, opts: Any) -> Work: ...
 
 
 def reconfigure_with_store(

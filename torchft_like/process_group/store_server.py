@@ -280,7 +280,6 @@ class _Connection(asyncio.Protocol):
             self._transport.resume_reading()
 
     def send(self, parts: Sequence[bytes]) -> None:
-        """Send an answer."""
         for part in parts:  # a client that reads slowly costs a copy of a slice
             view, starts = memoryview(part), range(0, len(part), WRITE_BYTES)
             self._unsent.extend(view[start : start + WRITE_BYTES] for start in starts)

@@ -275,55 +275,29 @@ class SwallowedOperation(FollowingOperation):
 
 
 class GroupManager(Protocol):
-    """The part of a Manager that managed groups, gangs, coordinators and meshes need."""
+    """The part of a Manager that managed groups, gangs, coordinators and meshes need.
+
+    `group_allreduce` reduces in place over the participants, in one operation that never fails. That of a
+    Manager takes `of_all_members`, too: whether those of a replica that heals count.
+    """
 
     @property
-    def process_group(self) -> ProcessGroup:
-        """The group that the manager configures."""
-
-    def wait_quorum(self) -> None:
-        """Wait until the group is configured for the current step."""
-
-    def errored(self) -> Exception | None:
-        """Return why the current step is lost, if it is."""
-
-    def report_error(self, e: Exception) -> None:
-        """Declare the current step lost."""
-
-    def current_step(self) -> int:
-        """Return how many steps were committed."""
-
-    def init_process_group(self) -> None:
-        """Start torch's default process group over the ranks of this replica group."""
-
-    def replica_rank(self) -> int | None:
-        """Return this replica group's rank among all members of the quorum."""
-
-    def replica_world_size(self) -> int:
-        """Return how many members the quorum has."""
-
+    def process_group(self) -> ProcessGroup: ...
+    def wait_quorum(self) -> None: ...
+    def errored(self) -> Exception | None: ...
+    def report_error(self, e: Exception) -> None: ...
+    def current_step(self) -> int: ...
+    def init_process_group(self) -> None: ...
+    def replica_rank(self) -> int | None: ...
+    def replica_world_size(self) -> int: ...
     def group_allreduce(
         self, tensors: list[torch.Tensor], options: AllreduceOptions, *, collective: Collective
-    ) -> Work:
-        """Reduce in place over the participants, in one operation that never fails.
-
-        That of a Manager takes `of_all_members`, too: whether those of a replica that heals count.
-        """
-
-    def num_participants(self) -> int:
-        """Return how many replicas contribute to the current step."""
-
-    def healing_ranks(self) -> Collection[int]:
-        """Return the members, by their rank in the group, whose state is not the others' in this step."""
-
-    def wait_for_turn(self) -> None:
-        """Wait until the caller may issue another collective on the manager's group."""
-
-    def is_exchanging_state(self) -> bool:
-        """Return whether the caller reads or loads its state, in which no other member takes part."""
-
-    def participating_rank(self) -> int | None:
-        """Return the caller's place among the participants; None while it does not contribute."""
+    ) -> Work: ...
+    def num_participants(self) -> int: ...
+    def healing_ranks(self) -> Collection[int]: ...
+    def wait_for_turn(self) -> None: ...
+    def is_exchanging_state(self) -> bool: ...
+    def participating_rank(self) -> int | None: ...
 
 
 class ManagedProcessGroup(SwallowingGroup):

@@ -228,11 +228,9 @@ class TorchInterface:
     # C++ callers use these names.
 
     def getGroupName(self) -> str:  # noqa: N802
-        """Return `group_name`, for C++."""
         return self.group_name
 
     def getGroupDesc(self) -> str:  # noqa: N802
-        """Return `group_desc`, for C++."""
         return self.group_desc
 
     setGroupName = _set_group_name  # noqa: N815

@@ -135,7 +135,6 @@ class PeerEvents:
         self._events[number].wait(stream)
 
     def wait(self, number: int, stream: torch.cuda.Stream) -> None:
-        """Make the stream wait for the event."""
         self.order(number, stream)
         self._waits.append((number, cuda.mark(stream)))
 
@@ -175,7 +174,6 @@ def note_of(event: EventMessage, numbers: Sequence[int]) -> bytes:
 
 
 def read_note(note: bytes) -> tuple[EventMessage, tuple[int, ...]]:
-    """Unpack what `note_of` has packed."""
     number, device, count = _NOTE.unpack_from(note)
     numbers = struct.unpack_from(f"<{count}q", note, _NOTE.size)
     return (number, device, note[_NOTE.size + 8 * count :] or None), numbers

@@ -248,7 +248,7 @@ class ForkPool:
             server.stop()
         elif server is not None:
             self._given_up.append(server)  # it hangs; the forks in use live as long as it does
-        self._server = server = _Server(self, self._changed)
+        self._server = server = _Server(self)
         return server
 
     def _wake(self) -> None:
@@ -259,9 +259,9 @@ class ForkPool:
 class _Server:
     """One fork server. Every method but the reading thread's needs the pool's lock."""
 
-    def __init__(self, fork_pool: ForkPool, changed: threading.Condition) -> None:
+    def __init__(self, fork_pool: ForkPool) -> None:
         self._fork_pool = fork_pool
-        self._changed = changed
+        self._changed = fork_pool._changed
         self.spares: deque[Child] = deque()
         self._expected = 0
         self._first_message: Message | None = None

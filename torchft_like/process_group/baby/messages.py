@@ -296,7 +296,6 @@ def answer_for(error: BaseException) -> tuple[Any, ...]:
 
 
 def error_from(answer: tuple[Any, ...]) -> Exception:
-    """Decode an error that `answer_for` has encoded."""
     name, text = answer
     try:
         return _KNOWN.get(name, RuntimeError)(text)
@@ -392,7 +391,6 @@ def encode(value: Any, tensor: EncodeTensor) -> bytes:
 
 
 def decode(value: Plain, tensor: DecodeTensor) -> Any:
-    """Decode an argument that `encode` has encoded."""
     form = type(value)
     if form is list:
         return [decode(item, tensor) for item in value]
