@@ -200,7 +200,7 @@ def test_a_half_is_filled_again_when_all_receivers_have_taken_it(
     taken: list[int] = []
 
     class Line:
-        def hear(self) -> list[int]:
+        def receive_numbers(self) -> list[int]:
             if told:
                 block = transport._block
                 assert block is not None
