@@ -405,10 +405,7 @@ class GroupCoordinator:
     # -------------------------------------------------------------------------- queues
 
     def create_mq_broadcaster(
-        self,
-        writer_rank: int = 0,
-        external_writer_handle: object = None,
-        blocking: bool = True,
+        self, writer_rank: int = 0, external_writer_handle: object = None, blocking: bool = True
     ) -> MessageQueue:
         """Open the caller's end of a queue that one member writes and all others read; it ends with the
         groups.

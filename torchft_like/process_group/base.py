@@ -77,13 +77,7 @@ class ProcessGroup(TorchInterface, Reconfigurable, dist.ProcessGroup):  # type: 
             cls.abort = _with_either_argument(cls.abort)  # type: ignore[method-assign]
         uncompiled(cls)
 
-    def configure(
-        self,
-        store_addr: str,
-        rank: int,
-        world_size: int,
-        **about: Unpack[About],
-    ) -> None:
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         """Leave the present members and meet new ones; block until the group is usable.
 
         torchft 0.2.0's order is taken too: store_addr, replica_id, rank, world_size, and the rest of `about`.

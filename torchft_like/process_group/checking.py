@@ -167,14 +167,7 @@ class CheckedBackend(Backend):
         predicts: whether calls that are as predicted start at once.
     """
 
-    def __init__(
-        self,
-        backend: Backend,
-        generation: Generation,
-        link: Link,
-        *,
-        predicts: bool,
-    ) -> None:
+    def __init__(self, backend: Backend, generation: Generation, link: Link, *, predicts: bool) -> None:
         members = generation.members
         self._backend = backend
         self.rest_s_max = backend.rest_s_max

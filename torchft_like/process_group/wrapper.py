@@ -194,13 +194,7 @@ class ReconfigurableProcessGroup(ProcessGroup):
         """
         return _known(self._generation).target()
 
-    def configure(
-        self,
-        store_addr: str,
-        rank: int,
-        world_size: int,
-        **about: Unpack[About],
-    ) -> None:
+    def configure(self, store_addr: str, rank: int, world_size: int, **about: Unpack[About]) -> None:
         store = parse_store_address(store_addr)
         limit = as_timedelta(about.get("timeout") or self._timeout)
         members = GroupMembers(store, rank, world_size, limit)

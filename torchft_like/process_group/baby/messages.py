@@ -161,11 +161,7 @@ class Channel:
         self._socket.close()
 
     def _send(
-        self,
-        data: bytes,
-        descriptors: Sequence[int],
-        deadline: float,
-        while_full: Callable[[], None] | None,
+        self, data: bytes, descriptors: Sequence[int], deadline: float, while_full: Callable[[], None] | None
     ) -> None:
         while True:
             try:
