@@ -292,9 +292,7 @@ class Communicator:
     # ------------------------------------------------------------------------- errors
 
     def begin(self, operation: str) -> None:
-        """Raise an error if no call can be made now: a StaleEpochError if the members have changed, and a
-        GroupCoordinatorError if a group has failed, or has other members.
-        """
+        """Raise a StaleEpochError if the members have changed, a GroupCoordinatorError if a group failed."""
         self.end(operation)
         try:
             for channel in self._each:
@@ -408,9 +406,7 @@ class Communicator:
         return self.agree(operation, state)[1]
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Tell the other ranks that this rank cannot take part, and raise the error, in a ToldToAllError if
-        it is not about the caller's arguments.
-        """
+        """Tell the others that this rank takes no part; raise the error: in another if not HARMLESS."""
         if self.world_size > 1:
             self._gather(pack_statement(Statement(operation).refused(error)))
         if isinstance(error, HARMLESS):
@@ -418,9 +414,7 @@ class Communicator:
         raise ToldToAllError(error) from error
 
     def exchange(self, record: bytes) -> list[Record]:
-        """Return the records of all ranks, in the order of ranks. If they do not belong together, every rank
-        raises the same CollectiveMismatchError.
-        """
+        """Return the records of all ranks; all raise one CollectiveMismatchError if they do not fit."""
         try:
             records = unpack_all(record) if self.world_size == 1 else self._gather(record)
             call = records[0].call

@@ -65,9 +65,7 @@ def coordinator_named(unique_name: str) -> GroupCoordinator:
 
 @dataclass(frozen=True)
 class Dispatched:
-    """What `combine` needs of a dispatch: the tokens of each rank, how it was called, and the epoch of the
-    members that have the tokens.
-    """
+    """What `combine` needs of a dispatch, and the epoch of the members that have the tokens."""
 
     sizes: Sizes
     is_sequence_parallel: bool
@@ -744,9 +742,7 @@ class GroupCoordinator:
         return self._current().among(metadata_group or group, group)
 
     def _with_peer(self, rank: int | None, step: int, name: str) -> tuple[Communicator, int | None]:
-        """Return the communicator of a call to one rank, and that rank, which is not the caller; None in a
-        group of one, which has no other.
-        """
+        """Return the communicator of a call to one other rank, and that rank; None in a group of one."""
         communicator = self._current()  # it may have other members than at the last call
         size = communicator.world_size
         found = checked_rank((communicator.rank + step) % size if rank is None else rank, size, name)

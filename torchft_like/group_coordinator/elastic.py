@@ -538,9 +538,7 @@ class Member:
         _logger.warning("%s: %s", self.name, self._left_out)
 
     def waits_for(self) -> Wait | None:
-        """Return what is awaited from other members, of a change or in a call: if it takes long, a link may
-        be broken.
-        """
+        """Return what is awaited from others, in a change or a call; if it takes long, a link may be bad."""
         change, groups = self._change, self.coordinator._groups
         if change is not None and (wait := change.awaits) is not None:
             return wait

@@ -195,9 +195,7 @@ class Collective:
 
     @functools.cached_property
     def everyone(self) -> bool:
-        """Whether its result makes sense only if every member takes part, because tensors are shared out by
-        rank or the reduction counts the members.
-        """
+        """Whether every member has to take part: tensors are shared out by rank, or members counted."""
         return len(self._arguments) == 2 or self.name == "reduce"
 
     @functools.cached_property

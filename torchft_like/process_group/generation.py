@@ -425,9 +425,7 @@ class Generation:
     def take(
         self, collective: Collective, work: Work, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Operation:
-        """Return an operation for a work of the backend, which raises errors in the group's words; the
-        arguments of the call tell large messages from small ones.
-        """
+        """Return an operation for the backend's work; the arguments tell large messages from small ones."""
         is_message = collective.name in POINT_TO_POINT
         explain = partial(self.explain, is_message=True) if is_message else self.explain
         if isinstance(work, ExplainedOperation):

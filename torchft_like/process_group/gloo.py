@@ -1143,9 +1143,7 @@ def explain_links(store: AbortableStore, members: GroupMembers, listeners: Liste
 
 
 def report_refusal(store: AbortableStore, members: GroupMembers, listeners: Listeners, error: str) -> str:
-    """Tell the members that go on waiting who refuses this one, as Gloo's error says by an address; return
-    the beginning of a text that says so.
-    """
+    """Tell the members that wait on who refuses this one, as Gloo's error says; return words for that."""
     # Gloo writes the port as it is sent, so most machines read another number.
     at = {rank: f"remote=[{to.host}]:{socket.htons(to.port)}$" for rank, to in listeners.items()}
     refusing = [rank for rank, remote in at.items() if remote in error]

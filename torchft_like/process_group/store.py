@@ -243,9 +243,7 @@ async def answers(server: Address, within_s: float) -> bool:
 
 
 def _in_turn(method: Callable[Concatenate[S, P], T]) -> Callable[Concatenate[S, P], T]:
-    """Let the threads that share a client ask one after the other; a question without its whole answer is
-    the last one.
-    """
+    """Let threads ask one after the other; a question without its whole answer is the last one."""
 
     @functools.wraps(method)
     def ask(self: S, /, *args: P.args, **kwargs: P.kwargs) -> T:

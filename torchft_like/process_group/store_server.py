@@ -226,9 +226,7 @@ class _Serving:
 
 
 class _Connection(asyncio.Protocol):
-    """A client's connection. While it waits for its key to be admitted, or does not read, nothing more is
-    read of it.
-    """
+    """A client's connection, read no further while its key is not admitted, or it does not read."""
 
     def __init__(self, serving: _Serving, peer: socket.socket) -> None:
         self.client = Client()

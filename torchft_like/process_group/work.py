@@ -272,9 +272,7 @@ class DeferredOperation(FollowingOperation):
         super().block_current_stream()
 
     def _follow_with(self, future: Future[Any], beginner: int | None = None) -> None:
-        """Complete `future` as the inner one, but not on the thread `beginner`: a callback may wait for what
-        that thread begins next.
-        """
+        """Complete `future` as the inner one, but not on thread `beginner`: a callback may wait for it."""
 
         def copy(done: Future[Any]) -> None:
             with beside_captures(next(iter(self._devices), None)):

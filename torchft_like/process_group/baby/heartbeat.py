@@ -118,9 +118,7 @@ class Heartbeat:
 
 
 def echo(end: socket.socket, trainer: int) -> None:
-    """Echo the trainer's pings on the subprocess's `end`; end this process when the trainer closes its end,
-    or its pidfd says that it is gone.
-    """
+    """Echo the trainer's pings; end this process when the trainer has closed its end, or is gone."""
     events = select.poll()
     for descriptor in (end.fileno(), trainer):
         events.register(descriptor, select.POLLIN)

@@ -150,9 +150,7 @@ class Requests:
             self._wait_in_line(lambda: self._reader is None)
 
     def _read(self, deadline: float, request: Request = NOT_SENT) -> bool:
-        """Read one answer once it is this thread's turn, or find out that there is none; return False if
-        `request` was settled before, or the deadline came first.
-        """
+        """Read one answer in turn; return False if `request` was settled, or the deadline came, first."""
         try:
             if is_mine := self._take_turn(deadline, request):
                 self._read_in_turn(deadline)
