@@ -134,13 +134,11 @@ def _configuration_of(group: ProcessGroup) -> Configuration | None:
 def ranks_in_job(group: Group) -> list[int]:
     """Return the members' ranks in the whole job, if they are known, in the order of the group."""
     known: list[int] = []
-    try:
+    with contextlib.suppress(FaultToleranceError):
         if isinstance(group, ProcessGroup):
             known = list(group._member_ranks())
         elif group in dist.distributed_c10d._world.pg_group_ranks:
             known = dist.get_process_group_ranks(group)
-    except FaultToleranceError:
-        known = []
     return known if len(known) == group.size() else list(range(group.size()))
 
 
@@ -479,8 +477,6 @@ class Communicator:
 
     def control_bytes(self, data: bytes) -> Tensor:
         """Make a tensor of bytes for the group that carries records of calls."""
-        if not data:
-            return torch.empty(0, dtype=torch.uint8, device=self.control_device)
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.control_device)
 
     def broadcast(self, tensor: Tensor, src: int) -> Started:

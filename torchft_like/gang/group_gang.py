@@ -174,18 +174,10 @@ class GroupGang(Gang):
                 raise error  # an error of earlier work, too: NCCL reports it once the stream is there
 
     def all_reduce(self, tensor: Tensor, op: ReduceOperation) -> None:
-        members = self._quick
-        if (
-            members is None
-            or op is not _SUM
-            or not is_addable_as_is(tensor)
-            or tensor.requires_grad
-            or tensor.is_inference()
-            or not tensor.is_contiguous()
-        ):
-            self._all_reduce(tensor, op)
-            return
-        channel = members.channels.get(tensor.device.type)
+        members, channel = self._quick, None
+        is_simple = op is _SUM and is_addable_as_is(tensor) and tensor.is_contiguous()
+        if members is not None and is_simple and not (tensor.requires_grad or tensor.is_inference()):
+            channel = members.channels.get(tensor.device.type)
         if channel is None or channel.configuration is None or channel.configuration.reason is not None:
             self._all_reduce(tensor, op)
             return
@@ -495,24 +487,17 @@ def split(communicator: Communicator, operation: str, partition: Sequence[tuple[
         made = make_like(group, communicator.device)
         try:
             address = records[own[0]].payload.decode(errors="replace")
-            _meet(Part(made, group, ending), own, address, communicator)
+            met_at = f"{address or Address('127.0.0.1', 1)}/gang"  # a group of one member uses no store
+            ranks = ranks_in_job(group)
+            in_job = [ranks[each] for each in own]
+            with beside_captures(communicator.device):
+                made.configure(met_at, own.index(rank), len(own), global_ranks=in_job, ends_with=ending)
+                made.barrier().wait()
+            ending.check()
         except BaseException:
             made.abort("its members could not meet")  # not shutdown, which waits for operations under way
             raise
         return Part(made, group, ending)
-
-
-def _meet(part: Part, own: tuple[int, ...], address: str, communicator: Communicator) -> None:
-    ranks = ranks_in_job(part.whole)
-    known = address or str(Address("127.0.0.1", 1))  # a group of one member uses no store
-    place = own.index(communicator.rank)
-    global_ranks = [ranks[rank] for rank in own]
-    with beside_captures(communicator.device):
-        part.group.configure(
-            f"{known}/gang", place, len(own), global_ranks=global_ranks, ends_with=part.ending
-        )
-        part.group.barrier().wait()
-    part.ending.check()
 
 
 def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
@@ -522,15 +507,11 @@ def make_like(group: dist.ProcessGroup, device: torch.device) -> ProcessGroup:
     ranks of a new group, wants every process of the job to take part in making one, and cannot end one whose
     member has died.
     """
-    if isinstance(group, ProcessGroup) and (alike := group.make_alike()) is not None:
-        return alike
-    timeout = timeout_of(group, device)
-    return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)
-
-
-def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     if isinstance(group, ProcessGroup):
-        return group.timeout
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None)
-    return timeout if isinstance(timeout, timedelta) else DEFAULT_TIMEOUT
+        if (alike := group.make_alike()) is not None:
+            return alike
+        timeout = group.timeout
+    else:
+        options = getattr(group._get_backend(device), "options", None)
+        timeout = getattr(options, "_timeout", DEFAULT_TIMEOUT)
+    return ProcessGroupNCCL(timeout) if device.type == "cuda" else ProcessGroupGloo(timeout)

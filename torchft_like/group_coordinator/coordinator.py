@@ -170,7 +170,7 @@ class GroupCoordinator:
         )
         self._owns_groups = True
         self._has_device_communicator = bool(use_device_communicator)
-        self._adopt(place, self.options)
+        self._adopt(place)
         self._all_ranks = [list(ranks) for ranks in group_ranks]
         if use_message_queue_broadcaster and self.world_size > 1:
             try:
@@ -218,11 +218,11 @@ class GroupCoordinator:
             raise ValueError(f"{len(known)} ranks for a group of {cpu_group.size()}")
         made = cls.__new__(cls)
         made._store = store
-        made.group_name = group_name or ANONYMOUS
+        made.options, made.group_name = options or CoordinatorOptions(), group_name or ANONYMOUS
         place = torch.device(device)
         made.local_rank = place.index or 0
         name = unique_name(made.group_name)
-        made._adopt(Place(name, cpu_group.rank(), known, place, cpu_group, device_group), options)
+        made._adopt(Place(name, cpu_group.rank(), known, place, cpu_group, device_group))
         return made
 
     @property
@@ -752,11 +752,8 @@ class GroupCoordinator:
             raise ValueError(f"{name} {found} is the caller itself: a rank does not send to itself")
         return communicator, found
 
-    def _adopt(
-        self, place: Place, options: CoordinatorOptions | None, epoch: Epoch | None = None
-    ) -> Communicator:
+    def _adopt(self, place: Place, epoch: Epoch | None = None) -> Communicator:
         """Have the members that the groups of this place join."""
-        self.options = options or CoordinatorOptions()
         self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
         self.device_group = self.cpu_group if device_group is None else device_group
         self.world_size, self.rank = len(self.ranks), self.ranks[self.rank_in_group]

@@ -584,7 +584,7 @@ class EpochCoordinator(GroupCoordinator):
 
     def _begin_epoch(self, epoch: Epoch, place: Place) -> Communicator:
         """Begin an epoch with these members; the one before is over."""
-        communicator = self._adopt(place, self.options, epoch)
+        communicator = self._adopt(place, epoch)
         self.epoch = epoch.number
         return communicator
 
