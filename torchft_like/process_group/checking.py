@@ -600,11 +600,16 @@ class Link:
         self._thread: threading.Thread | None = None
 
     def start(self, recipient: CheckedBackend) -> None:
-        """Start a thread that calls `recipient`."""
+        """Start a thread that calls `recipient`; if there is none to be had, the others lose this rank."""
         self._thread = threading.Thread(
             target=self._read, args=(recipient,), name="torchft-checking", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:
+            self.cut()
+            self._sockets.close()
+            raise
 
     def send(self, request: Request) -> None:
         """Send a request to the referee.

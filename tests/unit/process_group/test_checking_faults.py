@@ -6,6 +6,7 @@ import gc
 import json
 import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ from torchft_like.process_group.checking import (
     CHECK_ENV,
     REQUEST,
     WHY,
+    CheckedBackend,
     Hub,
     Request,
     decode_problem,
@@ -91,6 +93,29 @@ def test_a_member_that_ends_is_noticed_by_those_who_wait(party: Party, leaver: i
         assert group.errored() is not None
     party.configure(stayers)
     assert_goes_on(party, stayers)
+
+
+@pytest.mark.parametrize("loser", [0, 1])
+def test_a_rank_for_which_no_thread_can_be_started_is_lost_to_the_others(
+    party: Party, monkeypatch: pytest.MonkeyPatch, loser: int
+) -> None:
+    start = threading.Thread.start
+
+    def start_if_there_is_room(thread: threading.Thread) -> None:
+        about = getattr(thread, "_args", ())
+        if about and isinstance(about[0], CheckedBackend) and about[0]._rank == loser:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_there_is_room)
+    groups = [party.own(checking()) for _ in range(2)]
+    prefix = party.prefix()
+    met = [party.aside(group.configure, prefix, rank, 2) for rank, group in enumerate(groups)]
+    assert "can't start new thread" in str(met[loser].exception(LIMIT_S))
+    met[1 - loser].result(LIMIT_S)
+    error = error_of(lambda: allreduced(groups[1 - loser]))
+    assert isinstance(error, PeerLostError)
+    assert error.lost == (loser,)
 
 
 def test_an_abort_ends_a_configure_that_waits_for_the_referee(
