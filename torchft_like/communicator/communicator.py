@@ -64,13 +64,7 @@ Group = Any
 
 
 class Channel:
-    """One process group, in its present configuration.
-
-    Attributes:
-        configuration: the present configuration, which is set when it is over; None for a group that has
-          none.
-        hides_errors: whether the group hides its errors from its works.
-    """
+    """One process group, in its present configuration, which is None for a group that has none."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -205,12 +199,9 @@ class Communicator:
     """The groups of one set of members, for as long as the members are the same.
 
     Args:
-        name: the communicator's name in messages.
         place: the caller's rank among the members of all groups, and the number of members.
-        device: the device of the caller's tensors.
         channels: the group for tensors on each type of device; other tensors go through memory of the CPU, or
           of `device` if there is no group for the CPU.
-        options: the options, the same on every rank.
         epoch: the epoch of the members; None if they never change.
         control: the group for records of calls, if it is none of `channels`.
 
@@ -348,11 +339,7 @@ class Communicator:
         self._queues = [*(known for known in self._queues if not known.is_closed), queue]
 
     def end_queues(self, *timeout: timedelta | float) -> None:
-        """End the queues between the members, even if an exception interrupts the end of one.
-
-        Args:
-            timeout: that of `MessageQueue.shutdown`, if not its default.
-        """
+        """End the queues between the members, even if an exception interrupts the end of one."""
         with contextlib.ExitStack() as all_of_them:
             for queue in self._queues:
                 all_of_them.callback(queue.shutdown, *timeout)
@@ -387,10 +374,7 @@ class Communicator:
     ) -> T:
         """Do as `agree` if the options ask for it; else only check the caller's own arguments.
 
-        Args:
-            tensor: a tensor on whose dtype, shape and type of device the ranks must agree.
-            more: further numbers on which the ranks must agree.
-            check: checks the caller's arguments, and returns a value for the caller.
+        The ranks must agree on the dtype, shape and type of device of the tensor, and on `more`.
         """
         if not self.is_checking:
             return check()

@@ -54,7 +54,6 @@ class Handle(Generic[T]):
     """An operation that was begun. Until it is done, its tensors must be neither read nor written.
 
     Args:
-        text: the operation's name in messages.
         finish: waits for the operation, and raises its error.
         settle: makes the result, in the first thread that waits, with a function that returns what `finish`
           has returned or raises what it has raised. Calls that need the same order on all ranks belong there.
@@ -80,8 +79,7 @@ class Handle(Generic[T]):
         self._result: Future[T] | None = None
 
     def wait(self, timeout: timedelta | float | None = None) -> T:
-        """Return the result once the operation is done; on a CUDA device, once the current stream waits for
-        it.
+        """Return the result once the operation is done, or the current stream of a CUDA device waits for it.
 
         Args:
             timeout: the limit, seconds or timedelta; None waits as long as the operation takes. If the ranks

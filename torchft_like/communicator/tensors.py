@@ -55,8 +55,7 @@ def even_sizes(rows: int, parts: int) -> tuple[int, ...]:
 
 
 def overlaps(parts: Sequence[int], chunk: int, rank: int) -> tuple[list[int], list[int]]:
-    """Compute what `rank` sends and receives when chunks of one size, one on each rank, become the ranks'
-    parts.
+    """Compute what `rank` sends and receives when even chunks, one on each rank, become the ranks' parts.
 
     Args:
         parts: the elements of each rank's part, one part after the other.
@@ -85,8 +84,7 @@ def with_rows(shape: Sequence[int], dim: int, rows: int) -> tuple[int, ...]:
 
 
 def buckets(nbytes: Sequence[int], device_types: Sequence[str]) -> list[tuple[int, ...]]:
-    """Choose the tensors of a message that are sent together: a large one alone, small ones of one device
-    joined.
+    """Choose which tensors of a message are sent together: large ones alone, small ones of a device joined.
 
     Args:
         nbytes: the bytes of each tensor; empty ones are not sent.

@@ -110,12 +110,10 @@ class GroupCoordinator:
         rank: the caller's rank in the whole job.
         rank_in_group: the caller's place among `ranks`.
         world_size: the number of members.
-        local_rank: the number of the caller's device on its host.
         device: the device of received tensors.
         cpu_group: the process group for tensors on the CPU.
         device_group: the process group for tensors on `device`.
         mq_broadcaster: the queue through which rank 0 broadcasts objects, if there is one.
-        options: as they were given.
 
     Raises:
         ValueError: the groups are not those of the default group's ranks, or there is no such device.

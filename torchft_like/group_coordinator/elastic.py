@@ -125,7 +125,6 @@ class Change:
     """A membership that is asked for and prepared beside the present one; `begin_change` makes it.
 
     Args:
-        member: whose change it is.
         groups: for the members of the proposal; not configured yet, and None where the caller leaves.
         timeout: for the members to meet, and for the decision.
         shrink_only: newcomers shall wait.
@@ -133,7 +132,6 @@ class Change:
     Attributes:
         membership: the one that is prepared; None while the lighthouse has not said which.
         is_over: whether it has come about, or never will, or the members stay as they are.
-        shrink_only: as it was given.
     """
 
     def __init__(
@@ -611,7 +609,6 @@ class ElasticCoordinator(EpochCoordinator):
         options: the same on every member.
 
     Attributes:
-        name: as it was given.
         membership: the present one; None if there is none.
 
     Raises:

@@ -159,12 +159,6 @@ class CheckedBackend(Backend):
       link, settles it: exactly one of the two takes it out.
     * Collectives start in the order of their numbers: none starts at once while another one is in `_pending`,
       and it leaves `_pending` once it has started.
-
-    Args:
-        backend: the backend that runs the collectives.
-        generation: makes operations of the backend's works, and is told when the group is of no use.
-        link: the link to the referee, not yet started.
-        predicts: whether calls that are as predicted start at once.
     """
 
     def __init__(self, backend: Backend, generation: Generation, link: Link, *, predicts: bool) -> None:
@@ -355,9 +349,7 @@ class CheckedBackend(Backend):
     def _ask_why(self, has_timed_out: bool) -> None:
         """Wait, when the backend has failed, until the referee has said whether it knows the reason.
 
-        Args:
-            has_timed_out: whether a collective has timed out; the referee then asks all ranks how far they
-              are.
+        Where a collective has timed out the referee asks all ranks how far they are.
         """
         with self._lock:
             if not self._predicts or self._ended is not None or self._link.delivers_here():
@@ -585,12 +577,7 @@ class End(Enum):
 
 
 class Link:
-    """A rank's connection to the referee.
-
-    Args:
-        connection: the socket, which the link owns from now on.
-        hub: the referee's end; on rank 0 only.
-    """
+    """A rank's connection to the referee, which it owns; on rank 0 it ends the referee's, too."""
 
     def __init__(self, connection: socket.socket, hub: Hub | None = None) -> None:
         self._socket = connection
@@ -677,12 +664,7 @@ class Link:
 
 
 class Hub:
-    """The referee's end of all connections, and the thread that serves them.
-
-    Args:
-        connections: the ranks' connections, in the order of ranks, which the hub owns from now on.
-        predicts: whether the ranks predict calls.
-    """
+    """The referee's end of the ranks' connections, which it owns, and the thread that serves them."""
 
     def __init__(self, connections: list[socket.socket], predicts: bool = False) -> None:
         self._connections = connections
@@ -812,7 +794,6 @@ def join(
     Args:
         out_of_reach: the backend's, for the error: a rank that comes late may not be able to connect to
             another one, while this one is connected to both.
-        predicts: whether the ranks predict calls, and say only what is not as predicted.
 
     Raises:
         ProcessGroupAbortedError: the group was aborted during the wait.

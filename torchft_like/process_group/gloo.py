@@ -404,7 +404,6 @@ class NativeProcessGroup(ReconfigurableProcessGroup):
 
     Args:
         pg: torch's group; its other owners can use it between `configure` and the next abort.
-        gloo: the backend of that group.
     """
 
     _backend_name = "native-gloo"
@@ -1183,7 +1182,6 @@ def describe_links(rank: int, found: Links, refusing: Iterable[int], listeners: 
     """Return a sentence on who does not reach whom, and the cure.
 
     Args:
-        rank: the caller.
         found: the ranks from whose hosts nothing came, by the rank that has asked them.
         refusing: the ranks whose hosts have refused the caller.
     """

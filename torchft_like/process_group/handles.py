@@ -149,9 +149,6 @@ class Reconfigurable:
         Args:
             opts: torch's ReconfigureOptions; hints are ignored.
 
-        Returns:
-            A work that is over.
-
         Raises:
             ProcessGroupError: the members did not meet, as in `configure`, or the handles are not those of
               all members.
@@ -208,11 +205,7 @@ def exchange_and_reconfigure(pg: Group, store: Store, seat: tuple[int, int], tim
 
 
 def reconfigure_among(pg: Group, handles: list[str], timeout: timedelta, number: int | None = None) -> None:
-    """Reconfigure with handles that are known.
-
-    Args:
-        number: the number of this configuration, the same on all members; a group of one member needs none.
-    """
+    """Reconfigure with handles that are known, under one number on all members; one alone needs none."""
     opts = ReconfigureOptions()
     opts.uuid = _fresh_number() if number is None else number
     opts.handles = handles

@@ -539,11 +539,9 @@ class Watched:
     """An operation under way.
 
     Attributes:
-        name: the operation's name in messages.
         is_over: asks for the present state; may be replaced by a better way to ask, together with `settle`.
         settle: called when the operation was cut off; returns the `is_over` from then on, because a
           communicator that is being torn down must not be asked.
-        limit_s: how long it may take, in seconds.
         started: when it was started (of `time.monotonic`).
         was_cut_off: whether it was not over when the generation was; its outputs are then undefined.
     """

@@ -97,9 +97,6 @@ class ErrorSwallowingProcessGroupWrapper(SwallowingGroup):
     that are both input and output unchanged. So has the one that failed, except that a tensor that is both
     input and output (allreduce, broadcast, reduce) is undefined. `configure` still raises, and so do mistakes
     of the caller (TypeError, ValueError, NotImplementedError).
-
-    Args:
-        pg: the group that runs the collectives.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:

@@ -206,11 +206,7 @@ class FollowingOperation(Operation):
 
 
 class DeferredOperation(FollowingOperation):
-    """An operation that another thread begins later; from then on it behaves as the one that was begun.
-
-    Args:
-        devices: the devices on which the result may be.
-    """
+    """An operation that another thread begins later; from then on it behaves as the one that was begun."""
 
     def __init__(self, devices: Iterable[torch.device] = ()) -> None:
         super().__init__()

@@ -158,9 +158,6 @@ class ProcessGroupBabyNCCL(ProcessGroupBaby):
     The subprocess has a CUDA context of its own (some hundred MB of the device), and so has its spare.
     `wait` makes the current stream wait, not the thread.
 
-    Args:
-        timeout, check_collectives: as in ProcessGroupBaby.
-
     Raises:
         NotSupportedError: this torch has no NCCL, or sees no GPU.
     """

@@ -35,12 +35,7 @@ class Silence:
         self._looked = -math.inf
 
     def look(self, now: float, *, is_alive: bool) -> float:
-        """Return for how many seconds no look has found a sign of life, all looks being in time.
-
-        Args:
-            now: the present time in seconds.
-            is_alive: whether there was a sign of life since the last look.
-        """
+        """Return for how many seconds no look has found a sign of life, all looks being in time."""
         was_late = now - self._looked > LOOK_EVERY_S + LATE_S
         self._looked = now
         if was_late or is_alive:

@@ -52,7 +52,6 @@ class Request:
     """One request to the subprocess.
 
     Attributes:
-        number: the request's number in messages.
         patience_s: how many seconds the subprocess may send nothing while the request is open.
         on_settled: called once, before any waiting thread goes on.
         outcome, answer: set when the request is settled; no outcome means that the subprocess is gone.
