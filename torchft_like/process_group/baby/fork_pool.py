@@ -584,8 +584,7 @@ class _Fork:
         torch.ones(1, device="cuda")
 
     def _map(self, _: int, number: int, *details: Any) -> None:
-        *how, descriptors = details
-        self._importer.map(number, tuple(how), descriptors)
+        self._importer.map(number, details[:-1], details[-1])
 
     def _run(self, request: int, call: bytes, context: bytes | None = None) -> None:
         importer = self._importer

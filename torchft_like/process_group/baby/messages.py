@@ -135,16 +135,14 @@ class Channel:
         if not size:
             raise ChannelClosedError("the other end is gone")
         descriptors = descriptors_in(ancillary) if ancillary else []
-        if flags & _TRUNCATED:
-            for descriptor in descriptors:
-                os.close(descriptor)
-            raise DescriptorsLostError(
-                errno.EMFILE,
-                "Too many open files: none is left for what was received; raise the limit (ulimit -n)",
-            )
         try:
+            if flags & _TRUNCATED:
+                raise DescriptorsLostError(
+                    errno.EMFILE,
+                    "Too many open files: none is left for what was received; raise the limit (ulimit -n)",
+                )
             return _decoded(bytes(self._buffer[:size]), descriptors), descriptors
-        except ForeignMessageError:
+        except (DescriptorsLostError, ForeignMessageError):
             for descriptor in descriptors:
                 os.close(descriptor)
             raise

@@ -258,9 +258,9 @@ def drop(message: Message, descriptors: tuple[int, ...]) -> None:
 
 
 class Importer:
-    """The subprocess's side; for the thread that reads requests."""
+    """The subprocess's side, made of the exporter's greeting; for the thread that reads requests."""
 
-    def __init__(self) -> None:
+    def __init__(self, _: Any = None) -> None:
         self._storages: dict[int, torch.UntypedStorage] = {}
         # Per storage, as a job uses its tensors again.
         self._tensors: dict[int, dict[TensorSpec, Tensor]] = {}
@@ -348,9 +348,6 @@ class _CpuCallTensors(CallTensors):
 
 class CpuImporter(Importer):
     """The subprocess's side."""
-
-    def __init__(self, _: None) -> None:
-        super().__init__()
 
     def answer_when_started(self, work: Work | None) -> tuple[Any, ...] | None:
         """Answer at once only if there is no work: the outputs are there when it ends."""
