@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, GatherOptions, Work
 
-from torchft_like.communicator.handle import Epoch
+from torchft_like.communicator.handle import LASTING, Epoch
 from torchft_like.communicator.tensors import device_terms, specifications
 from torchft_like.core.agreement.referee import disagreement
 from torchft_like.core.agreement.statements import (
@@ -141,8 +141,7 @@ P = ParamSpec("P")
 # Tags from here on are the communicator's messages; a caller that uses the group beside it takes smaller
 # ones.
 FIRST_TAG = 1 << 20
-TAGS = 1 << 30
-_EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20  # their product is TAGS
+_EPOCH_MARKS, _EPOCH_TAGS = 1 << 10, 1 << 20
 
 
 @dataclass(frozen=True)
@@ -202,7 +201,7 @@ class Communicator:
         place: the caller's rank among the members of all groups, and the number of members.
         channels: the group for tensors on each type of device; other tensors go through memory of the CPU, or
           of `device` if there is no group for the CPU.
-        epoch: the epoch of the members; None if they never change.
+        epoch: that of the members.
         control: the group for records of calls, if it is none of `channels`.
 
     Attributes:
@@ -222,7 +221,7 @@ class Communicator:
         device: torch.device,
         channels: Mapping[str, Channel],
         options: CoordinatorOptions,
-        epoch: Epoch | None = None,
+        epoch: Epoch = LASTING,
         control: Channel | None = None,
     ) -> None:
         self.name = name
@@ -240,7 +239,7 @@ class Communicator:
         self.endings: list[Configuration] = [
             each.configuration for each in self._each if each.configuration is not None
         ]
-        self.is_watched: bool = epoch is not None or any(each.hides_errors for each in self._each)
+        self.is_watched: bool = epoch is not LASTING or any(each.hides_errors for each in self._each)
         self._counting = threading.Lock()
         self._messages: Counter[tuple[str, int]] = Counter()
         self._queues: list[MessageQueue] = []
@@ -253,7 +252,7 @@ class Communicator:
         device: torch.device,
         groups: tuple[Group, Group | None],
         options: CoordinatorOptions,
-        epoch: Epoch | None = None,
+        epoch: Epoch = LASTING,
     ) -> Communicator:
         """Make a communicator over a group for CPU memory and records, and one for `device`."""
         cpu_group, device_group = groups
@@ -291,7 +290,7 @@ class Communicator:
 
     def end(self, operation: str) -> None:
         """Raise an error if the members have changed during a call, for its result does not count then."""
-        if self.epoch is not None:
+        if self.epoch is not LASTING:
             self.epoch.require_present(f"{operation} over {self}")
 
     def explained(self, operation: str, error: BaseException) -> BaseException:
@@ -309,7 +308,7 @@ class Communicator:
             if isinstance(error, Exception):
                 told = GroupCoordinatorError(f"{what} failed: {error}")
                 told.__cause__ = error.__cause__ if isinstance(error, GroupCoordinatorError) else error
-        return told if self.epoch is None else self.epoch.explained(what, told)
+        return self.epoch.explained(what, told)
 
     @contextlib.contextmanager
     def guard(self, operation: str) -> Iterator[None]:
@@ -441,8 +440,6 @@ class Communicator:
         with self._counting:
             number = self._messages[direction, peer]
             self._messages[direction, peer] += 1
-        if self.epoch is None:
-            return FIRST_TAG + number % TAGS
         return FIRST_TAG + self.epoch.mark % _EPOCH_MARKS * _EPOCH_TAGS + number % _EPOCH_TAGS
 
     # The operations below move tensors that are contiguous and `movable`.
@@ -500,7 +497,7 @@ def call(operation: str) -> Callable[[Call[P, T]], Call[P, T]]:
                 raise communicator.explained(operation, error)  # noqa: B904 - it has its cause
             finally:
                 calls.pop(key, None)
-            if communicator.epoch is not None:
+            if communicator.epoch is not LASTING:
                 communicator.end(operation)
             return result
 

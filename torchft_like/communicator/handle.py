@@ -38,16 +38,17 @@ class Epoch(Configuration):
         if self.reason is not None:
             raise self.stale(what)
 
-    def stale(self, what: str) -> StaleEpochError:
-        return StaleEpochError(f"{what} is of epoch {self.number}, which is over: {self.reason}")
+    def stale(self, what: str, cause: BaseException | None = None) -> StaleEpochError:
+        error = StaleEpochError(f"{what} is of epoch {self.number}, which is over: {self.reason}")
+        error.__cause__ = cause
+        return error
 
     def explained(self, what: str, error: BaseException) -> BaseException:
         is_old = self.reason is not None and isinstance(error, GroupCoordinatorError)
-        if not is_old or isinstance(error, StaleEpochError):
-            return error
-        stale = self.stale(what)
-        stale.__cause__ = error
-        return stale
+        return self.stale(what, error) if is_old and not isinstance(error, StaleEpochError) else error
+
+
+LASTING = Epoch(0)  # of members that never change
 
 
 class Handle(Generic[T]):
@@ -58,7 +59,7 @@ class Handle(Generic[T]):
         settle: makes the result, in the first thread that waits, with a function that returns what `finish`
           has returned or raises what it has raised. Calls that need the same order on all ranks belong there.
         is_over: whether the operation is done, if streams wait for it; then no thread waits.
-        epoch: the epoch of the members; the handle can be used for as long as it lasts.
+        epoch: that of the members; the handle can be used for as long as it lasts.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class Handle(Generic[T]):
         finish: Callable[[], Any],
         settle: Callable[[Callable[[], Any]], T] = lambda outcome: outcome(),
         is_over: Callable[[], bool] | None = None,
-        epoch: Epoch | None = None,
+        epoch: Epoch = LASTING,
     ) -> None:
         self._text = text
         self._epoch = epoch
@@ -92,8 +93,6 @@ class Handle(Generic[T]):
             StaleEpochError: the members have changed since, even if the operation was done before.
         """
         timeout_s = None if timeout is None else seconds_of(timeout, may_be_0=True)
-        if self._epoch is None:
-            return self._wait(timeout_s)
         self._epoch.require_present(self._text)
         try:
             result = self._wait(timeout_s)
@@ -115,11 +114,11 @@ class Handle(Generic[T]):
 
     def is_completed(self) -> bool:
         """Return whether the operation is over: all has come or was sent, it failed, or its epoch is over."""
-        if self._epoch is not None and self._epoch.reason is not None:
+        if self._epoch.reason is not None:
             return True
         return self._outcome.done() or (self._is_over is not None and self._is_over())
 
     def __repr__(self) -> str:
-        if self._epoch is not None and self._epoch.reason is not None:
+        if self._epoch.reason is not None:
             return f"<stale, of epoch {self._epoch.number}>"
         return f"<{self._text}: {'done' if self.is_completed() else 'under way'}>"

@@ -96,11 +96,12 @@ _registrations = itertools.count()
 
 
 class GroupGang(Gang):
-    """The functions of a gang; a subclass says which members carry them out."""
+    """The functions of a gang over a process group; a subclass says which members carry them out."""
 
     _quick: Communicator | None = None  # the members, if nothing has to be asked of them before a call
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
+        self._pg = pg
         self._device = with_index(torch.device(device))
         # Called with each error of the gang, and of the gangs that are made of it.
         self._tell: Callable[[Exception], object] = lambda _: None
@@ -124,9 +125,12 @@ class GroupGang(Gang):
         members.asks_first_rank = False  # each member hears of a member's death
         return members
 
+    def as_process_group(self) -> dist.ProcessGroup:
+        return self._pg
+
     def _has_average(self, tensor: Tensor) -> bool:
         """Return whether the group has MEAN for tensors like this one; otherwise a SUM is divided."""
-        return tensor.is_cuda
+        return tensor.is_cuda or (isinstance(self._pg, ProcessGroup) and self._pg.counts_participants)
 
     def _explained(self, what: str, error: Exception) -> GangError:
         explained = GangError(f"{what} of {self!r} failed: {error}")
@@ -313,10 +317,9 @@ class ProcessGroupGang(GroupGang):
     """
 
     def __init__(self, pg: dist.ProcessGroup, device: torch.device) -> None:
-        super().__init__(device)
+        super().__init__(pg, device)
         if not isinstance(pg, dist.ProcessGroup):
             raise ValueError(f"{pg!r} is no process group that the caller is a member of")
-        self._pg = pg
         self._members: Communicator | None = None
         self._part: Part | None = None
         self._owns_default_group = False
@@ -416,9 +419,6 @@ class ProcessGroupGang(GroupGang):
             is_quick = self._check_parts is None and members.control.is_lasting
             self._quick = members if is_quick else None
         return members
-
-    def _has_average(self, tensor: Tensor) -> bool:
-        return tensor.is_cuda or (isinstance(self._pg, ProcessGroup) and self._pg.counts_participants)
 
     def _explained(self, what: str, error: Exception) -> GangError:
         if self._part is not None and (reason := self._part.ending.reason) is not None:

@@ -14,8 +14,6 @@ from collections.abc import Callable
 from typing import final
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from torchft_like.communicator.communicator import Communicator
 from torchft_like.errors import GangError
@@ -36,7 +34,7 @@ class ManagedGang(GroupGang):
     function that shares tensors out by rank (all_gather) makes no sense in such a step and raises a
     GangError. So do all functions of sub-gangs in it. Step 0 is such a step, however often it is tried,
     unless the Manager has `init_sync=False`; with `use_async_quorum=False` replicas heal before the step, and
-    no step is.
+    no step is. Its process group is a ManagedProcessGroup, whose collectives do not raise.
 
     After a GangError go on to the next `start_quorum`: the gang then has the members of that quorum.
 
@@ -47,9 +45,8 @@ class ManagedGang(GroupGang):
 
     def __init__(self, manager: GroupManager, device: torch.device | None = None) -> None:
         group = ManagedProcessGroup(manager)
-        super().__init__(device or group._device_types[0])
+        super().__init__(group, device or group._device_types[0])
         self._manager = manager
-        self._group = group
         self._tell, self._check_parts = manager.report_error, self._check_nobody_heals
 
     @property
@@ -84,10 +81,6 @@ class ManagedGang(GroupGang):
     def close(self) -> None:
         """Do nothing: the group is the Manager's."""
 
-    def as_process_group(self) -> dist.ProcessGroup:
-        """Return a ManagedProcessGroup, whose collectives do not raise."""
-        return self._group
-
     def _whole(self, members: Communicator) -> Communicator:
         return self._over(self._manager.process_group)
 
@@ -110,16 +103,13 @@ class ManagedGang(GroupGang):
 
     def _present(self) -> Communicator:
         self._wait_quorum()
-        return self._over(self._group)
+        return self._over(self._pg)
 
     def _wait_quorum(self) -> None:
         try:
             self._manager.wait_quorum()
         except Exception as error:
             raise GangError(f"there is no quorum: {error}") from error
-
-    def _has_average(self, tensor: Tensor) -> bool:
-        return True  # of the participants, which the manager counts
 
     def __repr__(self) -> str:
         return f"<ManagedGang over {self._manager!r} on {self._device}>"

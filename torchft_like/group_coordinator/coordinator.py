@@ -22,7 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 from torchft_like.communicator import collectives, messages
 from torchft_like.communicator.collectives import Sizes
 from torchft_like.communicator.communicator import Communicator, CoordinatorOptions, Group, ranks_in_job
-from torchft_like.communicator.handle import Epoch, Handle
+from torchft_like.communicator.handle import LASTING, Epoch, Handle
 from torchft_like.communicator.messages import TensorDict
 from torchft_like.communicator.tensors import (
     checked_dim,
@@ -69,7 +69,7 @@ class Dispatched:
 
     sizes: Sizes
     is_sequence_parallel: bool
-    epoch: Epoch | None
+    epoch: Epoch
 
 
 @dataclass(frozen=True)
@@ -662,7 +662,7 @@ class GroupCoordinator:
         """
         communicator = self._current()  # first, because this call ends the epoch of an earlier quorum
         dispatched = self._dispatched
-        if dispatched is not None and dispatched.epoch is not None:
+        if dispatched is not None:
             dispatched.epoch.require_present("dispatch")
 
         def sizes() -> Sizes:
@@ -750,7 +750,7 @@ class GroupCoordinator:
             raise ValueError(f"{name} {found} is the caller itself: a rank does not send to itself")
         return communicator, found
 
-    def _adopt(self, place: Place, epoch: Epoch | None = None) -> Communicator:
+    def _adopt(self, place: Place, epoch: Epoch = LASTING) -> Communicator:
         """Have the members that the groups of this place join."""
         self.unique_name, self.rank_in_group, self.ranks, self.device, self.cpu_group, device_group = place
         self.device_group = self.cpu_group if device_group is None else device_group

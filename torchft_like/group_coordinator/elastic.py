@@ -575,7 +575,7 @@ class EpochCoordinator(GroupCoordinator):
 
     def _end_present(self, reason: str) -> None:
         """End the present epoch, with the queues that were made in it."""
-        if self._communicator is not None and self._communicator.epoch is not None:
+        if self._communicator is not None:
             self._communicator.epoch.set(reason)
             self._communicator.end_queues()
         self._barriers = self.mq_broadcaster = None
@@ -893,9 +893,7 @@ class _ManagedEpoch(Epoch):
             return error
         self._look()
         if self.reason is not None:
-            stale = self.stale(what)
-            stale.__cause__ = error
-            return stale
+            return self.stale(what, error)
         self._manager.report_error(error)
         return error
 
