@@ -46,8 +46,6 @@ class Format:
     """A format of codes.
 
     Attributes:
-        name: the name that callers give.
-        dtype: the dtype of codes.
         wire: the dtype as which bytes are sent; ranks that disagree about the format disagree about it.
         largest: the code to which the greatest magnitude of a row is scaled.
     """

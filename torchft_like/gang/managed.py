@@ -51,11 +51,7 @@ class ManagedGang(GroupGang):
 
     @property
     def rank(self) -> int:
-        """The caller's place in the quorum; to read it waits for the quorum.
-
-        Raises:
-            GangError: there is no quorum.
-        """
+        """The caller's place in the quorum; to read it waits for the quorum."""
         self._wait_quorum()
         rank = self._manager.replica_rank()
         if rank is None:
@@ -64,11 +60,7 @@ class ManagedGang(GroupGang):
 
     @property
     def size(self) -> int:
-        """The number of members of the quorum; to read it waits for the quorum.
-
-        Raises:
-            GangError: there is no quorum.
-        """
+        """The number of members of the quorum; to read it waits for the quorum."""
         self._wait_quorum()
         return self._manager.replica_world_size()
 

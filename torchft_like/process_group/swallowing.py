@@ -313,11 +313,8 @@ class ManagedProcessGroup(SwallowingGroup):
     If there is no quorum within `quorum_timeout`, or the replica group is lost, the step is lost, too,
     and `should_commit` raises that.
 
-    Args:
-        manager: the Manager of this rank.
-
     Raises:
-        ConfigError: it is none.
+        ConfigError: what it is given is no Manager.
     """
 
     def __init__(self, manager: GroupManager) -> None:

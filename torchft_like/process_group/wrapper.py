@@ -82,7 +82,6 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     Args:
         timeout: the limit for subclasses that make the inner group (seconds or timedelta); a given group
           keeps its own.
-        pg: the inner group.
     """
 
     configuration = _of_inner("configuration")
@@ -302,9 +301,6 @@ class FaultInjectingProcessGroup(ProcessGroupWrapper):
 
     Faults outlive `configure`. `call` counts the calls of the collective from the planting on,
     beginning with 1; the collective "any" counts all of them.
-
-    Attributes:
-        injected: how many faults were felt.
     """
 
     def __init__(self, pg: ProcessGroup) -> None:
@@ -430,16 +426,12 @@ class ProcessGroupDummy(ProcessGroup):
 
     It is for code that needs a group where there is nothing to communicate, and for tests.
 
-    Args:
-        rank: 0.
-        world: 1.
-
     Attributes:
         calls: how often each collective was called, by name.
         configure_count, wait_count, get_future_count: how often each of these was called.
 
     Raises:
-        ValueError: another rank or world was given.
+        ValueError: the rank is not 0, or the world not 1.
     """
 
     _backend_name = "torchft-dummy"
