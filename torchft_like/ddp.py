@@ -6,7 +6,7 @@ communication hook.
 
 import functools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -20,6 +20,7 @@ from torch.futures import Future
 from torch.nn import parallel
 from torch.utils.weak import WeakIdKeyDictionary
 
+from torchft_like.averaged import Witnesses, check_updates
 from torchft_like.checkpointing.shards import is_dtensor
 from torchft_like.errors import NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
@@ -55,8 +56,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     costs a walk through the graph and one more allreduce, which models that use all of their parameters are
     spared.
 
-    As with torch's, gradients that `torch.autograd.grad` or `torch.func` returns are not reduced, and nothing
-    says so: replicas that step with them come apart. Reduce each with `manager.allreduce`.
+    As with torch's, gradients that `torch.autograd.grad` or `torch.func` returns are not reduced, nor what a
+    second backward pass through the same graph adds: an `Optimizer` refuses to step with such alone. Reduce
+    the former with `manager.allreduce`. A parameter that is unfrozen later is reduced from then on.
 
     Args:
         manager: the Manager of this rank.
@@ -107,6 +109,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
         self._set_reducer_up()
         manager.check_before_vote(self._check_all_were_used)
+        check_updates(self._check_averaged)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass. A backward pass that an exception ended is forgotten."""
@@ -115,6 +118,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
             fix_buckets(self)
+        if any(parameter.requires_grad for parameter in self._frozen):
+            self._make_reducer_anew()
+        self._witnesses.called(self.require_backward_grad_sync)
         return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -146,17 +152,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _check_all_were_used(self) -> Exception | None:
         """Return an error if the last backward pass left parameters out; look for such ones from now on."""
-        if self.find_unused_parameters:
-            return None
         try:
             self.reducer._check_reducer_finalized()
         except RuntimeError as error:
+            if self.find_unused_parameters:  # as with `backward(inputs=...)`: the next forward pass raises it
+                return error
             self.find_unused_parameters = self._reducers_group.searches = True
-            parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
-            names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
-            self._ddp_init_helper(parameters, are_sparse, names, False)  # type: ignore[no-untyped-call]
-            self._comm_hooks.clear()
-            self._set_reducer_up()
+            self._make_reducer_anew()
             return UnusedParametersError(
                 "a backward pass has left parameters out, so this step cannot be committed; they are looked "
                 "for from now on, as find_unused_parameters=True does from the first step on; torch says: "
@@ -164,10 +166,29 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             )
         return None
 
+    def _check_averaged(self, updated: Collection[int]) -> None:
+        """Refuse an update by gradients that were not averaged, where backward passes came to their end."""
+        if self._witnesses.are_among(updated):  # otherwise another thread may be in the reducer, for long
+            try:
+                self.reducer._check_reducer_finalized()
+            except RuntimeError:  # `_check_all_were_used` returns it
+                return
+            self._witnesses.check(updated)
+
+    def _make_reducer_anew(self) -> None:
+        """Make the reducer for the parameters that are trained now."""
+        parameters, are_sparse = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
+        names = self._build_debug_param_to_name_mapping(parameters)  # type: ignore[no-untyped-call]
+        self._ddp_init_helper(parameters, are_sparse, names, False)  # type: ignore[no-untyped-call]
+        self._comm_hooks.clear()
+        self._set_reducer_up()
+
     def _set_reducer_up(self) -> None:
         """Make a new reducer reduce its buckets over the replicas."""
         parameters, _ = self._build_params_for_reducer()  # type: ignore[no-untyped-call]
         self._reducers_group.n_parameters = len(parameters)
+        self._witnesses = self._reducers_group.witnesses = Witnesses(self._manager, parameters)
+        self._frozen = [parameter for parameter in self._module_parameters if not parameter.requires_grad]
         super().register_comm_hook(self._reducers_group, _allreduce_bucket)
 
 
@@ -208,6 +229,7 @@ class _OfReducer(ProcessGroupDummy):
     Attributes:
         searches: whether this replica looks for unused parameters.
         n_parameters: how many parameters the model has.
+        witnesses: tell whether gradients were averaged.
     """
 
     def __init__(self, manager: Manager, searches: bool) -> None:
@@ -215,6 +237,7 @@ class _OfReducer(ProcessGroupDummy):
         self._manager = manager
         self.searches = searches
         self.n_parameters = 0
+        self.witnesses: Witnesses
         self._asked_in: int | None = None  # the quorum
         self._answer: tuple[torch.Tensor, Work] | None = None  # the sums of `_ask`, under way
         self._some_search = False
@@ -243,6 +266,7 @@ class _OfReducer(ProcessGroupDummy):
                 work.wait()
                 done.set_result(reduced)
             self._begun = []
+            self.witnesses.averaged()
         return future
 
     def _ask(self, device: torch.device) -> None:
@@ -307,11 +331,18 @@ class _GradientHooks:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
         self._hooked = WeakIdKeyDictionary()
+        self._witnesses: Witnesses | None = None
 
     def add_to(self, module: nn.Module) -> None:
         """Add hooks to the parameters that have none yet."""
-        for parameter in module.parameters():
-            if parameter.requires_grad and parameter not in self._hooked:
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self._witnesses is None and trained:
+            self._witnesses = Witnesses(self._manager, trained)
+            check_updates(self._witnesses.check)
+        if self._witnesses is not None:
+            self._witnesses.called()
+        for parameter in trained:
+            if parameter not in self._hooked:
                 hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
                 self._hooked[parameter] = hook
 
@@ -319,6 +350,8 @@ class _GradientHooks:
         if parameter.grad is None:
             return
         work = self._manager.allreduce(parameter.grad)
+        if self._witnesses is not None:
+            self._witnesses.averaged()
 
         def finish() -> None:
             work.wait()

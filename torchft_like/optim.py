@@ -10,6 +10,7 @@ import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from torchft_like.averaged import check_averaged
 from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
 
@@ -57,9 +58,14 @@ class OptimizerWrapper(Optimizer):
         Args:
             closure: calls `zero_grad` and evaluates the model and its gradients, as the closures of Lightning
               do. It is called once, first.
+
+        Raises:
+            NotSupportedError: a DistributedDataParallel has averaged none of the gradients, or not all
+              (`averaged`).
         """
         if closure is not None:
             closure()
+        check_averaged(parameter for group in self.param_groups for parameter in group["params"])
         before = self.manager.current_step()
         try:
             committed = self.manager.should_commit()

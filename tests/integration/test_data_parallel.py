@@ -447,6 +447,157 @@ def test_a_parameter_that_is_added_or_unfrozen_later_is_reduced(lighthouse: Ligh
     assert one == other
 
 
+@pytest.mark.parametrize("newcomer", ["", "b"])
+@pytest.mark.parametrize(
+    "settings", [{}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}]
+)
+def test_a_parameter_that_is_unfrozen_later_is_in_a_bucket(settings: dict[str, Any], newcomer: str) -> None:
+    """And a replica that comes later unfreezes it once it has healed."""
+    lighthouse = LighthouseServer(min_replicas=1 if newcomer else 2, join_timeout_ms=60_000)
+    is_unfrozen, last_step = threading.Event(), [math.inf if newcomer else 6]
+    first = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.Linear(3, 3))
+    first[0].requires_grad_(False)
+    models = {"a": first, "b": copy.deepcopy(first)}
+
+    def train(name: str) -> str:
+        model = models[name]
+        if name == newcomer:
+            assert is_unfrozen.wait(LIMIT_S)
+        with make_manager(
+            lighthouse,
+            name,
+            model,
+            min_replica_size=1,
+            init_sync=bool(newcomer),
+            pg=ProcessGroupGloo(LIMIT_S),
+        ) as manager:
+            parallel = DistributedDataParallel(manager, model, **settings)
+            optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.001))
+            while (step := manager.current_step()) < last_step[0]:
+                if step >= 3:
+                    model[0].requires_grad_(True)
+                if step >= 5:
+                    is_unfrozen.set()
+                optimizer.zero_grad()
+                parallel(torch.full((1, 3), float(ord(name)))).sum().backward()
+                if optimizer.step() and name == newcomer:
+                    last_step[0] = min(last_step[0], manager.current_step() + 3)
+        return state_digest(model.state_dict())
+
+    try:
+        one, other = each_in_a_thread("ab", train)
+    finally:
+        lighthouse.shutdown()
+    assert one == other
+
+
+def no_pass(parallel: Any, rows: Tensor) -> None:
+    parameters = list(parallel.parameters())
+    for parameter, gradient in zip(
+        parameters, torch.autograd.grad(parallel(rows).sum(), parameters), strict=True
+    ):
+        parameter.grad = gradient
+
+
+def pass_that_does_not_average(parallel: Any, rows: Tensor) -> None:
+    with parallel.no_sync():
+        parallel(rows).sum().backward()
+
+
+def second_pass(parallel: Any, rows: Tensor) -> None:
+    loss = parallel(rows).sum()
+    loss.backward(retain_graph=True)
+    loss.square().backward()
+
+
+def pass_of_the_module(parallel: Any, rows: Tensor) -> None:
+    parallel(rows).sum().backward()
+    parallel.module(rows).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("train", "wrapper", "words"),
+    [
+        (no_pass, DistributedDataParallel, "manager.allreduce"),
+        (no_pass, PureDistributedDataParallel, "manager.allreduce"),
+        (pass_that_does_not_average, DistributedDataParallel, "outside of no_sync"),
+        (second_pass, DistributedDataParallel, "Add up losses"),
+        (second_pass, PureDistributedDataParallel, ""),
+        (pass_of_the_module, DistributedDataParallel, "call the wrapper"),
+        (pass_of_the_module, PureDistributedDataParallel, ""),
+    ],
+)
+def test_no_optimizer_steps_with_gradients_of_one_replica(
+    lighthouse: LighthouseServer,
+    train: Callable[[Any, Tensor], None],
+    wrapper: Callable[..., nn.Module],
+    words: str,
+) -> None:
+    def act(replica: Replica) -> str:
+        parallel = wrapper(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        before = state_digest(replica.model.state_dict())
+        optimizer.zero_grad()
+        train(parallel, torch.full((1, 3), float(ord(replica.name))))
+        if not words:
+            assert optimizer.step()
+            return state_digest(replica.model.state_dict())
+        with pytest.raises(NotSupportedError, match=words):
+            optimizer.step()
+        assert state_digest(replica.model.state_dict()) == before
+        optimizer.zero_grad()
+        parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+        optimizer.step()  # whether or not the other one is in this step
+        return ""
+
+    one, other = on_both(lighthouse, lambda: nn.Linear(3, 3), act, min_replica_size=1)
+    assert one == other
+
+
+def test_gradients_that_a_script_averages_itself_are_stepped_with_and_those_of_another_optimizer_are_not_seen(
+    lighthouse: LighthouseServer,
+) -> None:
+    def train(replica: Replica) -> str:
+        generator, critic = replica.model.children()
+        parallel = DistributedDataParallel(replica.manager, generator)
+        judge: Any = DistributedDataParallel(replica.manager, critic)
+        optimizers = [
+            Optimizer(replica.manager, torch.optim.SGD(part.parameters(), lr=0.1))
+            for part in (generator, critic)
+        ]
+        rows = torch.full((1, 3), float(ord(replica.name)))
+        optimizers[0].zero_grad()
+        judge.module(parallel(rows)).sum().backward()  # adds gradients to the critic, which are cleared
+        assert optimizers[0].step()
+        optimizers[1].zero_grad()
+        no_pass(judge, rows)
+        for parameter in critic.parameters():
+            assert parameter.grad is not None
+            replica.manager.allreduce(parameter.grad).wait()
+        assert optimizers[1].step()
+        return state_digest(replica.model.state_dict())
+
+    def make_model() -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+
+    one, other = on_both(lighthouse, make_model, train)
+    assert one == other
+
+
+def test_a_step_of_which_some_buckets_are_not_reduced_is_not_committed(lighthouse: LighthouseServer) -> None:
+    """Though unused parameters are looked for: these are used, and `backward` was told to leave them out."""
+
+    def train(replica: Replica) -> bool:
+        parallel = DistributedDataParallel(replica.manager, replica.model, find_unused_parameters=True)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        optimizer.zero_grad()
+        first = next(replica.model.parameters())
+        parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward(inputs=[first])
+        return optimizer.step()
+
+    assert on_both(lighthouse, lambda: nn.Linear(3, 3), train) == [False, False]
+
+
 def test_a_copy_of_the_wrapper_is_a_module_that_reduces_nothing(lighthouse: LighthouseServer) -> None:
     def gradient_of(module: nn.Module, rows: Tensor) -> float:
         (parameter,) = module.parameters()

@@ -574,6 +574,11 @@ class Manager:
         """How often a step began while the last one had no `should_commit`, as after an exception."""
         return self._protocol.steps_given_up
 
+    @property
+    def has_reduced(self) -> bool:
+        """Whether an allreduce was begun in this step."""
+        return self._protocol.is_bound
+
     def batches_committed(self) -> int:
         """Return the sum over the committed steps of the number of participants."""
         return self._protocol.batches_committed
