@@ -31,6 +31,7 @@ from lighthouse.wire import torchft_pb2 as pb
 TEXT_MAX = 4096  # characters of an id, an address or a reason
 IDENTITY_BYTES_MAX = 256 * 1024
 VACANCY_BYTES_MAX = 64 * 1024
+HOSTS_MAX = 1024  # of one replica group
 _GROUP_BEGINS = 3  # protobuf's wire type
 
 # Quorum ids begin at the wall clock's milliseconds. A report that is farther ahead of it than this is no id
@@ -131,7 +132,10 @@ def about_member(
     unknown: Any = UnknownFieldSet(member)
     if any(field.wire_type == _GROUP_BEGINS for field in unknown):
         return "a member with a protobuf group: in a quorum it may be nested too deep to be read"
-    if complaint := about_addresses(config, caller, member.address, member.store_address):
+    if len(member.rank_addresses) > HOSTS_MAX:
+        return f"rank_addresses has more than {HOSTS_MAX} entries"
+    of_ranks = (each.address for each in member.rank_addresses)
+    if complaint := about_addresses(config, caller, member.address, member.store_address, *of_ranks):
         return complaint
     return about_step(member.step) or _about_number(
         "commit_quorum_id", member.commit_quorum_id, limit.quorum_id

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from typing import cast
 
 from lighthouse.address import Address, is_loopback
 from lighthouse.errors import BindError
@@ -14,6 +15,7 @@ _EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # Addresses for documentation, which are nobody's: the route there is the default one.
 ANYWHERE = {socket.AF_INET: "203.0.113.1", socket.AF_INET6: "2001:db8::1"}
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
+CALLERS_MAX = 1024  # that find out at one time whether a process exists
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
 
@@ -130,6 +132,48 @@ async def why_unreachable(address: Address, timeout_s: float, greeting: bytes = 
         if writer is not None:
             writer.transport.abort()
     return None
+
+
+class SignOfLife:
+    """A listening TCP socket at which others find out whether this process exists, and whether they reach
+    this host. What they send is read, and nothing is said.
+
+    The kernel takes connections where the process is busy or stopped, too, and none once it has ended.
+
+    Raises:
+        BindError: the address is in use or not of this host.
+    """
+
+    def __init__(self, bind: Address) -> None:
+        self._socket = listen_tcp(bind)
+        self._server: asyncio.Server | None = None
+        self._callers: set[asyncio.Transport] = set()
+        self.address = Address(bind.host, self._socket.getsockname()[1])
+
+    async def take_calls(self) -> None:
+        """Read what comes from now on, on the running loop: else a full queue would take nothing more."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Call(self._callers), sock=self._socket)
+
+    def close(self) -> None:
+        """Refuse connections from now on; safe to call again. On the loop, if it takes calls."""
+        (self._server or self._socket).close()
+        for caller in list(self._callers):
+            caller.abort()
+
+
+class _Call(asyncio.Protocol):
+    def __init__(self, callers: set[asyncio.Transport]) -> None:
+        self._callers = callers
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._callers.add(self._transport)
+        if len(self._callers) > CALLERS_MAX:
+            self._transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._callers.discard(self._transport)
 
 
 async def until_refused(address: Address) -> None:

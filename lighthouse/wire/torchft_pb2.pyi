@@ -10,7 +10,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class QuorumMember(_message.Message):
-    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret", "timeout_ms")
+    __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "reconfigure_handles", "commit_quorum_id", "fingerprint", "broken_quorum_id", "may_stand", "own_failure", "own_failures", "may_catch_up", "reached_step", "reached_quorum_id", "has_fetched", "takes_secret", "timeout_ms", "rank_addresses")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class QuorumMember(_message.Message):
     HAS_FETCHED_FIELD_NUMBER: _ClassVar[int]
     TAKES_SECRET_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    RANK_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     store_address: str
@@ -53,7 +54,16 @@ class QuorumMember(_message.Message):
     has_fetched: bool
     takes_secret: bool
     timeout_ms: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    rank_addresses: _containers.RepeatedCompositeFieldContainer[RankAddress]
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., store_address: _Optional[str] = ..., step: _Optional[int] = ..., world_size: _Optional[int] = ..., shrink_only: bool = ..., data: _Optional[str] = ..., commit_failures: _Optional[int] = ..., reconfigure_handles: _Optional[_Iterable[str]] = ..., commit_quorum_id: _Optional[int] = ..., fingerprint: _Optional[bytes] = ..., broken_quorum_id: _Optional[int] = ..., may_stand: bool = ..., own_failure: _Optional[str] = ..., own_failures: _Optional[int] = ..., may_catch_up: bool = ..., reached_step: _Optional[int] = ..., reached_quorum_id: _Optional[int] = ..., has_fetched: bool = ..., takes_secret: bool = ..., timeout_ms: _Optional[int] = ..., rank_addresses: _Optional[_Iterable[_Union[RankAddress, _Mapping]]] = ...) -> None: ...
+
+class RankAddress(_message.Message):
+    __slots__ = ("group_rank", "address")
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    group_rank: int
+    address: str
+    def __init__(self, group_rank: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
 
 class Quorum(_message.Message):
     __slots__ = ("quorum_id", "participants", "created", "round", "stands", "first_quorum_id", "secret", "statement")
@@ -551,20 +561,22 @@ class KillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class RankSessionRequest(_message.Message):
-    __slots__ = ("register", "join", "vote", "leave", "holds", "received")
+    __slots__ = ("register", "join", "vote", "leave", "holds", "probed", "received")
     REGISTER_FIELD_NUMBER: _ClassVar[int]
     JOIN_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     LEAVE_FIELD_NUMBER: _ClassVar[int]
     HOLDS_FIELD_NUMBER: _ClassVar[int]
+    PROBED_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     register: RankRegister
     join: ManagerQuorumRequest
     vote: ShouldCommitRequest
     leave: Leave
     holds: Holds
+    probed: PeersProbed
     received: int
-    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
+    def __init__(self, register: _Optional[_Union[RankRegister, _Mapping]] = ..., join: _Optional[_Union[ManagerQuorumRequest, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitRequest, _Mapping]] = ..., leave: _Optional[_Union[Leave, _Mapping]] = ..., holds: _Optional[_Union[Holds, _Mapping]] = ..., probed: _Optional[_Union[PeersProbed, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class RankRegister(_message.Message):
     __slots__ = ("group_rank", "process", "address", "replica_id")
@@ -579,7 +591,7 @@ class RankRegister(_message.Message):
     def __init__(self, group_rank: _Optional[int] = ..., process: _Optional[bytes] = ..., address: _Optional[str] = ..., replica_id: _Optional[str] = ...) -> None: ...
 
 class RankSessionResponse(_message.Message):
-    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out", "hold", "release", "suspected", "received")
+    __slots__ = ("registered", "quorum", "member_lost", "vote", "group_lost", "step_lost", "left_out", "hold", "release", "suspected", "probe", "received")
     REGISTERED_FIELD_NUMBER: _ClassVar[int]
     QUORUM_FIELD_NUMBER: _ClassVar[int]
     MEMBER_LOST_FIELD_NUMBER: _ClassVar[int]
@@ -590,6 +602,7 @@ class RankSessionResponse(_message.Message):
     HOLD_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     SUSPECTED_FIELD_NUMBER: _ClassVar[int]
+    PROBE_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_FIELD_NUMBER: _ClassVar[int]
     registered: RankRegistered
     quorum: ManagerQuorumResponse
@@ -601,14 +614,37 @@ class RankSessionResponse(_message.Message):
     hold: HoldQuorum
     release: ReleaseQuorum
     suspected: RankSuspected
+    probe: ProbePeers
     received: int
-    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ..., suspected: _Optional[_Union[RankSuspected, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
+    def __init__(self, registered: _Optional[_Union[RankRegistered, _Mapping]] = ..., quorum: _Optional[_Union[ManagerQuorumResponse, _Mapping]] = ..., member_lost: _Optional[_Union[MemberLost, _Mapping]] = ..., vote: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., group_lost: _Optional[_Union[GroupLost, _Mapping]] = ..., step_lost: _Optional[_Union[StepLost, _Mapping]] = ..., left_out: _Optional[_Union[LeftOut, _Mapping]] = ..., hold: _Optional[_Union[HoldQuorum, _Mapping]] = ..., release: _Optional[_Union[ReleaseQuorum, _Mapping]] = ..., suspected: _Optional[_Union[RankSuspected, _Mapping]] = ..., probe: _Optional[_Union[ProbePeers, _Mapping]] = ..., received: _Optional[int] = ...) -> None: ...
 
 class RankRegistered(_message.Message):
     __slots__ = ("replica_id",)
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     def __init__(self, replica_id: _Optional[str] = ...) -> None: ...
+
+class ProbePeers(_message.Message):
+    __slots__ = ("number", "replica_ids", "addresses", "must_listen", "is_repeated")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    MUST_LISTEN_FIELD_NUMBER: _ClassVar[int]
+    IS_REPEATED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    addresses: _containers.RepeatedScalarFieldContainer[str]
+    must_listen: _containers.RepeatedScalarFieldContainer[str]
+    is_repeated: bool
+    def __init__(self, number: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., addresses: _Optional[_Iterable[str]] = ..., must_listen: _Optional[_Iterable[str]] = ..., is_repeated: bool = ...) -> None: ...
+
+class PeersProbed(_message.Message):
+    __slots__ = ("number", "silent_replica_ids")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SILENT_REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    silent_replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., silent_replica_ids: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class RankSuspected(_message.Message):
     __slots__ = ("group_rank", "reason")

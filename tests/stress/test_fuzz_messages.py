@@ -49,6 +49,7 @@ members = st.builds(
     commit_failures=numbers,
     reconfigure_handles=st.lists(names, max_size=3),
     commit_quorum_id=numbers,
+    rank_addresses=st.lists(st.builds(pb.RankAddress, group_rank=numbers, address=names), max_size=2),
 )
 registers = st.builds(
     pb.Register,

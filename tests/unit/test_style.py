@@ -120,7 +120,6 @@ MAKERS = {
     "listen_tcp": {
         "lighthouse/listening.py",
         "torchft_like/doctor.py",
-        "torchft_like/manager_server/rank_link.py",  # says nothing: that it is there is a sign of life
         "torchft_like/process_group/checking.py",
         "torchft_like/process_group/store.py",  # for torch's, where a user has named it
     },

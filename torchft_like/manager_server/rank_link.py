@@ -20,7 +20,7 @@ import grpc.aio
 
 from lighthouse import codec, wire
 from lighthouse.address import LOOPBACK, Address
-from lighthouse.listening import listen_tcp
+from lighthouse.listening import SignOfLife
 from lighthouse.net import DISTRUST
 from lighthouse.wire import torchft_pb2 as pb
 from torchft_like.core.assignment import QuorumResult
@@ -45,7 +45,7 @@ from torchft_like.core.stall_watch import Wait
 from torchft_like.core.state_comparison import Divergence
 from torchft_like.errors import ConnectError, TrustError
 from torchft_like.manager_server.duplex import CONNECTION_REFUSED, DuplexCall, MalformedMessageError
-from torchft_like.manager_server.suspicion import DEAD_S, until_dead
+from torchft_like.manager_server.suspicion import DEAD_S, HostProbe, silent_peers, until_dead
 from torchft_like.runtime.event_loop import LoopThread, coordination_loop
 
 CONNECT_RETRY_S = 0.05
@@ -141,12 +141,12 @@ class SessionLink:
         self._address = address
         self._group_rank = group_rank
         self._listener = listener
-        self._host = host
         self._dead_s = dead_s
         self._shown = ((GROUP_KEY, key),) if key else ()
         self._loop: LoopThread = coordination_loop()
         self._process = uuid.uuid4().bytes
-        self._sign_of_life = listen_tcp(Address(host, 0))  # the kernel answers there until this process ends
+        self._sign_of_life = SignOfLife(Address(host, 0))
+        self._probes: set[asyncio.Task[None]] = set()
         self._conversation: Conversation[pb.RankSessionRequest] = Conversation()
         self._closing = False
         self._registered = asyncio.Event()
@@ -159,7 +159,7 @@ class SessionLink:
         try:
             self._loop.run(self._start(connect_timeout_s), cancels=True)
         except BaseException:
-            self._sign_of_life.close()
+            self._loop.loop.call_soon_threadsafe(self._sign_of_life.close)
             raise
 
     def join(self, join: RankJoin) -> None:
@@ -201,6 +201,7 @@ class SessionLink:
 
     async def _start(self, connect_timeout_s: float) -> None:
         """Open the first session, again and again until it is accepted, or no server listens any more."""
+        await self._sign_of_life.take_calls()
         self._task = asyncio.create_task(self._keep_open())
         registered = asyncio.ensure_future(self._registered.wait())
         try:
@@ -254,6 +255,8 @@ class SessionLink:
                 await asyncio.sleep(CONNECT_RETRY_S)
         finally:
             self._sign_of_life.close()
+            for probe in self._probes:
+                probe.cancel()
             self._trust()
 
     async def _serve(self) -> None:
@@ -263,7 +266,7 @@ class SessionLink:
         register = pb.RankRegister(
             group_rank=self._group_rank,
             process=self._process,
-            address=str(Address(self._host, self._sign_of_life.getsockname()[1])),
+            address=str(self._sign_of_life.address),
             replica_id=self.replica_id,
         )
         try:
@@ -325,10 +328,20 @@ class SessionLink:
     def _dispatch(self, response: pb.RankSessionResponse) -> None:
         if (message := message_from_wire(response, self._group_rank)) is None:
             return
+        if isinstance(message, HostProbe):
+            task = asyncio.create_task(self._probe(message))
+            self._probes.add(task)
+            task.add_done_callback(self._probes.discard)
+            return
         self._closing |= isinstance(message, GroupLostNotice)
         step = self._listener.hear(message)
         if isinstance(message, HoldRanks) and step is not None:
             self._say(pb.RankSessionRequest(holds=pb.Holds(quorum_id=message.quorum_id, step=step)))
+
+    async def _probe(self, order: HostProbe) -> None:
+        silent = await silent_peers(order.probe, self._loop.clock)
+        probed = pb.PeersProbed(number=order.number, silent_replica_ids=silent)
+        self._say(pb.RankSessionRequest(probed=probed))
 
     async def _end(self, answer_s: float) -> None:
         if answer_s:
@@ -346,12 +359,13 @@ _NOTICES: Mapping[str, Any] = {
     "hold": HoldRanks,
     "release": ReleaseRanks,
     "suspected": SuspectNotice,
+    "probe": HostProbe,
     "group_lost": GroupLostNotice,
 }
 _NAMES: Mapping[Any, str] = {GroupLeftNotice: "group_lost", **{kind: name for name, kind in _NOTICES.items()}}
 
 
-def message_to_wire(message: ToRank) -> pb.RankSessionResponse:
+def message_to_wire(message: ToRank | HostProbe) -> pb.RankSessionResponse:
     """Convert a message to a rank, with the fields of a newer lighthouse's that it may have."""
     if isinstance(message, RankQuorum):
         return pb.RankSessionResponse(quorum=quorum_result_to_wire(message.result))
@@ -364,7 +378,7 @@ def message_to_wire(message: ToRank) -> pb.RankSessionResponse:
     return pb.RankSessionResponse(**{name: known})
 
 
-def message_from_wire(response: pb.RankSessionResponse, group_rank: int) -> ToRank | None:
+def message_from_wire(response: pb.RankSessionResponse, group_rank: int) -> ToRank | HostProbe | None:
     """Convert a message to this rank; None if it is one that only a newer version knows."""
     name = response.WhichOneof("response") or ""
     if name == "quorum":
@@ -374,7 +388,7 @@ def message_from_wire(response: pb.RankSessionResponse, group_rank: int) -> ToRa
     if (kind := _NOTICES.get(name)) is None:
         return None
     to_whom = {"group_ranks": (group_rank,)} if "group_ranks" in kind._fields else {}
-    notice: ToRank = kind(**to_whom, **codec.fields_of(getattr(response, name), kind))
+    notice: ToRank | HostProbe = kind(**to_whom, **codec.fields_of(getattr(response, name), kind))
     return notice
 
 

@@ -11,15 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import itertools
 import logging
 import math
 import os
 import random
 import secrets
 import uuid
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
+from operator import itemgetter
 from typing import Any, Generic, Self, TypeVar
 
 import grpc
@@ -29,6 +31,7 @@ from lighthouse import codec, wire
 from lighthouse.address import Address, parse_address, parse_host
 from lighthouse.admission import TEXT_MAX
 from lighthouse.core.history import Report
+from lighthouse.core.left_out import REPORTED_MAX
 from lighthouse.errors import AddressError
 from lighthouse.events import printable, short_name
 from lighthouse.net import DISTRUST, ServerLimits, default_keepalive, make_aio_channel, make_aio_server, unary
@@ -81,7 +84,15 @@ from torchft_like.manager_server.rank_link import (
     verdict_fields,
     verdict_from_wire,
 )
-from torchft_like.manager_server.suspicion import DEAD_S, silent_peers, until_dead
+from torchft_like.manager_server.suspicion import (
+    DEAD_S,
+    LIMIT_S,
+    HostAddress,
+    HostProbe,
+    counterpart,
+    silent_peers,
+    until_dead,
+)
 from torchft_like.runtime import resources
 from torchft_like.runtime.durations import seconds_of
 from torchft_like.runtime.event_loop import coordination_loop
@@ -176,6 +187,9 @@ class ManagerServer:
         self._timeout_ms = round(seconds_of(timeout, may_be_0=True) * 1000)
         self._rank_gone = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._hosts: dict[str, Sequence[HostAddress]] = {}  # by replica group: its hosts but rank 0's
+        self._probe_numbers = itertools.count()
+        self._probed: dict[int, asyncio.Future[frozenset[str]]] = {}  # by number of the probe
         self._loop = coordination_loop()
         self._is_shut_down = False
         self._loop.run(
@@ -347,6 +361,10 @@ class ManagerServer:
                 case "holds":
                     holds = request.holds
                     self._perform(self.group.rank_holds(group_rank, holds.quorum_id, holds.step))
+                case "probed":
+                    answer = self._probed.get(request.probed.number)
+                    if answer is not None and not answer.done():
+                        answer.set_result(frozenset(request.probed.silent_replica_ids))
                 case "leave":
                     leave = request.leave
                     self.rank_left(group_rank, leave.reason[:TEXT_MAX], leave.step, leave.quorum_id)
@@ -462,6 +480,13 @@ class ManagerServer:
 
     def _quorum_formed(self, quorum: pb.Quorum) -> None:
         self._on_quorum(quorum.quorum_id, QuorumSecret(quorum.secret))
+        hosts = {
+            member.replica_id: [(each.group_rank, each.address) for each in member.rank_addresses]
+            for member in quorum.participants
+            if member.rank_addresses
+        }
+        kept = list(self._hosts)[-REPORTED_MAX:]  # of members that were left out, as many as a report has
+        self._hosts = {i: self._hosts[i] for i in kept if i not in hosts} | hosts
         number = quorum.quorum_id, quorum.participants, quorum.round
         of_all = quorum.stands, quorum.first_quorum_id, quorum.secret
         self._perform(self.group.quorum_formed(*number, *of_all))
@@ -556,12 +581,17 @@ class ManagerServer:
             self._perform(group.step_stalled(quorum_id, for_long=waited_s > LONG_S))
 
     async def _probe(self, probe: Probe) -> None:
+        others = self._other_hosts()
+
         def answered(replica_id: str) -> None:
-            self._perform(self.group.answered(probe, replica_id))
+            if not others:
+                self._perform(self.group.answered(probe, replica_id))
 
         silent: frozenset[str] = frozenset()
         try:
-            silent = await silent_peers(probe, self._loop.clock, answered)
+            here = silent_peers(probe, self._loop.clock, answered)
+            there = (self._probe_from(group_rank, line, probe) for group_rank, line in others)
+            silent = frozenset().union(*await asyncio.gather(here, *there))
         except Exception:  # the join waits for the answers, so an error must not keep them away
             _logger.exception("probing the other replica groups failed")
         try:
@@ -569,8 +599,34 @@ class ManagerServer:
         except Exception:  # an error of a rank, perhaps of a user's process group
             _logger.exception("what follows from a probe could not be carried out")
 
+    async def _probe_from(self, group_rank: int, line: _SessionLine, probe: Probe) -> frozenset[str]:
+        """Return which peers give no answer to the host of a rank; none if that does not say in time."""
+        addresses = [counterpart(self._hosts.get(i, ()), group_rank, rank_0) for i, rank_0 in probe.peers]
+        order = HostProbe.of(probe, next(self._probe_numbers), addresses)
+        answer: asyncio.Future[frozenset[str]] = self._loop.loop.create_future()
+        self._probed[order.number] = answer
+        try:
+            line.hear(order)
+            async with asyncio.timeout(2 * LIMIT_S):
+                return await answer & frozenset(order.replica_ids)
+        except TimeoutError:
+            return frozenset()
+        finally:
+            del self._probed[order.number]
+
+    def _other_hosts(self) -> list[tuple[int, _SessionLine]]:
+        """Return the first rank on each host of this group but rank 0's, and the line to it."""
+        first: dict[str, tuple[int, _SessionLine]] = {}
+        for group_rank, line in sorted(self._ranks.items(), key=itemgetter(0)):
+            if isinstance(line, _SessionLine) and line.address is not None:
+                first.setdefault(line.address.host, (group_rank, line))
+        first.pop(self._hostname, None)
+        return list(first.values())
+
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
+        others = self._other_hosts()
         return pb.QuorumMember(
+            rank_addresses=[pb.RankAddress(group_rank=r, address=str(line.address)) for r, line in others],
             replica_id=self.replica_id,
             address=self._address.url,
             store_address=self._store_addr,
@@ -697,7 +753,7 @@ class _SessionLine:
             self._session = None
         return is_last
 
-    def hear(self, message: ToRank) -> None:
+    def hear(self, message: ToRank | HostProbe) -> None:
         response = message_to_wire(message)
         if self.conversation.is_over:
             return

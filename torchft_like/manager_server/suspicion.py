@@ -12,14 +12,17 @@ group does without quorums; nothing is ended before it is dead.
 
 Of the ManagerServers of other replica groups only the beginning of a connection is asked for, which has to
 carry large packets, too, and the kernels do that: a process that is stopped or busy answers nevertheless.
-Whether a refusal is an answer, too, the probe says.
+Whether a refusal is an answer, too, the probe says. A group may have other hosts than that of its rank 0,
+between which a link may be broken as well: the first rank of each of them is asked to probe its counterparts
+(`HostProbe`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from lighthouse.address import Address, parse_address
 from lighthouse.core.hosts import ip_of
@@ -63,6 +66,49 @@ async def until_dead(
         return f"silent for longer than dead_after, {dead_s:g} s"
     finally:
         refused.cancel()
+
+
+HostAddress = tuple[int, str]  # the first rank of a host, and where it can be reached
+
+
+class HostProbe(NamedTuple):
+    """A message to a rank on another host than rank 0's: find out which groups give no answer there.
+
+    Attributes:
+        number: of the probe, for the answer.
+        addresses: of the groups, in the same order.
+        must_listen: those of which a refusal is no answer.
+        is_repeated: as that of a `Probe`.
+    """
+
+    number: int
+    replica_ids: tuple[str, ...]
+    addresses: tuple[str, ...]
+    must_listen: tuple[str, ...]
+    is_repeated: bool
+
+    @classmethod
+    def of(cls, probe: Probe, number: int, addresses: Sequence[str]) -> HostProbe:
+        """Have a probe done at other addresses of its groups."""
+        replica_ids = tuple(replica_id for replica_id, _ in probe.peers)
+        return cls(number, replica_ids, tuple(addresses), tuple(probe.must_listen), probe.is_repeated)
+
+    @property
+    def probe(self) -> Probe:
+        """What is to be done."""
+        peers = tuple(zip(self.replica_ids, self.addresses, strict=False))
+        return Probe(peers, self.is_repeated, frozenset(self.must_listen))
+
+
+def counterpart(hosts: Sequence[HostAddress], group_rank: int, rank_0: str) -> str:
+    """Return where a rank meets a group: at the group's host with the same rank.
+
+    Args:
+        hosts: the other hosts of that group than its rank 0's.
+        rank_0: where its rank 0 listens.
+    """
+    before = [host for host in hosts if host[0] <= group_rank]
+    return max(before, default=(0, rank_0))[1]
 
 
 RESOLVE_S = 0.5

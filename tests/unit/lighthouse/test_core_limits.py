@@ -138,6 +138,17 @@ def test_a_host_is_the_callers_or_in_the_list_without_a_look_up(
     assert (about_replica_at(address, hosts) is None) == is_admitted
 
 
+def test_so_are_the_hosts_of_a_groups_other_ranks() -> None:
+    def about(*hosts: str) -> str | None:
+        of_ranks = [pb.RankAddress(group_rank=8, address=f"{host}:29500") for host in hosts]
+        member = pb.QuorumMember(replica_id="a", rank_addresses=of_ranks)
+        return admission.about_member(member, LighthouseConfig(hosts="10.0.0.0/8"), LIMIT, "10.0.0.7")
+
+    assert about("10.0.0.8", "10.0.0.9") is None
+    assert "neither at the caller's" in (about("10.0.0.8", "169.254.169.254") or "")
+    assert "more than 1024" in (about(*["10.0.0.8"] * 1025) or "")
+
+
 @pytest.mark.parametrize("hosts", ["10.0.0.0/33", "a b", "10.0.0.1/8"])
 def test_a_list_of_hosts_that_cannot_be_read_is_refused(hosts: str) -> None:
     with pytest.raises(ConfigError, match="--hosts"):

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import Address
+from lighthouse.listening import SignOfLife, why_unreachable
 from lighthouse.net import ServerLimits, long_greeting, make_aio_server
 from lighthouse.starvation import SilenceClock
 from lighthouse.tls import TLS_ENV, process_identity
@@ -116,6 +117,31 @@ def test_who_gives_no_answer_is_silent_and_nobody_else(listener: socket.socket, 
 def test_who_begins_a_connection_and_takes_no_full_packet_is_silent(listener: socket.socket) -> None:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
     assert silent_of(address_of(listener)) == {0}
+
+
+def test_a_sign_of_life_takes_more_calls_than_a_queue_holds_until_it_is_closed() -> None:
+    async def call() -> None:
+        here = SignOfLife(Address("127.0.0.1", 0))
+        await here.take_calls()
+        for _ in range(200):
+            assert await why_unreachable(here.address, 30.0, long_greeting()) is None
+        reader, writer = await asyncio.open_connection(here.address.host, here.address.port)
+        writer.write(b"hello")
+        here.close()
+        with contextlib.suppress(ConnectionResetError):
+            assert await reader.read() == b""
+        writer.close()
+        assert isinstance(await why_unreachable(here.address, 30.0), ConnectionRefusedError)
+        here.close()
+
+    asyncio.run(call())
+
+
+@pytest.mark.parametrize(
+    ("group_rank", "where"), [(0, "a"), (7, "a"), (8, "b"), (15, "b"), (16, "c"), (99, "c")]
+)
+def test_a_rank_meets_a_group_at_the_host_with_the_same_rank(group_rank: int, where: str) -> None:
+    assert suspicion.counterpart([(16, "c"), (8, "b")], group_rank, "a") == where
 
 
 def test_a_server_goes_on_listening_after_the_greeting_of_a_probe() -> None:
