@@ -194,6 +194,21 @@ def test_a_send_may_be_received_on_another_device() -> None:
     assert game.may_run(game.call(0, send(1)), game.call(1, receive(0, spec=f"{FOUR} on cuda")))
 
 
+@pytest.mark.parametrize(("sent", "received"), [("int32[]", "int32[1]"), ("int32[1]", "int32[] on cuda")])
+def test_a_number_may_be_received_in_a_tensor_of_one_number(sent: str, received: str) -> None:
+    """The legacy start of torch's pipelines does that."""
+    game = Game(2)
+    assert game.may_run(game.call(0, send(1, spec=sent)), game.call(1, receive(0, spec=received)))
+
+
+def test_a_number_is_none_of_another_dtype_and_no_empty_tensor() -> None:
+    for received in ("float32[1]", "int32[0]", "int32[1, 1]"):
+        game = Game(2)
+        call = game.call(0, send(1, spec="int32[]"))
+        game.call(1, receive(0, spec=received))
+        assert isinstance(game.problem(call), Disagreement)
+
+
 @pytest.mark.parametrize("peer", [0, 2, -1])
 def test_a_peer_that_does_not_exist_is_left_to_the_backend(peer: int) -> None:
     game = Game(2)

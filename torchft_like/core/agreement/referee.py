@@ -431,7 +431,7 @@ def pair_disagreement(
     sender: int, sent: Statement, receiver: int, received: Statement
 ) -> Disagreement | None:
     """Compare a send with the receive that would take it; return None if they fit."""
-    found = _first_difference(_without_devices(sent.inputs), _without_devices(received.outputs))
+    found = _first_difference(_moved_alike(sent.inputs), _moved_alike(received.outputs))
     if found is None:
         return None
     return Disagreement(found[0], dict(sorted([(sender, sent.text()), (receiver, received.text())])))
@@ -544,6 +544,7 @@ def _aspect(one: str, other: str) -> str:
     return "shape" if rest.partition("]")[0] != other_rest.partition("]")[0] else "device"
 
 
-def _without_devices(specs: Sequence[str]) -> tuple[str, ...]:
-    """Drop the devices: only bytes go from rank to rank, so the tensors may be on different devices."""
-    return tuple(spec.partition("]")[0] for spec in specs)
+def _moved_alike(specs: Sequence[str]) -> tuple[str, ...]:
+    """Drop the devices, and write [] as [1], as torch's pipelines do: only bytes go from rank to rank."""
+    shapes = (spec.partition("]")[0] for spec in specs)
+    return tuple(f"{shape}1" if shape.endswith("[") else shape for shape in shapes)
