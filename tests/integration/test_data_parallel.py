@@ -491,6 +491,20 @@ def test_a_parameter_that_is_unfrozen_later_is_in_a_bucket(settings: dict[str, A
     assert one == other
 
 
+def test_a_model_may_be_on_another_device_than_torchs_default(lighthouse: LighthouseServer) -> None:
+    def train(replica: Replica) -> str:
+        with torch.device("meta"):
+            return train_branches(replica, lambda _: "all", 2, OnItsDevice)[0]
+
+    one, other = on_both(lighthouse, Both, train)
+    assert one == other
+
+
+class OnItsDevice(DistributedDataParallel):
+    def forward(self, rows: Tensor, branch: str) -> Any:
+        return super().forward(torch.ones(rows.shape, device="cpu"), branch)
+
+
 def no_pass(parallel: Any, rows: Tensor) -> None:
     parameters = list(parallel.parameters())
     for parameter, gradient in zip(

@@ -159,5 +159,5 @@ class _Dictating(ProcessGroupDummy):
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         (tensor,) = collective.bind(args, kwargs).inputs
-        tensor.copy_(torch.tensor(self._answers.pop(0), dtype=tensor.dtype))
+        tensor.copy_(torch.tensor(self._answers.pop(0), dtype=tensor.dtype, device=tensor.device))
         return super()._run(collective, args, kwargs)
