@@ -126,6 +126,8 @@ async def why_unreachable(address: Address, timeout_s: float, greeting: bytes = 
                 writer.write(greeting)
                 writer.write(b"\0")
                 await writer.drain()
+    except (ConnectionResetError, BrokenPipeError):
+        return None  # that ends a connection which a process has accepted: it takes no more, or no greeting
     except OSError as error:  # a TimeoutError is one, too
         return error
     finally:

@@ -57,6 +57,7 @@ def about_variables(environ: Mapping[str, str]) -> str:
         if name.startswith(PREFIX) and (rest := name.removeprefix(PREFIX)) not in KNOWN
         if not _OF_A_SERVICE.search(f"{name}={text}")
         if (near := difflib.get_close_matches(rest, KNOWN, 1, _LIKENESS_MIN))
+        if f"{PREFIX}{near[0]}" not in environ  # one that is set is known, and this one is a script's own
     )
 
 

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import socket
+import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 
 from lighthouse import listening
 from lighthouse.address import Address
-from lighthouse.listening import bind_error, listen_tcp, why_unbindable
-from lighthouse.net import ServerLimits, make_aio_server
+from lighthouse.listening import bind_error, listen_tcp, why_unbindable, why_unreachable
+from lighthouse.net import ServerLimits, long_greeting, make_aio_server
+from tests.conftest import WAIT_LIMIT_S
+from tests.faults import raising
 from torchft_like.runtime import hosts
 
 Resolve = Callable[[str], None]
@@ -135,6 +138,31 @@ def test_torchs_own_gloo_groups_of_such_a_host_listen_where_others_reach_them(
     monkeypatch.setenv(hosts.INTERFACE_ENV, "eth1,eth2")
     hosts.lead_torch_out(Address("trainer-3", 29400))
     assert (os.environ[hosts.INTERFACE_ENV], hosts.gloo_interface()) == ("eth1,eth2", "eth1")
+
+
+@pytest.mark.parametrize("greeting", [b"", long_greeting()], ids=["nothing", "a greeting"])
+def test_a_server_that_resets_each_connection_listens(
+    greeting: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that has all the connections that it takes does so, and a busy process hears of the reset first."""
+    connect = asyncio.open_connection
+
+    async def reset(*place: Any) -> Any:
+        connected = await connect(*place)
+        accepted, _ = server.accept()
+        accepted.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        accepted.close()
+        return connected
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        place = Address("127.0.0.1", server.getsockname()[1])
+        monkeypatch.setattr(asyncio, "open_connection", reset)
+        assert asyncio.run(why_unreachable(place, WAIT_LIMIT_S, greeting)) is None
+        monkeypatch.setattr(asyncio, "open_connection", raising(ConnectionResetError))
+        assert asyncio.run(why_unreachable(place, WAIT_LIMIT_S, greeting)) is None
+    monkeypatch.undo()
+    refusal = asyncio.run(why_unreachable(place, WAIT_LIMIT_S, greeting))
+    assert isinstance(refusal, ConnectionRefusedError)
 
 
 def test_who_has_asked_for_any_free_port_is_not_told_to() -> None:

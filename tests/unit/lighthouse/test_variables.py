@@ -51,6 +51,12 @@ def test_what_kubernetes_says_of_a_service_is_not_misspelt() -> None:
     assert "LIGHTHOUSE_PORT" in about_variables({"TORCHFT_LIGHTHOUSE_PORT": "29510"})
 
 
+def test_one_that_is_like_another_which_is_set_is_a_scripts_own() -> None:
+    own = {"TORCHFT_LIGHTHOUSE_PORT": "29510", "TORCHFT_LIGHTHOUSE_HOST": "trainer-3"}
+    assert about_variables(own) != ""
+    assert about_variables(own | {"TORCHFT_LIGHTHOUSE": "trainer-3:29510"}) == ""
+
+
 def test_a_trainer_and_a_lighthouse_warn_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
