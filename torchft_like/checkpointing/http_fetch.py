@@ -68,8 +68,6 @@ class Stripe(NamedTuple):
 
 @dataclass(eq=False)
 class _Source:
-    """A source, and what is known of it."""
-
     rank: int
     address: Address
     is_first: bool
@@ -104,11 +102,9 @@ class Fetch:
 
     Args:
         addresses: the servers of the sources by their ranks; the state is that of the first.
-        step: the step whose state is fetched.
         lines: the number of connections to each source at a time, beside one for header and sums.
         timeout_s: the limit of the whole fetch, the wait until the first source offers the step included.
         stall_s: how long a source may send nothing before it counts as dead.
-        destination: what the receiver has, and expects.
     """
 
     def __init__(
@@ -185,7 +181,7 @@ class Fetch:
     def _fetch(self) -> object:
         with _Line(self, self._first) as line:
             incoming = self._read_header(line)
-            self._destination.check(incoming.outline())
+            self._destination.check(incoming.outline)
             if self._destination.own is not None and incoming.land_in(self._destination.own):
                 self._destination.is_written = True
             self._left_nbytes = self._unread_nbytes = incoming.nbytes

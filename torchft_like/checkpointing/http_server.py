@@ -72,8 +72,6 @@ def wait_s(elapsed_s: float, nbytes: int, left: int, copied: int, copy_bytes_per
         elapsed_s: seconds since the state was offered.
         nbytes: the bytes of it that are to be copied if receivers do not take them.
         left: the bytes of it that the slowest receiver has yet to fetch.
-        copied: how many were copied.
-        copy_bytes_per_s: how fast they are copied.
     """
     grace_s = min(GRACE_S, nbytes / copy_bytes_per_s)
     done = max(nbytes - left, 0) + copied
@@ -313,7 +311,6 @@ class CheckpointServer:
             _refuse(peer)
 
     def forget(self, peer: socket.socket) -> None:
-        """Drop a connection that has ended."""
         with self.changed:
             del self._connections[peer]
             self.changed.notify_all()

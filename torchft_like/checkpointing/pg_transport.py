@@ -177,7 +177,7 @@ class PGTransport(CheckpointTransport[T]):
             raise CheckpointFormatError(
                 f"{length} bytes come; by its own account {incoming.stream_nbytes} do"
             )
-        destination.check(incoming.outline())
+        destination.check(incoming.outline)
         if destination.own is not None and incoming.land_in(destination.own):
             destination.is_written = True
         if self._receive_through_block(line.receive_exactly(OFFER_BYTES), incoming, line):

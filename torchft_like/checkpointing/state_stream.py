@@ -62,6 +62,7 @@ from torchft_like.instances import TensorInstance, name_of_class, parts_of
 from torchft_like.plain_data import (
     Buffer,
     Leaf,
+    LeafSource,
     Limits,
     Shard,
     Structure,
@@ -145,7 +146,7 @@ class _OutgoingState:
 
     Attributes:
         header: what goes before the payload.
-        nbytes: the length of the payload in bytes.
+        nbytes, stream_nbytes: the bytes of the payload; and of header, payload and sums.
     """
 
     def __init__(self, state: object) -> None:
@@ -153,11 +154,7 @@ class _OutgoingState:
         self.header: bytes = _PREFIX.pack(_MAGIC, _VERSION, len(structure), crc32(structure)) + structure
         self._offsets = _offsets(map(nbytes_of, self._leaves))
         self.nbytes: int = self._offsets[-1]
-
-    @property
-    def stream_nbytes(self) -> int:
-        """The length of header, payload and sums in bytes."""
-        return len(self.header) + self.nbytes + sums_nbytes(self.nbytes)
+        self.stream_nbytes: int = len(self.header) + self.nbytes + sums_nbytes(self.nbytes)
 
 
 class LiveState(_OutgoingState):
@@ -411,6 +408,10 @@ class IncomingState:
     Args:
         header: the structure that `read_header` returned.
 
+    Attributes:
+        nbytes, stream_nbytes: the bytes of the payload; and of header, payload and sums.
+        outline: the state as it will be, with tensors without memory, on the device "meta".
+
     Raises:
         CheckpointFormatError: the header is malformed, or describes more than the limits allow.
     """
@@ -419,12 +420,12 @@ class IncomingState:
         self._header = header
         # The bytes of tensors are checked below, with a more helpful error.
         self._limits = replace(limits, leaf_bytes=STATE_SCHEMA.limits.leaf_bytes)
-        self.specs: Sequence[TensorSpec] = self._structure_of(header).specs
+        structure = self._structure_of(header)
+        self.specs: Sequence[TensorSpec] = structure.specs
         self._offsets = _offsets(spec.nbytes for spec in self.specs)
         self.nbytes: int = self._offsets[-1]
+        self.stream_nbytes: int = HEADER_BYTES + len(header) + self.nbytes + sums_nbytes(self.nbytes)
         self._leaves: list[torch.Tensor | None] = [None] * len(self.specs)
-        self._outlines = _Outlines()
-        self._outline: Any = None
         self._lands_on_device = False
         self._making = threading.Lock()
         self._sums = np.zeros(_chunk_count(self.nbytes), dtype="<u4")
@@ -433,21 +434,8 @@ class IncomingState:
                 f"the state has {nbytes} bytes of tensors, and {limits.leaf_bytes} are the most that this "
                 "rank takes beside its own: if a state may grow so, give the transport state_bytes_max"
             )
-
-    @property
-    def stream_nbytes(self) -> int:
-        """The length of the stream in bytes: of header, payload and sums."""
-        return HEADER_BYTES + len(self._header) + self.nbytes + sums_nbytes(self.nbytes)
-
-    def outline(self) -> Any:
-        """Return the state as it will be, with tensors without memory, on the device "meta".
-
-        Raises:
-            CheckpointFormatError: the header does not describe the leaves of which it speaks.
-        """
-        if self._outline is None:
-            self._outline = self._value(self._outlines, puts_together=False)
-        return self._outline
+        structure.puts_together, self._outlines = False, _Outlines()
+        self.outline: Any = _value(structure, self._outlines)
 
     def land_in(self, own: object) -> bool:
         """Let the bytes of a tensor land in the tensor at the same place of `own`, where they lie alike.
@@ -456,7 +444,7 @@ class IncomingState:
         dimensions, that shares its memory with no other one of them. Return whether there is any. What the
         current stream has begun with them is over then.
         """
-        found = sorted(_alike(self.outline(), own, self._outlines.places))
+        found = sorted(_alike(self.outline, own, self._outlines.places))
         reach = 0
         for number, (at, index, tensor) in enumerate(found):
             end = at + tensor.nbytes
@@ -544,19 +532,11 @@ class IncomingState:
 
     def state(self) -> object:
         """Return the state, once all of it has been read."""
-        return self._value(TensorLeaves(map(self._leaf, range(len(self.specs)))))
+        return _value(self._structure_of(self._header), TensorLeaves(map(self._leaf, range(len(self.specs)))))
 
     def _structure_of(self, header: bytes) -> Structure:
         try:
             return Structure(header, STATE_SCHEMA, self._limits)
-        except PlainDataError as error:
-            raise _malformed(error) from error
-
-    def _value(self, leaves: Any, *, puts_together: bool = True) -> object:
-        structure = self._structure_of(self._header)
-        structure.puts_together = puts_together
-        try:
-            return structure.value(leaves)
         except PlainDataError as error:
             raise _malformed(error) from error
 
@@ -666,6 +646,13 @@ def _fits(outline: torch.Tensor, own: torch.Tensor) -> bool:
     is_reached = own.device.type == "cpu" or devices.has(own)
     lies_alike = own.is_contiguous() if outline.is_contiguous() else own.stride() == outline.stride()
     return is_reached and own.dtype is outline.dtype and own.shape == outline.shape and lies_alike
+
+
+def _value(structure: Structure, leaves: LeafSource) -> object:
+    try:
+        return structure.value(leaves)
+    except PlainDataError as error:
+        raise _malformed(error) from error
 
 
 def _malformed(error: PlainDataError) -> CheckpointFormatError:

@@ -103,11 +103,14 @@ def nothing_written() -> tuple[str, Sequence[int]]:
 class Endpoint(ABC):
     """The writer's end of a queue, or a reader's. A subclass calls `__init__`, with the text of the error of
     a call that comes too late, after everything that it acquires has been acquired.
+
+    Attributes:
+        is_closing: whether every further call is refused; what this holds may not be released yet.
     """
 
     def __init__(self, closed: str) -> None:
         self._closed = closed
-        self._is_closing = False
+        self.is_closing = False
         self._is_closed = False
         self._spin = AdaptiveSpin()
         self._make_locks()
@@ -124,11 +127,6 @@ class Endpoint(ABC):
         """Return the next message. A long wait is logged, unless it `is_expected`."""
         raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
-    @property
-    def is_closing(self) -> bool:
-        """Whether every further call is refused; what this endpoint holds may not be released yet."""
-        return self._is_closing
-
     def shutdown(self, linger_s: float = LINGER_S) -> None:
         """Say goodbye and release everything; any thread may call this, any number of times.
 
@@ -138,7 +136,7 @@ class Endpoint(ABC):
         with self._ending:
             if self._is_closed:
                 return
-            self._is_closing = True
+            self.is_closing = True
             os.eventfd_write(self._stop, 1)
             with self._lock:
                 self._is_closed = True
@@ -148,7 +146,7 @@ class Endpoint(ABC):
     def forget(self) -> None:
         """Release, in a fork, what was inherited, without a word to the peers: it is the parent's."""
         self._make_locks()  # the thread that held them does not exist here
-        self._is_closing = self._is_closed = True
+        self.is_closing = self._is_closed = True
         # Another thread was in the middle of a message; and even if one fails, the others are forgotten.
         with contextlib.suppress(BufferError, OSError):
             self._abandon()
@@ -158,8 +156,7 @@ class Endpoint(ABC):
         """Tell the other side that this end goes."""
 
     @abstractmethod
-    def _release(self, linger_s: float = 0.0) -> None:
-        """Release everything."""
+    def _release(self, linger_s: float = 0.0) -> None: ...
 
     def _abandon(self) -> None:
         """Do what `_release` does, in a fork."""
@@ -167,11 +164,11 @@ class Endpoint(ABC):
 
     def _leave(self) -> None:
         """Leave the queue; the caller has the lock."""
-        self._is_closing = True
+        self.is_closing = True
         self._say_goodbye()
 
     def _require_open(self) -> None:
-        if self._is_closing:
+        if self.is_closing:
             raise QueueClosedError(self._closed)
 
     def _make_locks(self) -> None:

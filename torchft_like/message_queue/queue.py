@@ -143,7 +143,7 @@ class Writer(Endpoint):
         with self._lock:
             if not late:
                 self._require_open()
-            if not self._is_closing:  # nor did an exception interrupt it while it wrote
+            if not self.is_closing:  # nor did an exception interrupt it while it wrote
                 self._attend()
             return [rank for readers in self._readers for rank in choose(readers)]
 
@@ -216,7 +216,7 @@ class Writer(Endpoint):
             if self._remote:
                 self._remote.send(prepared)
         except BaseException:  # also for Ctrl-C: it is unknown which readers have the message
-            self._is_closing = self._is_broken = True
+            self.is_closing = self._is_broken = True
             self._local.close()
             raise
 

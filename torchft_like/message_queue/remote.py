@@ -334,7 +334,7 @@ class RemoteReader(Endpoint):
         self._wait(self._receive, limit, lambda: (self._missing(), ()), spins=False)
         answer, self._came = self._came[0].bytes, []
         if answer[:1] == TAG_REFUSED:
-            self._is_closing = self._has_left = True  # there is no second answer
+            self.is_closing = self._has_left = True  # there is no second answer
             raise QueueError(f"the writer refuses this reader: {answer[1:].decode(errors='replace')}")
         if answer[:1] != TAG_WELCOME or len(answer) != NUMBERED.size:
             self._leave()
@@ -383,7 +383,7 @@ class RemoteReader(Endpoint):
         if number != self._number:
             raise QueueCorruptError(f"message {number} came where {self._number} was due")
         if tag == TAG_CLOSED:
-            self._is_closing = self._has_left = True  # the writer hears nothing any more
+            self.is_closing = self._has_left = True  # the writer hears nothing any more
             raise QueueClosedError("the writer has shut the queue down, and everything was read")
         if tag != TAG_DATA or len(parts) < 2:
             raise QueueCorruptError("what came is no message")

@@ -90,14 +90,11 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Geometry(NamedTuple):
-    """The size of a ring."""
-
     slots: int
     slot_bytes: int
 
     @property
     def memory_bytes(self) -> int:
-        """The size of the whole file in bytes."""
         return PAGE_BYTES + self.slots * self.slot_bytes
 
     def slots_for(self, nbytes: int) -> int:
@@ -114,14 +111,7 @@ class RingWriter:
         self._size = len(self._area)
 
     def write(self, kind: int, parts: Sequence[Bytes], nbytes: int, slots: int) -> None:
-        """Write a message; the caller knows that its slots are free.
-
-        Args:
-            kind: INLINE or IN_FILE.
-            parts: the structure first, then the leaves.
-            nbytes: the length of all parts together.
-            slots: how many slots the message takes.
-        """
+        """Write a message, its structure first; the caller knows that its slots are free."""
         slots_in_all, slot_bytes = self.geometry
         published = self.words[PUBLISHED]
         at = published % slots_in_all * slot_bytes

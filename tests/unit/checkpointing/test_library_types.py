@@ -153,7 +153,7 @@ def test_a_shard_of_a_dtensor_may_be_of_a_librarys_class() -> None:
             for one in (quantized(1), quantized())
         )
         state, source = incoming(sent)
-        assert first_difference(form_of(own), form_of(state.outline())) is None
+        assert first_difference(form_of(own), form_of(state.outline)) is None
         assert state.land_in(own)
         received: Any = place(state.read_all(source), own)
     assert torch.equal(received["w"].to_local().codes, quantized().codes)
@@ -172,8 +172,8 @@ def test_what_arrives_lands_in_the_inner_tensors_at_its_place() -> None:
 def test_a_state_is_no_strangers_before_it_has_come() -> None:
     own = {"optim": {"weight": quantized(1), "rounding": Rounding.NEAREST}}
     state, _ = incoming(own)
-    assert first_difference(form_of(own), form_of(state.outline())) is None
+    assert first_difference(form_of(own), form_of(state.outline)) is None
     other, _ = incoming({"optim": {"weight": torch.ones(4, 3), "rounding": Rounding.NEAREST}})
-    difference = first_difference(form_of(own), form_of(other.outline()))
+    difference = first_difference(form_of(own), form_of(other.outline))
     assert difference is not None
     assert difference.path == "optim.weight"
