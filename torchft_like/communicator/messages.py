@@ -199,7 +199,7 @@ def _stated(operation: str, src: int, terms: Terms) -> bytes:
 
 
 @call("send_object")
-def send_object(communicator: Communicator, obj: object, dst: int) -> None:
+def send_object(communicator: Communicator, obj: object, dst: int | None) -> None:
     """Send an object to one rank; return when the object may be changed."""
     start_sending(communicator, dst, OBJECT, lambda: (Statement(OBJECT), obj)).wait()
 
@@ -210,28 +210,33 @@ def recv_object(communicator: Communicator, src: int) -> Any:
 
 
 def start_sending(
-    communicator: Communicator, dst: int, kind: str, prepare: Callable[[], tuple[Statement, object]]
+    communicator: Communicator, dst: int | None, kind: str, prepare: Callable[[], tuple[Statement, object]]
 ) -> Begun:
     """Begin to send a value, whose tensors must not change until that is over.
 
     Args:
+        dst: None in a group of one, in which the value is checked and goes nowhere.
         kind: the kind of value, which is the operation of its statement.
         prepare: returns the statement, and the value, or raises an error that refuses the call.
 
     Raises:
         PlainDataError, ValueError, TypeError: the value cannot be sent. The receiver is told, once it comes.
     """
-    tag = communicator.tag("to", dst)
+    tag = 0 if dst is None else communicator.tag("to", dst)
     try:
         statement, value = prepare()
         structure, tensors = disassembled(communicator, value)
     except (ValueError, TypeError) as error:
+        if dst is None:
+            raise
         record = communicator.control_bytes(pack_statement(Statement(kind).refused(error)))
         refusal = communicator.send(record, dst, tag)
         # The refusal is sent on another thread, as the receiver may be about to send, too. It has no limit:
         # if the receiver never comes, a timeout would end the group, which the caller goes on to use.
         Handle("a refusal", lambda: refusal.wait(UNTIL_THE_GROUP_ENDS))
         raise
+    if dst is None:
+        return Begun(())
     small = structure if len(structure) <= PAYLOAD_BYTES_MAX else b""
     head = [pack_statement(statement, len(structure), small), *([] if small else [structure])]
     flats = [*map(communicator.control_bytes, head), *_leaving(communicator, tensors)]
@@ -357,7 +362,7 @@ def start_broadcasting_dict(group: Communicator, tensor_dict: TensorDict | None,
 def start_sending_dict(
     group: Communicator,
     tensor_dict: TensorDict,
-    dst: int,
+    dst: int | None,
     find_group: Callable[[], Communicator | None],
     all_gather_tensors: Mapping[str, bool] | None,
 ) -> Begun:

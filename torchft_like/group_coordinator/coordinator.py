@@ -330,9 +330,6 @@ class GroupCoordinator:
         In a group of one the tensor goes nowhere.
         """
         communicator, to = self._with_peer(dst, +1, "dst")
-        if to is None:
-            messages.disassembled(communicator, tensor)
-            return
 
         def prepare() -> tuple[Statement, object]:
             return Statement(TENSOR, inputs=specifications([checked_tensor(tensor)])), tensor
@@ -388,10 +385,7 @@ class GroupCoordinator:
     def send_object(self, obj: Any, dst: int) -> None:
         """Send an object to one rank."""
         communicator, to = self._with_peer(dst, +1, "dst")
-        if to is None:
-            messages.disassembled(communicator, obj)
-        else:
-            messages.send_object(communicator, obj, to)
+        messages.send_object(communicator, obj, to)
 
     def recv_object(self, src: int) -> Any:
         """Receive an object from one rank; in a group of one the result is None."""
@@ -481,9 +475,6 @@ class GroupCoordinator:
                 those ranks, the receivers get an error. Tensors that are not named are sent whole.
         """
         communicator, to = self._with_peer(dst, +1, "dst")
-        if to is None:
-            messages.disassembled(communicator, messages.checked_dict(tensor_dict))
-            return
         find_group = _finding(all_gather_group)
         with communicator.guard("send_tensor_dict"):
             messages.start_sending_dict(communicator, tensor_dict, to, find_group, all_gather_tensors).wait()
@@ -502,13 +493,10 @@ class GroupCoordinator:
             One handle; none in a group of one.
         """
         communicator, to = self._with_peer(dst, +1, "dst")
-        if to is None:
-            messages.disassembled(communicator, messages.checked_dict(tensor_dict))
-            return []
         find_group = _finding(all_gather_group)
         with communicator.guard("send_tensor_dict"):
             begun = messages.start_sending_dict(communicator, tensor_dict, to, find_group, all_gather_tensors)
-        return [messages.handle_of(communicator, "send_tensor_dict", begun)]
+        return [] if to is None else [messages.handle_of(communicator, "send_tensor_dict", begun)]
 
     def recv_tensor_dict(
         self,

@@ -132,6 +132,18 @@ def test_any_true_value_says_that_the_ranks_hold_chunks_of_the_same_sequences() 
         alone.combine(tokens)
 
 
+def test_a_group_of_one_sends_only_what_a_larger_one_would() -> None:
+    alone = GroupCoordinator.from_groups(ProcessGroupDummy(0, 1))
+    alone.send(torch.ones(2))
+    assert alone.isend_tensor_dict({"x": torch.ones(2)}) == []
+    sends: tuple[Callable[[Any], object], ...] = alone.send, alone.send_tensor_dict, alone.isend_tensor_dict
+    for send in sends:
+        with pytest.raises(TypeError, match="expected, not"):
+            send([1])
+    with pytest.raises(PlainDataError):
+        alone.send_object(object(), 0)
+
+
 def nested() -> torch.Tensor:
     with warnings.catch_warnings(action="ignore"):  # it is a prototype of torch's
         return torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
