@@ -43,8 +43,9 @@ class AbortSignal:
                 return False
             self.reason = reason
             hooks = list(self._hooks)
-        for hook in hooks:
-            hook()
+        with contextlib.ExitStack() as all_of_them:  # even if one of them fails, for want of a thread say
+            for hook in reversed(hooks):
+                all_of_them.callback(hook)
         return True
 
     @contextlib.contextmanager

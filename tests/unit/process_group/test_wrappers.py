@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from tests.faults import raising
 from tests.waiting import wait_for
 from torchft_like.errors import (
     CollectiveRefusedError,
@@ -306,6 +307,16 @@ def test_a_subclass_that_knows_no_signal_is_aborted_when_it_is_set(when: str) ->
         signal.set("the caller has enough")
     group.configure("host:1/x", "me", 1, 2, ends_with=signal)
     assert group.aborts == ("the caller has enough",)
+
+
+def test_what_fails_to_end_with_a_configuration_keeps_nothing_else_from_ending() -> None:
+    signal, told = AbortSignal(), list[str | None]()
+    signal.add(raising(RuntimeError("can't start new thread")))
+    signal.add(lambda: told.append(signal.reason))
+    with pytest.raises(RuntimeError, match="new thread"):
+        signal.set("it is over")
+    assert told == ["it is over"]
+    assert not signal.set("again")
 
 
 def test_a_subclass_that_says_nothing_of_configurations_begins_one_with_each_configure() -> None:
