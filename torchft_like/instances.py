@@ -69,7 +69,6 @@ def together(name: str, parts: Parts, *, leaves_tensors: bool = False) -> object
     """Put a value together.
 
     Args:
-        name: the class's module and qualified name.
         leaves_tensors: whether to return a `TensorInstance` for a tensor.
 
     Raises:

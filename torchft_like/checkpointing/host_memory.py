@@ -78,9 +78,6 @@ devices: TorchDevices = TorchDevices()
 class _Staging:
     """A block of copies through buffers that are used in turn, at whose end all copies that were begun in it
     are over; for one thread, which it keeps from spoiling captures meanwhile.
-
-    Args:
-        nbytes: the size of a buffer.
     """
 
     def __init__(self, nbytes: int, count: int) -> None:
@@ -194,11 +191,7 @@ def _move(target: Tensor, buffer: Tensor, source: Tensor) -> None:
 
 
 class ToDevice(_Staging):
-    """A block in which pieces come to the host one after the other, and go on to a device's tensors.
-
-    Args:
-        piece_bytes: the largest piece.
-    """
+    """A block in which pieces come to the host one after the other, and go on to a device's tensors."""
 
     def __init__(self, piece_bytes: int) -> None:
         super().__init__(piece_bytes, TO_DEVICE_BUFFERS)

@@ -267,11 +267,7 @@ def _take(incoming: IncomingState, halves: Sequence[torch.Tensor], line: _Line) 
 
 
 class _Line:
-    """Messages between this rank and others of the group, until a common deadline.
-
-    Args:
-        ranks: the others.
-    """
+    """Messages between this rank and others of the group, until a common deadline."""
 
     def __init__(self, pg: ProcessGroup, device: torch.device, ranks: list[int], timeout_s: float) -> None:
         self._pg = pg
@@ -343,11 +339,9 @@ class DeviceBlock:
     that is not known: the block is kept for the next one.
 
     Args:
-        device: where it lies.
         nbytes: the bytes of the state; the block is no larger than is of use for them.
 
     Attributes:
-        device: where it lies.
         offer: what the receivers need to map it, in OFFER_BYTES.
 
     Raises:

@@ -89,8 +89,6 @@ class CheckpointTransport(ABC, Generic[T]):
 
         Args:
             dst_ranks: the replica ranks that will receive, or receive parts of it from a helper.
-            step: the step that the state is of.
-            state_dict: the state.
             timeout: the limit of the sending, if this call sends.
 
         Raises:
@@ -99,11 +97,8 @@ class CheckpointTransport(ABC, Generic[T]):
         """
 
     def begin_copy(self, tensors: Callable[[], Iterable[torch.Tensor]]) -> CopyAhead | None:
-        """Begin to copy tensors of the state that is to be sent in this step, if the transport can do that
-        beside the training thread. The Manager calls this when a step begins.
-
-        Args:
-            tensors: lists tensors that do not change before that state is sent.
+        """Begin to copy tensors of the state that is to be sent in this step, which do not change before, if
+        the transport can do that beside the training thread. The Manager calls this when a step begins.
         """
         return None
 
@@ -118,9 +113,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Return the state of `step` from a peer, complete and verified.
 
         Args:
-            src_rank: the replica rank that sends.
             metadata: the value that `metadata()` returned there.
-            step: the step whose state is wanted.
             timeout: the limit of the whole fetch, the wait for the peer to be ready included.
 
         Raises:

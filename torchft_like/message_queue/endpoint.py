@@ -128,10 +128,8 @@ class Endpoint(ABC):
         raise NotSupportedError("this is the writer's end of the queue: it enqueues, readers dequeue")
 
     def shutdown(self, linger_s: float = LINGER_S) -> None:
-        """Say goodbye and release everything; any thread may call this, any number of times.
-
-        Args:
-            linger_s: seconds for which remote readers are given time to read the rest.
+        """Say goodbye, give remote readers some time to read the rest, and release everything; any thread may
+        call this, any number of times.
         """
         with self._ending:
             if self._is_closed:

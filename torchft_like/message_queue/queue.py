@@ -135,10 +135,8 @@ class Writer(Endpoint):
             self._undo = undo.pop_all()
 
     def ranks(self, choose: Callable[[LocalReaders | RemoteReaders], list[int]], late: bool) -> list[int]:
-        """Return the ranks that `choose` returns of the readers on this machine, and of the others.
-
-        Args:
-            late: whether the call is allowed after the end of the queue.
+        """Return the ranks that `choose` returns of the readers on this machine, and of the others; `late`:
+        even after the end of the queue.
         """
         with self._lock:
             if not late:
@@ -290,8 +288,7 @@ class MessageQueue:
     which ends every wait of the queue. In a fork, a queue of the parent is closed.
 
     Args:
-        n_reader: the number of readers.
-        n_local_reader: how many of them run on this machine and read shared memory; the others connect
+        n_local_reader: how many of the readers run on this machine and read shared memory; the others connect
             to a port of this machine.
         local_reader_ranks: the ranks of the local readers; 0 to n_local_reader - 1 unless given. Every
             other rank is a remote reader.
