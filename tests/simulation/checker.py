@@ -41,7 +41,7 @@ class Checker:
         self._connected: dict[str, float] = {}
         self._given = 0  # the highest quorum id that this lighthouse has given out
         self._knows_of_others = False  # whether it has heard of a higher one
-        self._waiting: set[str] = set()  # spares that have a session and no place
+        self.waiting: set[str] = set()  # spares that have a session and no place
         # The last quorum, if it is of most of the connected replicas, all of which are still there.
         self._stronghold: frozenset[str] = frozenset()
         self._newest = 0  # quorum id of the stronghold
@@ -102,7 +102,7 @@ class Checker:
             self._ids.clear()
         self._connected.clear()
         self._given, self._knows_of_others = 0, False
-        self._waiting.clear()
+        self.waiting.clear()
         self._told_of.clear()
         self._stronghold = frozenset()
         self._standing.clear()
@@ -125,15 +125,16 @@ class Checker:
         """Note that a replica group has a session, and has said in which quorum it was last."""
         self._knows_of_others |= last_id > self._given
         if is_spare and replica_id not in self._connected:
-            self._waiting.add(replica_id)
+            self.waiting.add(replica_id)
             return
+        self.waiting.discard(replica_id)
         self._connected[replica_id] = self._world.now
         if 2 * len(self._stronghold) <= len(self._connected):
             self._stronghold = frozenset()
 
     def disconnected(self, replica_id: str) -> None:
         """Note that a replica group has no session any more."""
-        self._waiting.discard(replica_id)
+        self.waiting.discard(replica_id)
         self._connected.pop(replica_id, None)
         if replica_id in self._stronghold:
             self._stronghold = frozenset()
@@ -170,11 +171,10 @@ class Checker:
         if strangers := [i for i in ids if i.startswith(STRANGER)]:
             self.violate("heal_is_clean", f"quorum {quorum_id} has the state of {' '.join(strangers)} in it")
         self._order.setdefault((quorum_id, ids), len(self._order))
-        for spare in sorted(self._waiting.intersection(ids)):
+        for spare in sorted(self.waiting.intersection(ids)):
             if len(self._connected) >= self._world.scenario.replicas:
                 others = " ".join(sorted(self._connected))
                 self.violate("spares_wait", f"{spare} is in quorum {quorum_id}, and {others} are there")
-            self._waiting.remove(spare)
             self.connected(spare)
         if quorum_id > self._given and not self._knows_of_others:  # the clock may have been set back
             self._ids[quorum_id] = ids

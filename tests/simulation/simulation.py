@@ -144,13 +144,15 @@ class Simulation:
             self.world.checker.give_up()
 
     def _is_sick_and_ahead(self) -> bool:
-        """Return whether the replica group that stays sick alone has the newest state that is believed:
-        no other gets on.
+        """Return whether the replica group that stays sick alone has the newest state that is believed, of
+        all that have a place: no other gets on.
         """
         quorum = self.world.lighthouse.quorum
         members = () if quorum is None else quorum.participants
-        unproven = {m.replica_id for m in members if m.commit_quorum_id == NO_STATE}
-        present = [r for r in self._present() if r.replica_id not in unproven]
+        others = {
+            m.replica_id for m in members if m.commit_quorum_id == NO_STATE
+        } | self.world.checker.waiting
+        present = [r for r in self._present() if r.replica_id not in others]
         versions = {r.slot: {rank.version for rank in r.ranks} for r in present}
         whole = {slot: min(some) for slot, some in versions.items() if len(some) == 1}
         return [slot for slot, version in whole.items() if version == max(whole.values())] == [self._sick]
