@@ -28,7 +28,7 @@ import grpc
 import grpc.aio
 
 from lighthouse import codec, wire
-from lighthouse.address import Address, parse_address, parse_host
+from lighthouse.address import Address, is_loopback, parse_address, parse_host
 from lighthouse.admission import TEXT_MAX
 from lighthouse.core.history import Report
 from lighthouse.core.left_out import REPORTED_MAX
@@ -615,10 +615,13 @@ class ManagerServer:
             del self._probed[order.number]
 
     def _other_hosts(self) -> list[tuple[int, _SessionLine]]:
-        """Return the first rank on each host of this group but rank 0's, and the line to it."""
+        """Return the first rank on each host of this group but rank 0's, and the line to it.
+
+        No other host reaches a rank that serves at a loopback address.
+        """
         first: dict[str, tuple[int, _SessionLine]] = {}
         for group_rank, line in sorted(self._ranks.items(), key=itemgetter(0)):
-            if isinstance(line, _SessionLine) and line.address is not None:
+            if isinstance(line, _SessionLine) and line.address and not is_loopback(line.address.host):
                 first.setdefault(line.address.host, (group_rank, line))
         first.pop(self._hostname, None)
         return list(first.values())

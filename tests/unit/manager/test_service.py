@@ -211,6 +211,14 @@ class AilingEar(Ear):
 
 
 @pytest.mark.progress
+def test_other_groups_are_told_of_no_host_that_they_cannot_reach(server: ManagerServer) -> None:
+    link = SessionLink(parse_address(server.address()), 1, Ear(), LIMIT_S, host="127.0.0.2")
+    try:
+        assert server._other_hosts() == []
+    finally:
+        link.close()
+
+
 def test_an_error_of_the_rank_beside_the_server_keeps_no_news_from_the_others(server: ManagerServer) -> None:
     ear = Ear()
     server.attach_local_rank(0, AilingEar())
