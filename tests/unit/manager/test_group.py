@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lighthouse.core.decisions import NO_STATE
+from lighthouse.core.state_form import form_of_rows
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.members import member
 from torchft_like.core.assignment import NotAMemberError, QuorumResult, assign
@@ -14,6 +15,7 @@ from torchft_like.core.conversation import KEPT_MAX, UNCOUNTED_MAX, Conversation
 from torchft_like.core.replica_group import (
     GroupAway,
     GroupHolds,
+    GroupIdentity,
     GroupJoin,
     GroupLostNotice,
     HoldRanks,
@@ -24,6 +26,7 @@ from torchft_like.core.replica_group import (
     ReleaseRanks,
     ReplicaGroup,
     StepLostNotice,
+    SuspectNotice,
     Verdict,
 )
 
@@ -146,13 +149,38 @@ def test_of_a_group_that_was_in_a_quorum_nobody_is_said_not_to_have_come() -> No
     assert notice.reason.endswith("the process has ended")
 
 
-def test_a_quorum_may_stand_if_all_ranks_may() -> None:
+@pytest.mark.parametrize("name", ["may_stand", "may_catch_up", "has_fetched", "takes_secret"])
+def test_the_group_may_or_has_what_all_ranks_may_or_have(name: str) -> None:
     group = ReplicaGroup("a", 2)
-    group.rank_joined(join(0, may_stand=True))
-    for may_stand in (False, True):
-        (said,) = group.rank_joined(join(1, may_stand=may_stand))
-        assert isinstance(said, GroupJoin)
-        assert said.may_stand is may_stand
+    group.rank_joined(join(0, **{name: True}))
+    for value in (False, True):
+        (said,) = group.rank_joined(join(1, **{name: value}))
+        assert getattr(said, name) is value
+
+
+def test_the_group_says_which_of_its_ranks_has_failed_most_often_by_itself() -> None:
+    group = ReplicaGroup("a", 2)
+    group.rank_joined(join(0, own_failure="no device", own_failures=1))
+    said = [
+        *group.rank_joined(join(1, own_failure="no memory", own_failures=2)),
+        *ReplicaGroup("a", 1).rank_joined(join(0, own_failure="no device", own_failures=1)),
+    ]
+    assert [(each.own_failure, each.own_failures) for each in said if isinstance(each, GroupJoin)] == [
+        ("rank 1: no memory", 2),
+        ("no device", 1),
+    ]
+
+
+def test_the_group_says_what_its_state_is_like_once_all_ranks_have_looked() -> None:
+    group, forms = ReplicaGroup("a", 2), [form_of_rows([("weight", size)]) for size in ("2", "3")]
+    said = [group.rank_joined(join(rank, form=forms[rank])) for rank in (0, 1)]
+    said += [group.rank_joined(join(rank)) for rank in (0, 1)]
+    assert [[each.identity.forms for each in to if isinstance(each, GroupIdentity)] for to in said] == [
+        [],
+        [tuple(forms)],
+        [],
+        [],
+    ]
 
 
 @pytest.mark.progress
@@ -254,6 +282,10 @@ def test_a_rank_that_holds_goes_on_to_the_step_that_another_one_has_begun_where_
     assert group.lighthouse_disconnected() == [HoldRanks((0, 1), 9)]
     assert group.rank_holds(0, 9, 4) == []
     assert group.rank_holds(1, 9, 5) == [ReleaseRanks((0, 1), 9, 5)]
+    alike = standing(2, waits_for_lighthouse=True)
+    alike.lighthouse_disconnected()
+    alike.rank_holds(0, 9, 4)
+    assert alike.rank_holds(1, 9, 4) == [GroupHolds(9, 1, 4)], "they wait for a lighthouse"
     there = standing(2, waits_for_lighthouse=True)
     there.hold(9, 1)
     there.rank_holds(0, 9, 4)
@@ -291,6 +323,20 @@ def test_a_vote_given_before_a_quorum_does_not_count_in_it() -> None:
     assert group.rank_voted(1, Verdict(4, True)) == []
 
 
+@pytest.mark.one_quorum_per_step
+@pytest.mark.parametrize("why", ["silent", "asked"])
+def test_a_group_that_has_said_that_it_commits_nothing_more_in_a_quorum_does_not(why: str) -> None:
+    group = standing(2, waits_for_lighthouse=True)
+    if why == "silent":
+        assert [effect.must_fail for effect in group.lease_ended() if isinstance(effect, LossNotice)] == [
+            True
+        ]
+    else:
+        assert GroupHolds(9, 1, 0, gives_up=True) in group.member_lost(9, "a", "", must_answer=True)
+    effects = [*group.rank_voted(0, Verdict(4, True)), *group.rank_voted(1, Verdict(4, True))]
+    assert effects == [RankVerdict(rank, Verdict(4, False)) for rank in (0, 1)]
+
+
 def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
     group = ReplicaGroup("a", 1, last_quorum_id=3, last_quorum_replica_ids=("a", "b"))
     assert group.member_lost(3, "a", "it was away") == [LossNotice(3, "a", "it was away", is_alive=True)]
@@ -300,8 +346,9 @@ def test_a_group_that_hears_of_its_own_loss_was_away_and_is_alive() -> None:
 def test_ranks_of_different_steps_of_which_nobody_has_the_state_are_told_to_begin_from_one() -> None:
     group = ReplicaGroup("a", 2)
     for rank, step in enumerate((4, 3)):
-        said = group.rank_joined(RankJoin(rank, step, "", commit_quorum_id=2))
-    assert [(join.step, join.commit_quorum_id) for join in said if isinstance(join, GroupJoin)] == [(0, -1)]
+        said = group.rank_joined(RankJoin(rank, step, "", commit_quorum_id=2, may_catch_up=True))
+    (asks,) = (each for each in said if isinstance(each, GroupJoin))
+    assert (asks.step, asks.commit_quorum_id, asks.may_catch_up) == (0, -1, False)
     (lost,) = group.quorum_formed(7, [member("a", 0, -1)], 1)
     assert isinstance(lost, GroupLostNotice)
     assert "let all of them take one of the same committed step" in lost.reason
@@ -332,6 +379,18 @@ class TestSuspicion:
         assert [type(effect) for effect in group.rank_lost(1, "dead")] == [GroupLostNotice]
         assert group.rank_suspected(0, "silent") == group.rank_resumed(1) == []
         assert not group.rank_registered(1, b"one")
+
+    def test_nothing_is_committed_while_a_rank_is_suspected(self) -> None:
+        group = self.group_in_a_quorum()
+        group.rank_suspected(1, "silent")
+        assert group.rank_voted(0, Verdict(3, True)) == [RankVerdict(0, Verdict(3, False))]
+
+    def test_a_suspect_that_answers_brings_no_group_back_that_leaves(self) -> None:
+        group = self.group_in_a_quorum()
+        group.rank_suspected(1, "silent")
+        group.rank_joined(join(0))
+        group.rank_voted(0, Verdict(4, False, stop=True))
+        assert group.rank_resumed(1) == [SuspectNotice(1, "")]
 
     def test_the_lighthouse_is_not_asked_when_ranks_that_wait_for_a_suspect_may_go_on(self) -> None:
         group = self.group_in_a_quorum()

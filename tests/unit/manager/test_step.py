@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,9 +12,11 @@ from lighthouse.core.decisions import DISOWNED, NO_STATE
 from lighthouse.wire import torchft_pb2 as pb
 from tests.unit.manager.test_group import join, members
 from torchft_like.core.assignment import QuorumResult, assign
+from torchft_like.core.catch_up import Version
 from torchft_like.core.replica_group import (
     GroupHolds,
     GroupLeftNotice,
+    HoldRanks,
     LossNotice,
     RankJoin,
     RankQuorum,
@@ -22,7 +25,7 @@ from torchft_like.core.replica_group import (
     ReplicaGroup,
     Verdict,
 )
-from torchft_like.core.step import Plan, StepProtocol, StepRules, WorldSizeMode
+from torchft_like.core.step import OnVerdict, Plan, StepProtocol, StepRules, WorldSizeMode
 from torchft_like.errors import (
     OWN_FAILURE_MAX,
     MemberLostError,
@@ -242,6 +245,65 @@ def test_a_step_back_names_no_quorum_so_that_it_speaks_against_no_later_step() -
     assert p.begin().commit_quorum_id == DISOWNED
 
 
+def test_a_state_is_for_ever_of_the_job_in_which_its_training_began() -> None:
+    p = protocol()
+    assert p.begin().first_quorum_id == 0
+    for quorum_id, first in ((5, 3), (9, 8)):
+        ready(p, quorum_id, first_quorum_id=first)
+        p.decide(committed=True)
+        assert p.begin().first_quorum_id == 3
+
+
+def test_a_rank_leaves_in_order_only_after_a_step_that_it_has_committed() -> None:
+    p = protocol()
+    found = []
+    for committed in (True, False):
+        ready(p)
+        found.append(p.leaves_in_order)
+        p.decide(committed)
+        found.append(p.leaves_in_order)
+    assert found == [False, True, False, False]
+
+
+@pytest.mark.leave_together
+def test_a_rank_that_hears_that_all_leave_does_so_also_if_its_script_does_not_end_the_step() -> None:
+    stops = Verdict(0, False, stop=True)
+    waits, is_between = protocol(), protocol()
+    waits.begin()
+    assert waits.hear(stops) == OnVerdict(gives_up=True, decides=True)
+    is_between.hear(stops)
+    for p in (waits, is_between):
+        p.begin()
+        assert (p.is_leaving, p.is_given_up) == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("verdict", "heard"), [(Verdict(0, True), False), (Verdict(0, True, stop=True), True)], ids=str
+)
+def test_a_rank_that_gave_a_step_up_which_the_others_committed_ends_if_they_leave(
+    verdict: Verdict, heard: bool
+) -> None:
+    p = protocol()
+    p.begin()
+    assert p.hear(verdict) == OnVerdict(ends_behind=heard)
+    p.give_up()
+    assert p.hear(verdict) == OnVerdict(ends_behind=True)
+
+
+def test_a_step_that_is_kept_is_no_failure_and_the_state_is_loaded_in_one_too_many() -> None:
+    p = protocol()
+    p.steps_kept_max = 1
+    ready(p, max_replica_rank=None, catches_up=True)
+    p.begin_to_catch_up(Version(5, 9))
+    p.is_bound = True
+    assert (p.loads, p.passes) == (False, True)
+    p.decide(committed=False, averages="of the step")
+    assert p.begin().commit_failures == 0
+    p.agreed(quorum(1, max_replica_rank=None, catches_up=True), allow_heal=True)
+    p.is_bound = True
+    assert (p.loads, p.passes) == (True, False)
+
+
 def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -> None:
     p = protocol()
     ready(p)
@@ -253,6 +315,7 @@ def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -
 @pytest.mark.parametrize(
     ("steps", "rules", "shares"),
     [
+        ((4,), {}, [(0, 1, 1)]),
         ((4, 4, 4), {}, [(0, 3, 3), (1, 3, 3), (2, 3, 3)]),
         ((4, 2, 4), {}, [(0, 2, 2), (None, 2, 2), (1, 2, 2)]),  # b heals
         ((0, 0, 0), {}, [(0, 1, 3), (None, 1, 3), (None, 1, 3)]),  # the first step: all take a's state
@@ -268,9 +331,10 @@ def test_a_step_that_was_given_up_without_a_quorum_leaves_the_group_as_it_is() -
 def test_the_shares_of_a_step_are_those_whose_gradients_count(
     steps: tuple[int, ...], rules: dict[str, Any], shares: list[tuple[int | None, int, int]]
 ) -> None:
-    members = [pb.QuorumMember(replica_id=name, step=step) for name, step in zip("abc", steps, strict=True)]
+    names = "abc"[: len(steps)]
+    members = [pb.QuorumMember(replica_id=name, step=step) for name, step in zip(names, steps, strict=True)]
     found = []
-    for name in "abc":
+    for name in names:
         p = protocol(2, **rules)
         p.begin()
         p.agreed(assign(1, members, name, 0, init_sync=True), allow_heal=True)
@@ -376,6 +440,21 @@ class TestRank:
         p.agreed(quorum(2), allow_heal=True)
         assert p.failure is None
 
+    @pytest.mark.parametrize("forget", [StepProtocol.disown_state, StepProtocol.lose_state])
+    def test_one_that_has_not_the_state_of_its_step_asks(
+        self, forget: Callable[[StepProtocol], None]
+    ) -> None:
+        p = standing()
+        forget(p)
+        assert not p.goes_on
+        assert not p.begin().may_stand
+
+    def test_what_another_quorum_releases_is_none_of_its_steps(self) -> None:
+        p = going_on(standing())
+        p.enter()
+        assert p.released(0, 0)
+        assert not p.released(1, 1), "it has entered that one"
+
     def test_what_is_lost_need_not_be_asked_for(self) -> None:
         p = going_on(standing())
         p.enter()
@@ -415,6 +494,19 @@ class TestGroup:
         assert group.rank_voted(0, Verdict(4, committed=True)) == [
             RankVerdict(0, Verdict(4, committed=False))
         ]
+
+    def test_no_step_is_lost_where_all_ask_for_the_step_for_which_one_has_asked(self) -> None:
+        group = formed(2)
+        assert group.rank_joined(join(1)) == [HoldRanks((0,), 9)]
+        assert group.rank_holds(0, 9, 4) == [GroupHolds(9, 1, 4)]
+        assert group.released(9, 0, 4) == [], "it is of an earlier round"
+        assert group.released(9, 1, 4) == [ReleaseRanks((0,), 9, 4)]
+
+    def test_the_next_lighthouse_hears_of_a_rank_that_asks_and_of_no_other(self) -> None:
+        group = formed(2)
+        assert group.lighthouse_connected() == []
+        group.rank_joined(join(1))
+        assert group.lighthouse_connected() == [ReleaseRanks((0,), 9, None), HoldRanks((0,), 9)]
 
     def test_an_answer_to_an_earlier_request_to_hold_does_not_count(self) -> None:
         group = formed(2)
