@@ -581,6 +581,30 @@ def test_a_scaler_steps_no_optimizer_that_heals_once_gradients_are_unscaled(
         assert weight.item() == -1.0
 
 
+class Around:
+    """A script's optimizer around another one, of which it has what a GradScaler needs, and no more."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.param_groups = inner.param_groups
+        self.step = inner.step
+
+
+def test_a_scaler_steps_no_optimizer_around_one_that_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks the outer one alone whether that divides the gradients."""
+    weight = torch.zeros(1, requires_grad=True)
+    manager = SimpleNamespace(current_step=lambda: 0, should_commit=lambda: True, _use_async_quorum=True)
+    optimizer = OptimizerWrapper(manager, torch.optim.SGD([weight], lr=1.0))  # type: ignore[arg-type]
+    around: Any = Around(optimizer)
+    for is_async in (True, False):
+        monkeypatch.setattr(manager, "_use_async_quorum", is_async)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        scaler.scale(weight.sum()).backward()  # type: ignore[no-untyped-call]
+        with pytest.raises(NotSupportedError, match="use_async_quorum") if is_async else nullcontext():
+            scaler.step(around)
+        assert weight.item() == (0.0 if is_async else -1.0)
+        weight.grad = None
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_a_copy_of_an_optimizer_is_refused_and_leaves_it_as_it_was(
     copied: Callable[[object], object],
