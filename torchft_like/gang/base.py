@@ -51,6 +51,8 @@ class Gang(ABC):
     anything is sent; a failure during communication is a GangError, whose cause says why.
     """
 
+    supports_process_group = True  # whether `as_process_group` returns a group
+
     @property
     @abstractmethod
     def rank(self) -> int:
@@ -117,11 +119,6 @@ class Gang(ABC):
         Raises:
             NotSupportedError: a simulated gang has none.
         """
-
-    @property
-    def supports_process_group(self) -> bool:
-        """Whether `as_process_group` returns a group."""
-        return True
 
     @abstractmethod
     def barrier(self) -> None:

@@ -43,6 +43,8 @@ class FakeGang(Gang):
         ValueError: `rank` is not within `[0, size)`, or the device is meta, whose tensors have no numbers.
     """
 
+    supports_process_group = False
+
     def __init__(self, device: torch.device, *, rank: int = 0, size: int = 1) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} is not within a gang of {size}")
@@ -63,11 +65,6 @@ class FakeGang(Gang):
     @property
     def device(self) -> torch.device:
         return self._device
-
-    @property
-    def supports_process_group(self) -> bool:
-        """Whether `as_process_group` returns a group, which it never does."""
-        return False
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

@@ -260,11 +260,8 @@ def set_default_gangs(gangs: Gangs, *, meta: bool = False) -> None:
 class GangContext:
     """The current gangs as an object, for code that takes its dependencies as arguments."""
 
-    def get_current_gangs(self, device: torch.device | None = None) -> Gangs:
-        return get_current_gangs(device)
-
-    def set_gangs(self, gangs: Gangs, *, meta: bool = False) -> contextlib.AbstractContextManager[None]:
-        return set_gangs(gangs, meta=meta)
+    get_current_gangs = staticmethod(get_current_gangs)
+    set_gangs = staticmethod(set_gangs)
 
 
 def _push(gangs: Gangs, *, meta: bool = False) -> None:

@@ -21,7 +21,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -417,8 +416,8 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
 
     Args:
         within: torch's group of the ranks of this replica group.
-        across: the elastic group of this rank and its counterparts, to which `configure`, `abort` and
-          `shutdown` are passed on.
+        across: the elastic group of this rank and its counterparts, to which `configure`, `abort`,
+          `shutdown` and `set_timeout` are passed on; operations within keep the timeout that torch was given.
         inner_size: how many consecutive ranks have the same place in `across`. All of `within` if its
             dimension is the outer one; a divisor if the elastic one stands between two others.
     """
@@ -444,10 +443,6 @@ class FlattenedProcessGroup(ProcessGroupWrapper):
         """Return the caller's place in row-major order of the dimensions that were flattened."""
         across_rank = min(self.parent.rank(), self._across_size() - 1)  # a healing rank may have a higher one
         return self._rank_of(across_rank, self._within.rank())
-
-    def set_timeout(self, timeout: timedelta | float) -> None:
-        """Set the limit of the operations across; those within keep the timeout that torch was given."""
-        self.parent.set_timeout(timeout)
 
     def _run(self, collective: Collective, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Work | None:
         if (handler := self._handlers.get(collective.name)) is None:
