@@ -47,6 +47,7 @@ from torchft_like.collectives import ErrorFeedback
 from torchft_like.core.replica_group import RankJoin
 from torchft_like.core.step import Share
 from torchft_like.digest import state_digest
+from torchft_like.errors import CheckpointFormatError
 from torchft_like.manager import group_store, quorum_driver
 from torchft_like.testing.processes import holds_within
 
@@ -350,6 +351,24 @@ def test_a_step_ends_once(lighthouse: LighthouseServer) -> None:
             return manager.current_step()
 
     assert on_both(train) == [1, 1]
+
+
+def test_a_state_that_cannot_travel_once_the_optimizer_has_stepped_is_an_error_of_the_second_step() -> None:
+    state: dict[str, object] = {}
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(
+            lighthouse, "a", nn.Linear(1, 1), min_replica_size=1, state_dict=lambda: state
+        ) as manager,
+    ):
+        manager.start_quorum()
+        assert manager.should_commit()
+        state["projection"] = object()
+        with pytest.raises(CheckpointFormatError, match="projection is an object, which does not travel"):
+            manager.start_quorum()
+        del state["projection"]
+        manager.start_quorum()
+        assert manager.should_commit()
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo and what it traces warn of each other

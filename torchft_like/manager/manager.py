@@ -330,7 +330,7 @@ class Manager:
             # the first, and be taken for a join of the step after.
             last.wait_configured(self._driver.why_no_quorum)
         limit_s = self._config.quorum_timeout_s if timeout is None else seconds_of(timeout, "timeout")
-        self._state.look(self._transport.check_state)
+        self._state.look(self._transport.check_state, has_stepped=self._protocol.has_committed)
         limit_s = min(limit_s * (1 + self._config.quorum_retries), SECONDS_MAX)
         attempt = Attempt(allow_heal, limit_s)
         try:

@@ -40,7 +40,7 @@ class StateRegistry:
     def __init__(self, load: LoadFunction | None = None, save: SaveFunction | None = None) -> None:
         self._functions: dict[str, tuple[LoadFunction, SaveFunction]] = {}
         self.form: StateForm | None = None
-        self._is_looked_at = self._is_news = False
+        self._is_looked_at = self._is_complete = self._is_news = False
         self._reading = threading.Lock()
         self._is_read_allowed = True
         if load is not None and save is not None:
@@ -59,26 +59,30 @@ class StateRegistry:
         if key in self._functions:
             raise ConfigError(f"a state dict is already registered under the key {key!r}; choose another key")
         self._functions[key] = load, save
-        self._is_looked_at = False
+        self._is_looked_at = self._is_complete = False
 
     def forget(self) -> None:
         """Keep no function any more, nor the tensors to which it refers; a load that has begun goes on."""
         self._functions = {}
 
-    def look(self, check: Callable[[Any], object]) -> None:
-        """Call the functions before the first step, and check what they return.
+    def look(self, check: Callable[[Any], object], *, has_stepped: bool = False) -> None:
+        """Call the functions before the first step, and once after it, and check what they return.
 
         A state that cannot be read or sent is thus found on the replica that has it, before a peer needs it.
-        Errors of the functions go to the caller.
+        An optimizer makes its state in its first step. Errors of the functions go to the caller.
 
         Args:
             check: a function that raises CheckpointFormatError for a state that the transport cannot carry.
+            has_stepped: whether a step was committed.
         """
-        if not self._is_looked_at and self._is_read_allowed:
-            state = self._save()
-            check(state)
+        if self._is_complete or not self._is_read_allowed or (self._is_looked_at and not has_stepped):
+            return
+        state = self._save()
+        check(state)
+        if not self._is_looked_at:
             self.form = form_of(state) if state else None
             self._is_looked_at = self._is_news = True
+        self._is_complete = has_stepped
 
     def take_news(self) -> StateForm | None:
         """Return the form of the state once after each look at it, to be told to the others."""

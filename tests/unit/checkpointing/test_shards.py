@@ -141,9 +141,28 @@ def test_a_state_that_can_never_travel_is_refused_before_it_is_needed() -> None:
         registry.look(flatten_state)
 
 
-def test_a_state_is_looked_at_once() -> None:
-    registry, calls = StateRegistry(), list[int]()
+def test_a_state_is_looked_at_once_before_the_first_step_and_once_after_it() -> None:
+    registry, calls, seen = StateRegistry(), list[int](), list[int]()
     registry.register("train", print, lambda: calls.append(1))
-    for _ in range(3):
-        registry.look(flatten_state)
-    assert calls == [1]
+    for has_stepped in (False, False, True, True):
+        registry.look(flatten_state, has_stepped=has_stepped)
+        seen.append(len(calls))
+    assert seen == [1, 1, 2, 2]
+
+
+class Projection:
+    """What some optimizers keep for a parameter once they have stepped."""
+
+
+def test_what_an_optimizer_makes_in_its_first_step_is_refused_before_it_is_needed() -> None:
+    registry, state = StateRegistry(), dict[str, Any]()
+    registry.register("train", print, lambda: state)
+    registry.look(flatten_state)
+    form = registry.form
+    state["projection"] = Projection()
+    for _ in range(2):
+        with pytest.raises(CheckpointFormatError, match=r"train\.projection is a .*Projection"):
+            registry.look(flatten_state, has_stepped=True)
+    state["projection"] = torch.ones(1)
+    registry.look(flatten_state, has_stepped=True)
+    assert registry.form == form, "which peers compare that have yet to step"
