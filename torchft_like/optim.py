@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torchft_like.averaged import check_averaged
 from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
+from torchft_like.process_group import ManagedProcessGroup
 
 
 class OptimizerWrapper(Optimizer):
@@ -29,7 +30,8 @@ class OptimizerWrapper(Optimizer):
     A GradScaler may step it with `use_async_quorum=False`, where a replica heals before the forward pass.
 
     Raises:
-        NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step.
+        NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step, or
+          shares parameters out among replicas, as torch's ZeroRedundancyOptimizer over a ManagedProcessGroup.
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
@@ -37,6 +39,11 @@ class OptimizerWrapper(Optimizer):
             raise NotSupportedError(
                 "LBFGS evaluates the model as often as it likes in a step, each replica another number of "
                 "times: take an optimizer whose step needs no closure"
+            )
+        if isinstance(getattr(optim, "process_group", None), ManagedProcessGroup):
+            raise NotSupportedError(
+                f"{type(optim).__name__} updates on each replica a part of the parameters, which nobody "
+                "updates once that replica is gone: share them out within a replica group, over its own group"
             )
         # The base class is not initialized: state and parameters are the wrapped optimizer's.
         self.optim = optim

@@ -8,19 +8,22 @@ import math
 import pickle
 import threading
 from collections.abc import Callable
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from lighthouse.events import Event
+from tests.fake_world import fake_world
 from tests.integration.test_manager_api import make_manager
-from tests.managers import PATIENCE_S, each_in_a_thread
+from tests.managers import PATIENCE_S, each_in_a_thread, lighthouse_here
 from torchft_like import (
     DistributedDataParallel,
     LighthouseServer,
@@ -669,6 +672,29 @@ def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
             copy.deepcopy(parallel)
 
     on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), register)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a module of torch's that is loaded here
+def test_an_optimizer_that_shares_parameters_out_among_replicas_is_refused() -> None:
+    model, kind = nn.Linear(2, 2), import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(lighthouse, "a", model, min_replica_size=1) as manager,
+        fake_world(1),
+    ):
+        manager.start_quorum()
+        group = ManagedProcessGroup(manager)
+        group.register("replicas")
+        over = {"replicas": group, "a replica group": dist.group.WORLD}
+        sharing = {
+            name: kind(model.parameters(), torch.optim.SGD, process_group=each, lr=0.1)
+            for name, each in over.items()
+        }
+        with pytest.raises(NotSupportedError, match="once that replica is gone"):
+            Optimizer(manager, sharing["replicas"])
+        Optimizer(manager, sharing["a replica group"])
+        assert manager.should_commit()
+        group.unregister()
 
 
 def test_a_scaler_unscales_by_the_peers_scale_where_a_replica_heals_before_the_forward_pass(
