@@ -90,6 +90,7 @@ from torchft_like.manager_server.rank_link import (
     verdict_from_wire,
 )
 from torchft_like.manager_server.server import LighthouseLink, ManagerServer, rank_join
+from torchft_like.manager_server.suspicion import counterpart
 from torchft_like.message_queue import remote
 from torchft_like.message_queue.endpoint import QueueHandle
 from torchft_like.message_queue.leaves import assembled, reading_ring
@@ -642,7 +643,10 @@ def said_by_lighthouse(data: bytes) -> None:
     """A ManagerServer whose rank 0 has joined hears the lighthouse."""
     server, to_lighthouse = ManagerServer.__new__(ManagerServer), LighthouseLink.__new__(LighthouseLink)
     vars(server).update(
-        group=ReplicaGroup("me", 1), _perform=answer_rank, _on_quorum=lambda quorum_id, secret: None
+        group=ReplicaGroup("me", 1),
+        _perform=answer_rank,
+        _on_quorum=lambda quorum_id, secret: None,
+        _hosts={"b": [(8, "h:3")]},
     )
     to_lighthouse._listener = server
     server.group.rank_joined(RankJoin(0, 1, "http://127.0.0.1:1"))
@@ -651,6 +655,7 @@ def said_by_lighthouse(data: bytes) -> None:
         if response is None:
             return
         to_lighthouse._dispatch(response)
+        assert all(isinstance(counterpart(of, 9, "h:1"), str) for of in server._hosts.values())
 
 
 def answer_rank(effects: Sequence[object]) -> None:
@@ -668,7 +673,16 @@ LIGHTHOUSE_SAYS = PART.join(
         ),
         pb.SessionResponse(
             quorum=pb.Quorum(
-                quorum_id=7, stands=True, participants=[pb.QuorumMember(replica_id="me", step=1), MEMBER]
+                quorum_id=7,
+                stands=True,
+                participants=[
+                    pb.QuorumMember(
+                        replica_id="me",
+                        step=1,
+                        rank_addresses=[pb.RankAddress(group_rank=8, address="h:4")],
+                    ),
+                    MEMBER,
+                ],
             )
         ),
         pb.SessionResponse(hold=pb.HoldQuorum(quorum_id=7)),
@@ -688,7 +702,7 @@ class Hears:
 
 def said_to_rank(data: bytes) -> None:
     rank = SessionLink.__new__(SessionLink)
-    vars(rank).update(_listener=Hears(), _closing=False, _group_rank=1)
+    vars(rank).update(_listener=Hears(), _closing=False, _group_rank=1, _begin=lambda order: order.probe)
     for part in parts_of(data):
         if (response := codec.reader(pb.RankSessionResponse)(part)) is None:
             return
@@ -709,6 +723,9 @@ RANK_HEARS = PART.join(
         ),
         pb.RankSessionResponse(vote=pb.ShouldCommitResponse(should_commit=True)),
         pb.RankSessionResponse(release=pb.ReleaseQuorum(quorum_id=7, ask_at=3)),
+        pb.RankSessionResponse(
+            probe=pb.ProbePeers(number=1, replica_ids=["b", "c"], addresses=["h:3", "h:5"], must_listen=["b"])
+        ),
         pb.RankSessionResponse(group_lost=pb.GroupLost(reason="gone")),
     )
 )

@@ -329,14 +329,17 @@ class SessionLink:
         if (message := message_from_wire(response, self._group_rank)) is None:
             return
         if isinstance(message, HostProbe):
-            task = asyncio.create_task(self._probe(message))
-            self._probes.add(task)
-            task.add_done_callback(self._probes.discard)
+            self._begin(message)
             return
         self._closing |= isinstance(message, GroupLostNotice)
         step = self._listener.hear(message)
         if isinstance(message, HoldRanks) and step is not None:
             self._say(pb.RankSessionRequest(holds=pb.Holds(quorum_id=message.quorum_id, step=step)))
+
+    def _begin(self, order: HostProbe) -> None:
+        task = asyncio.create_task(self._probe(order))
+        self._probes.add(task)
+        task.add_done_callback(self._probes.discard)
 
     async def _probe(self, order: HostProbe) -> None:
         silent = await silent_peers(order.probe, self._loop.clock)
