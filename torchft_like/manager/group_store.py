@@ -171,21 +171,26 @@ def serve_named_store(address: Address, limit: timedelta) -> Store | None:
     """Serve the store of a replica group where its launcher says, as its rank 0; return None if another
     process listens there.
 
+    A connection of another process may have the port as its own for a while. Or one listens there, and this
+    process, or the kernel, was too busy to see it.
+
     Raises:
-        BindError: that is not on this host.
+        BindError: that is not on this host, or the port was in use for so long.
     """
-    if is_listening(address):
-        return None
-    try:
-        store, _ = serve_store(address.host, limit, address.port)
-    except BindError as error:
-        if isinstance(cause := error.__cause__, OSError) and cause.errno == errno.EADDRINUSE:
-            return None  # this process, or the kernel, was too busy to see it
-        raise BindError(
-            f"rank 0 of this replica group cannot serve its store at {address}: {cause or error}; {MASTER} "
-            "has to name the host on which rank 0 runs"
-        ) from error
-    return store
+    deadline = time.monotonic() + limit.total_seconds()
+    while not is_listening(address):
+        try:
+            return serve_store(address.host, limit, address.port)[0]
+        except BindError as error:
+            is_in_use = isinstance(cause := error.__cause__, OSError) and cause.errno == errno.EADDRINUSE
+            if not is_in_use or time.monotonic() + START_S > deadline:
+                cure = "choose another MASTER_PORT (store_port)"
+                raise BindError(
+                    f"rank 0 of this replica group cannot serve its store at {address}: {cause or error}; "
+                    + (cure if is_in_use else f"{MASTER} has to name the host on which rank 0 runs")
+                ) from error
+            time.sleep(START_S)
+    return None
 
 
 def publish_manager(store: Store, config: ManagerConfig, server: ManagerServer) -> None:

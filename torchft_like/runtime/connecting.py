@@ -53,6 +53,9 @@ def connect_tcp(
                 connection.settimeout(timeout_s)
                 on_socket(connection)
                 connection.connect(target)
+                if connection.getsockname()[:2] == target[:2]:
+                    # The system has chosen the port, at which nobody listens, as this end's own.
+                    raise ConnectionRefusedError(errno.ECONNREFUSED, "the connection is to itself")
                 return connection
             except OSError as error:
                 connection.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -72,11 +73,31 @@ def test_rank_0_serves_the_store_that_the_user_has_named_where_torchrun_does_not
 
 
 def test_a_store_that_answers_too_late_is_found_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = group_store.is_listening
     served = serve_store()
-    monkeypatch.setattr(group_store, "is_listening", lambda _: False)  # as on a busy machine
+    late = iter([False])  # as on a busy machine
+    monkeypatch.setattr(group_store, "is_listening", lambda place: next(late, None) is None and asked(place))
     config = resolve(ManagerArguments(rank=0, world_size=2), environment(served.port, is_agents=False))
     open_group_store(config).shared.set("manager", "here")
     assert served.get("manager") == b"here"
+
+
+def test_rank_0_serves_its_store_once_no_connection_has_the_port_any_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The system gives the port to any process that connects somewhere, where it is one of those for that."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        connection = socket.create_connection(other.getsockname())
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends at once
+        port = connection.getsockname()[1]
+        given = ManagerArguments(rank=0, world_size=2, connect_timeout=0.3)
+        config = resolve(given, environment(port, is_agents=False))
+        with pytest.raises(BindError, match=r"Address already in use.*; choose another MASTER_PORT"):
+            open_group_store(config)
+        monkeypatch.setattr("time.sleep", lambda _: connection.close())
+        first = open_group_store(replace(config, connect_timeout_s=WAIT_LIMIT_S))
+        first.shared.set("manager", "here")
+        assert open_group_store(replace(config, group_rank=1)).shared.get("manager") == b"here"
 
 
 def test_a_group_of_one_rank_needs_no_store_of_the_users() -> None:

@@ -16,6 +16,7 @@ from lighthouse.address import Address
 from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import ProcessGroupGloo, create_store_client
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, StoreAddress, parse_store_address
+from torchft_like.runtime.connecting import connect_tcp
 
 from .conftest import LIMIT_S, Party
 
@@ -178,3 +179,19 @@ def test_what_no_member_of_ours_said_is_an_error(stores: list[AbortableStore], n
     stores[2].set("member/2", b"")
     with pytest.raises(ProcessGroupError, match="something else"):
         ExchangeStore(stores[0], 0, WORLD).wait(["address/1"])
+
+
+def test_a_connection_to_itself_is_to_no_server() -> None:
+    """A client that tries again and again is given the server's port at some time, and keeps it from it."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        place = free.getsockname()
+    tried: list[socket.socket] = []
+
+    def take_port(connection: socket.socket) -> None:
+        tried.append(connection)
+        connection.bind(place)
+
+    with pytest.raises(ConnectionRefusedError):
+        connect_tcp(Address(*place), LIMIT_S, take_port)
+    assert [connection.fileno() for connection in tried] == [-1]
