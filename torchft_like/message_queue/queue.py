@@ -1068,7 +1068,6 @@ class LocalReader(Endpoint):
         """
         while number not in self._files and self._hear():
             pass
-        self._close_files(number)
         if number in self._files:
             return self._files[number]
         if self._lacked_descriptors:

@@ -28,6 +28,7 @@ from tests.ports import free_ports
 from tests.waiting import soon
 from torchft_like.core.restarts import (
     OF_THE_RUN,
+    RETURNED,
     Ending,
     MeetingProtocol,
     Open,
@@ -130,15 +131,35 @@ def three_ranks() -> tuple[list[RankProcess], list[PrefixStore]]:
     return ranks, [PrefixStore(GROUP, store) for store in stores]
 
 
-def test_a_rank_that_was_passed_over_leaves_no_word_for_the_process_that_has_its_place() -> None:
+@pytest.mark.parametrize(
+    ("own", "said_in", "attempt", "match"),
+    [
+        (1, 0, 0, "another process by now"),
+        (0, 1, 0, "have gone on without"),
+        (0, 1, 1, "have gone on without"),  # it has left a meeting that they have begun anew
+    ],
+)
+def test_a_rank_that_was_passed_over_leaves_no_word_for_the_process_that_has_its_place(
+    own: int, said_in: int, attempt: int, match: str
+) -> None:
     """In the next meeting, in another store than that of this one, it would be taken for that process's."""
     ranks, stores = three_ranks()
-    stores[0].set("0/ended/1", Record(Ending.GONE.value, "it has answered nothing").text())
-    passed_over = Meeting(GROUP, MeetingProtocol(ranks[1], ranks), LIMIT, lambda *_: Future())
-    with pytest.raises(GroupLostError, match="another process by now"):
-        passed_over.run(passed_over.protocol.agree(0, SECONDHAND))
-    passed_over.run(passed_over.protocol.say(1, Told(Ending.LAST, "the others have gone on")))
-    assert not stores[2].check(["1/ended/1"])
+    stores[said_in].set(f"0/ended/{own}", Record(Ending.GONE.value, "it has answered nothing").text())
+    passed_over = Meeting(GROUP, MeetingProtocol(ranks[own], ranks), LIMIT, lambda *_: Future())
+    with pytest.raises(GroupLostError, match=match):
+        passed_over.run(passed_over.protocol.agree(attempt, SECONDHAND))
+    passed_over.run(passed_over.protocol.say(attempt + 1, Told(Ending.LAST, "the others have gone on")))
+    assert not stores[2].check([f"{attempt + 1}/ended/{own}"])
+
+
+@pytest.mark.parametrize(("told", "has_returned"), [(RETURNED, True), (Told(Ending.LAST, "Ctrl-C"), False)])
+def test_a_process_that_ends_after_its_function_has_returned_is_no_loss(
+    told: Told, has_returned: bool
+) -> None:
+    ranks, stores = three_ranks()
+    stores[2].set("0/ended/1", Record(told.ending.value, told.reason).text())
+    looks = Meeting(GROUP, MeetingProtocol(ranks[0], ranks), LIMIT, lambda *_: Future())
+    assert looks.run(looks.protocol.has_returned(0, ranks[1]), watches=False) is has_returned
 
 
 def test_ranks_that_answer_one_after_the_other_when_a_cut_is_over_are_not_passed_over() -> None:
@@ -167,6 +188,20 @@ def test_a_spare_that_finds_nobody_left_on_its_way_gives_up() -> None:
     assert protocol.ended(last)
     with pytest.raises(GroupLostError, match="all ranks that were there have ended"):
         next(protocol.enter())
+
+
+def test_a_spare_that_has_taken_its_place_is_one_in_whose_store_the_ranks_may_meet() -> None:
+    ranks, stores = three_ranks()
+    stores[0].set("0/ended/0", Record(SECONDHAND.ending.value, "", ranks[0].address).text())
+    stores[0].set("0/ended/1", Record(Ending.GONE.value, "its process has ended").text())
+    place = Place(GROUP, 1, 2, parse_address(ranks[0].address), 0, {})
+    group, attempt = RestartGroup.as_spare(place, LIMIT.total_seconds(), SpareDesk())
+    assert attempt == 1
+    with group:
+        assert group._meeting is not None
+        protocol = group._meeting.protocol
+        assert protocol.ended(protocol.processes[0])
+        assert next(protocol.agree(1, SECONDHAND)) == Open(protocol.own.address)
 
 
 def test_a_rank_that_has_not_answered_yet_is_not_said_to(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,6 +44,7 @@ VALUES = [
     b"c" * 5000,  # more than a slot
     "d" * 14_000,
     b"e" * 100_000,  # more than the ring
+    list(range(30_000)),
     torch.arange(12, dtype=torch.int64).view(3, 4),
     torch.ones(2, dtype=torch.bfloat16),
     torch.empty(0, 5),
