@@ -46,6 +46,7 @@ from torchft_like.core.restarts import (
 from torchft_like.errors import (
     AddressError,
     ConfigError,
+    ConnectError,
     DivergenceError,
     ForeignStateError,
     GroupLostError,
@@ -437,6 +438,14 @@ def test_a_lighthouse_has_to_take_a_connection(monkeypatch: pytest.MonkeyPatch) 
 
 
 # Spares and the ranks that ask for them, at a lighthouse in this process.
+
+
+def test_a_spare_that_finds_no_lighthouse_ends_with_where_it_has_looked() -> None:
+    (port,) = free_ports()
+    with pytest.raises(
+        ConnectError, match=rf"no lighthouse has answered at 127\.0\.0\.1:{port} within 0\.1 s"
+    ):
+        take_place(Address("127.0.0.1", port), 0.1, raising(AssertionError("it has no place")))
 
 
 T = TypeVar("T")

@@ -540,6 +540,15 @@ def test_an_optimizer_has_the_state_of_the_wrapped_one() -> None:
     assert repr(optimizer) == f"OptimizerWrapper({inner!r})"
 
 
+def test_steps_change_parameters_and_the_tensors_of_an_optimizers_state_only() -> None:
+    weight, momentum = torch.zeros(1, requires_grad=True), torch.zeros(1)
+    inner = torch.optim.SGD([weight], lr=1.0)
+    inner.state[weight] = {"momentum_buffer": momentum, "count": 3}
+    inner.state["skipped"] = 7  # type: ignore[index]
+    changed = OptimizerWrapper(None, inner).replay().changed_by_steps()  # type: ignore[arg-type]
+    assert [id(tensor) for tensor in changed] == [id(weight), id(momentum)]
+
+
 @pytest.mark.parametrize("broken", ["vote", "step"])
 def test_a_state_that_may_lack_a_committed_step_is_disowned(broken: str) -> None:
     """An error before the verdict leaves the state as it is."""
