@@ -66,7 +66,7 @@ from torchft_like.manager.config import (
     resolve,
 )
 from torchft_like.manager.group_store import is_listening, open_group_store
-from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store
+from torchft_like.process_group.store import AbortableStore, StoreAddress, serve_store, wait_for_ranks
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT = timedelta(seconds=60)
@@ -124,6 +124,28 @@ def test_one_that_lives_and_does_not_come_is_not_waited_for_for_ever(
     waits, _, _stores = pair_of_ranks(own, lambda *_: Future(), timedelta(seconds=1))
     with pytest.raises(GroupLostError, match=rf"rank {1 - own} did not come within 1 s"):
         outcome_of(lambda: waits.run(wait(waits.protocol))).result(LIMIT.total_seconds())
+
+
+def test_a_rank_that_waits_for_another_hears_of_the_end_of_its_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    served = [serve_store("127.0.0.1", LIMIT) for _ in range(2)]
+    ranks, waits_now = [RankProcess(rank, str(at)) for rank, (_, at) in enumerate(served)], threading.Event()
+    no_spare = Future[str]()
+    no_spare.set_result("there is no spare")
+
+    def wait(*args: Any) -> None:
+        waits_now.set()
+        wait_for_ranks(*args)
+
+    monkeypatch.setattr(meeting, "wait_for_ranks", wait)
+    protocol = MeetingProtocol(ranks[0], ranks)
+    waits = Meeting(GROUP, protocol, LIMIT, lambda *_: no_spare, dead_after_s=2 * LIMIT.total_seconds())
+    outcome = outcome_of(lambda: waits.run(protocol.agree(0, SECONDHAND)))
+    assert waits_now.wait(LIMIT.total_seconds())
+    served.pop()
+    said: Any = outcome.result(2 * LIMIT.total_seconds())
+    assert said[1][1].reason == "rank 1: its process has ended, and there is no spare"
 
 
 def three_ranks() -> tuple[list[RankProcess], list[PrefixStore]]:
