@@ -718,7 +718,7 @@ MeetingProtocol.visit
 + self._record(_ADMITTED), True
 goes on in smaller sides: of two sides of a cut one goes on (458, one_process_per_place)
 MeetingProtocol.silent
-- or not (is_half or 2 * len(answer) > len(alive))
+- or not (is_half or 2 * len(answer) > len(voters))
 asks nobody when it is back: who was passed over ends (599, progress)
 MeetingProtocol._ask_whether_passed_over = ()
 begins without a rank: no try begins without a rank (10, one_process_per_place)

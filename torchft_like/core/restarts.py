@@ -18,7 +18,8 @@ in the store of one of them, and in the next one's when it has ended:
 
 A process that answers nothing may be stopped, or its host gone, or cut off from here and alive. After a while
 the others go on without it, if they are more than half, or half with the first of all: of two sides of a cut
-one goes on at most. A process that was passed over so, and is back, finds what the others have said of it.
+one goes on at most. A process that was silent before it ended counts, as it may have been on the other side.
+A process that was passed over so, and is back, finds what the others have said of it.
 
 INVARIANT: what all have to agree upon is the value of one key of one store, and the first value stays. So a
 rank may begin a meeting anew as often as it hears news.
@@ -327,6 +328,8 @@ class MeetingProtocol:
         self._silent: dict[int, str] = {}  # why it may have
         self._answered: set[int] = set()  # ranks that have answered since the last one fell silent
         self._passed_over: set[int] = set()  # those of the former that are so for silence
+        # Those that have answered nothing since they were found silent: they may have passed this one over.
+        self._unheard: set[int] = set()
         self._admission: Record | None = None  # of a spare
         self._is_in = True  # as all are but a spare on its way
         self._is_out = False  # the others have gone on without this process
@@ -368,13 +371,15 @@ class MeetingProtocol:
             if self._silent.pop(rank, None) is not None:
                 self._silent.clear()
             self._answered.add(rank)
+            self._unheard.discard(rank)
         elif rank not in self._silent:
             self._silent[rank] = why
             self._answered.clear()
-        alive = [p for p in self._in_order() if p.rank not in self._gone or p.rank in self._passed_over]
-        answer = [each for each in alive if each.rank in {*self._answered, self.own.rank} - self._passed_over]
-        is_half = 2 * len(answer) == len(alive) and answer[0] == alive[0]
-        if not self._silent or not (is_half or 2 * len(answer) > len(alive)):
+            self._unheard.add(rank)
+        voters = [p for p in self._in_order() if p.rank not in self._gone or p.rank in self._unheard]
+        answer = [p for p in voters if p.rank in {*self._answered, self.own.rank} - self._passed_over]
+        is_half = 2 * len(answer) == len(voters) and answer[0] == voters[0]
+        if not self._silent or not (is_half or 2 * len(answer) > len(voters)):
             return False
         self._passed_over |= self._silent.keys()
         self._gone |= self._silent
@@ -604,6 +609,7 @@ class MeetingProtocol:
                 self._processes[rank] = record.process(rank)
                 self._gone.pop(rank, None)
                 self._silent.pop(rank, None)
+                self._unheard.discard(rank)
                 self._passed_over.discard(rank)
 
     def _hosts(self) -> list[RankProcess]:

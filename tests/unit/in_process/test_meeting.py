@@ -193,6 +193,20 @@ def test_ranks_that_answer_one_after_the_other_when_a_cut_is_over_are_not_passed
     assert passed_over == [False] * 5 + [True], "only the one that is silent again"
 
 
+@pytest.mark.one_process_per_place
+@pytest.mark.parametrize("answers", [False, True])
+def test_one_that_was_silent_before_it_ended_may_have_gone_on_with_the_other(answers: bool) -> None:
+    """Ranks 0 and 2 were more than half, and have passed rank 1 over: then rank 0 ended."""
+    ranks = [RankProcess(rank, f"host:{rank + 1}") for rank in range(3)]
+    cut_off = MeetingProtocol(ranks[1], ranks)
+    assert not any(cut_off.silent(ranks[other], "silent") for other in (0, 2))
+    if answers:
+        assert not cut_off.silent(ranks[0], "")
+    assert cut_off.ended(ranks[0])
+    assert not cut_off.silent(ranks[2], "")
+    assert cut_off.silent(ranks[2], "silent") is answers, "half, and first, of those that it has heard of"
+
+
 def test_a_spare_that_finds_nobody_left_on_its_way_gives_up() -> None:
     """Another spare on its way may be as alone, and they do not know each other."""
     last, own = RankProcess(0, "host:1"), RankProcess(1, "spare:1", since=1)
