@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
+import struct
 from typing import cast
 
 from lighthouse.address import Address, is_loopback
@@ -118,6 +120,7 @@ async def why_unreachable(address: Address, timeout_s: float, greeting: bytes = 
     try:
         async with asyncio.timeout(timeout_s):
             _, writer = await asyncio.open_connection(address.host, address.port)
+            refuse_itself(writer.get_extra_info("socket"))
             if greeting:
                 # The least that a kernel takes is less than the greeting: one byte more has to wait until
                 # that is confirmed.
@@ -134,6 +137,19 @@ async def why_unreachable(address: Address, timeout_s: float, greeting: bytes = 
         if writer is not None:
             writer.transport.abort()
     return None
+
+
+def refuse_itself(connection: socket.socket) -> None:
+    """Raise a ConnectionRefusedError where the system has chosen the port, at which nobody listens, as this
+    end's own. The port is free at once when that is closed: somebody may wait to listen there.
+    """
+    try:
+        is_own = connection.getsockname() == connection.getpeername()
+    except OSError:  # the other end has reset it by now
+        return
+    if is_own:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "the connection is to itself")
 
 
 class SignOfLife:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from lighthouse.address import Address
 from lighthouse.forks import disown
+from lighthouse.listening import refuse_itself
 from lighthouse.tls import connecting
 
 RECONNECT_S = 0.02
@@ -53,9 +54,7 @@ def connect_tcp(
                 connection.settimeout(timeout_s)
                 on_socket(connection)
                 connection.connect(target)
-                if connection.getsockname()[:2] == target[:2]:
-                    # The system has chosen the port, at which nobody listens, as this end's own.
-                    raise ConnectionRefusedError(errno.ECONNREFUSED, "the connection is to itself")
+                refuse_itself(connection)
                 return connection
             except OSError as error:
                 connection.close()

@@ -14,7 +14,7 @@ import pytest
 
 from lighthouse import listening
 from lighthouse.address import Address
-from lighthouse.listening import bind_error, listen_tcp, why_unbindable, why_unreachable
+from lighthouse.listening import bind_error, listen_tcp, refuse_itself, why_unbindable, why_unreachable
 from lighthouse.net import ServerLimits, long_greeting, make_aio_server
 from tests.conftest import WAIT_LIMIT_S
 from tests.faults import raising
@@ -169,3 +169,14 @@ def test_who_has_asked_for_any_free_port_is_not_told_to() -> None:
     error = bind_error(Address("127.0.0.1", 0), OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE)))
     assert "ip_local_port_range" in str(error)
     assert "or port 0" not in str(error)
+
+
+def test_a_connection_to_itself_is_refused_and_leaves_its_port_to_who_waits_for_it() -> None:
+    with socket.socket() as connection:
+        connection.bind(("127.0.0.1", 0))
+        place = connection.getsockname()
+        connection.connect(place)
+        with pytest.raises(ConnectionRefusedError, match="to itself"):
+            refuse_itself(connection)
+    with socket.socket() as server:
+        server.bind(place)

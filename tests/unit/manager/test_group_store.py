@@ -86,8 +86,9 @@ def test_rank_0_serves_its_store_once_no_connection_has_the_port_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The system gives the port to any process that connects somewhere, where it is one of those for that."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        connection = socket.create_connection(other.getsockname())
+    with socket.create_server(("127.0.0.1", 0)) as other, socket.socket() as connection:
+        connection.bind(("127.0.0.1", 0))  # no connection of before lingers at such a port
+        connection.connect(other.getsockname())
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it ends at once
         port = connection.getsockname()[1]
         given = ManagerArguments(rank=0, world_size=2, connect_timeout=0.3)
