@@ -12,7 +12,7 @@ import pytest
 from tests.chaos import cut_members
 from tests.managers import PATIENCE_MS
 from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
-from torchft_like.testing.cluster import LIGHTHOUSE, LighthouseProcess
+from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.ranks import Rank, Ranks, end_all
 
 pytestmark = [
@@ -27,15 +27,6 @@ FROM_A_TO_C = Rules(cut=frozenset({("a", "c")}))
 def network(tmp_path: Path) -> Iterator[Network]:
     with Network((LIGHTHOUSE, *NAMES), tmp_path, seed=1) as network:
         yield network
-
-
-@pytest.fixture
-def lighthouse(network: Network) -> Iterator[str]:
-    patience = "--min_replicas=1", f"--keepalive_timeout_ms={PATIENCE_MS}"
-    bind, variables = f"{network.address(LIGHTHOUSE)}:29510", {"TORCHFT_INSECURE": "1"}
-    namespace = network.namespace(LIGHTHOUSE)
-    with LighthouseProcess(*patience, bind=bind, variables=variables, namespace=namespace) as process:
-        yield process.url
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch
 from tests.managers import PATIENCE_MS, PATIENCE_S, error_of, manager_alone
 from torchft_like import ProcessGroupGloo
 from torchft_like.testing.chaos.network import Network, Rules, why_unavailable
-from torchft_like.testing.cluster import LIGHTHOUSE, LighthouseProcess
+from torchft_like.testing.cluster import LIGHTHOUSE
 from torchft_like.testing.ranks import Rank, Ranks, end_all
 
 pytestmark = [
@@ -32,15 +32,6 @@ MORE_THAN_A_PACKET = 2000
 def network(tmp_path: Path) -> Iterator[Network]:
     with Network((LIGHTHOUSE, *HOSTS), tmp_path, seed=1) as network:
         yield network
-
-
-@pytest.fixture
-def lighthouse(network: Network) -> Iterator[str]:
-    patience = "--min_replicas=1", f"--keepalive_timeout_ms={PATIENCE_MS}"
-    bind, variables = f"{network.address(LIGHTHOUSE)}:29510", {"TORCHFT_INSECURE": "1"}
-    namespace = network.namespace(LIGHTHOUSE)
-    with LighthouseProcess(*patience, bind=bind, variables=variables, namespace=namespace) as process:
-        yield process.url
 
 
 @pytest.fixture
