@@ -40,6 +40,10 @@ REPLICAS = 2
 POLL_S = 0.5
 ENDING_S = 30.0
 TAIL_LINES = 400
+TRIES = 2
+# What torchrun writes before it ends itself, whatever --max-restarts: it had ended a worker between the
+# two lines in which torch's `record` opens the file of the worker's error and fills it.
+UNREADABLE = "Failed to parse reply file"
 
 
 class DropinError(AssertionError):
@@ -88,18 +92,24 @@ def run_script(script: Script, seconds_left: float) -> Outcome:
     except UnavailableError as error:
         outcome.not_run = str(error)
         return outcome
-    with tempfile.TemporaryDirectory(prefix="dropin-", ignore_cleanup_errors=True) as folder:
-        job = Job(script, python, Path(folder), folder_of_sources)
-        try:
-            with job:
-                limit_s = min(script.limit_s, seconds_left - (time.monotonic() - began))
-                deadline = time.monotonic() + limit_s
-                _kill_and_compare(job, deadline, outcome)
-                if script.saves:
-                    _kill_all_and_go_on(job, deadline, outcome)
-        except DropinError as error:
-            outcome.failed = str(error)
-            print(job.last_words(), file=sys.stderr, flush=True)
+    for _ in range(TRIES):
+        outcome.failed, fell = "", False
+        with tempfile.TemporaryDirectory(prefix="dropin-", ignore_cleanup_errors=True) as folder:
+            job = Job(script, python, Path(folder), folder_of_sources)
+            try:
+                with job:
+                    limit_s = min(script.limit_s, seconds_left - (time.monotonic() - began))
+                    deadline = time.monotonic() + limit_s
+                    _kill_and_compare(job, deadline, outcome)
+                    if script.saves:
+                        _kill_all_and_go_on(job, deadline, outcome)
+            except DropinError as error:
+                outcome.failed = str(error)
+                print(job.last_words(), file=sys.stderr, flush=True)
+                fell = job.fell_over_an_error_file()
+        if not fell:
+            break
+        print(f"{script.name}: torchrun ended over the error of a worker that it had ended", flush=True)
     outcome.seconds = time.monotonic() - began
     return outcome
 
@@ -238,6 +248,11 @@ class Job:
         """Return the end of what each process wrote."""
         tails = (launcher.output.splitlines()[-TAIL_LINES:] for launcher in self.launchers)
         return "\n".join("\n".join(["-" * 80, *tail]) for tail in tails)
+
+    def fell_over_an_error_file(self) -> bool:
+        """Whether a launcher ended because of what it found of an error, and not because of the script."""
+        ended = (launcher for launcher in self.launchers if launcher.exit_code == 1)
+        return any(UNREADABLE in launcher.output for launcher in ended)
 
     def _progress(self) -> dict[str, int]:
         return {record.replica: record.step for record in self.records()}
