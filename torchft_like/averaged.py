@@ -18,6 +18,8 @@ import torch
 from torchft_like.errors import NotSupportedError
 from torchft_like.manager import Manager
 
+_all: list[weakref.ref[Witnesses]] = []
+
 
 class Witnesses:
     """The parameters that stand for one module, and what has happened to their gradients.
@@ -30,14 +32,16 @@ class Witnesses:
     def __init__(self, manager: Manager, parameters: Sequence[torch.Tensor]) -> None:
         self._manager = manager
         self._parameters = [parameters[0], parameters[-1]]
+        self._ids = {id(parameter) for parameter in parameters}
         self._is_due = False  # a forward pass has begun, and no gradient was averaged yet
-        self._is_added = False  # gradients were, by a pass that was to average them
+        self._added: set[int] = set()  # whose gradients were, by a pass that was to average them
         self._averages = True
         me = weakref.ref(self)  # the module may outlive its wrapper
+        _all[:] = [*(one for one in _all if one() is not None), me]
 
-        def note(_: torch.Tensor) -> None:
-            if (witnesses := me()) is not None:
-                witnesses._is_added = witnesses._is_added or witnesses._averages
+        def note(parameter: torch.Tensor) -> None:
+            if (witnesses := me()) is not None and witnesses._averages:
+                witnesses._added.add(id(parameter))
 
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
@@ -47,11 +51,14 @@ class Witnesses:
         self._averages = averages
         self._is_due = self._is_due or torch.is_grad_enabled()
         if all(parameter.grad is None for parameter in self._parameters):
-            self._is_added = False  # what was is cleared
+            self._added = set()  # what was is cleared
 
     def averaged(self) -> None:
-        """Record that all gradients that were added are averaged."""
-        self._is_due = self._is_added = False
+        """Record that all gradients that were added are averaged, of parameters of other wrappers, too."""
+        self._is_due = False
+        for one in _all:
+            if (witnesses := one()) is not None:
+                witnesses._added = witnesses._added - self._ids
 
     def are_among(self, updated: Collection[int]) -> bool:
         """Return whether one of them has its id among these."""
@@ -61,7 +68,7 @@ class Witnesses:
         """Refuse to update the parameters with these ids by gradients that nothing has averaged."""
         if not self.are_among(updated):
             return
-        if self._is_added:
+        if self._added:
             raise NotSupportedError(
                 "gradients were added that no pass averages: DistributedDataParallel averages in the first "
                 "backward pass after its forward pass. Add up losses that have one forward pass, call the "

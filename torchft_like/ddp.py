@@ -327,14 +327,16 @@ class PureDistributedDataParallel(nn.Module):
         return self.module(*args, **kwargs)
 
 
+_hooked = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook
+
+
 class _GradientHooks:
     def __init__(self, manager: Manager) -> None:
         self._manager = manager
-        self._hooked = WeakIdKeyDictionary()
         self._witnesses: Witnesses | None = None
 
     def add_to(self, module: nn.Module) -> None:
-        """Add hooks to the parameters that have none yet."""
+        """Add hooks to the parameters, in the place of those of another wrapper: both would reduce."""
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._witnesses is None and trained:
             self._witnesses = Witnesses(self._manager, trained)
@@ -342,9 +344,13 @@ class _GradientHooks:
         if self._witnesses is not None:
             self._witnesses.called()
         for parameter in trained:
-            if parameter not in self._hooked:
-                hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
-                self._hooked[parameter] = hook
+            owner, hook = _hooked.get(parameter, (None, None))  # type: ignore[no-untyped-call]
+            if owner is self:
+                continue
+            if hook is not None:
+                hook.remove()
+            hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
+            _hooked[parameter] = self, hook
 
     def _reduce(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:

@@ -601,6 +601,28 @@ def test_gradients_that_a_script_averages_itself_are_stepped_with_and_those_of_a
     assert one == other
 
 
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_gradients_of_a_parameter_that_several_wrappers_have_are_averaged_once(
+    lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
+) -> None:
+    """As of an encoder with two heads, and of a module that is wrapped again."""
+
+    def train(replica: Replica) -> str:
+        encoder, *heads = replica.model.children()
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.1))
+        rows = torch.full((1, 3), float(ord(replica.name)))
+        parallel = [wrapper(replica.manager, nn.Sequential(encoder, head)) for head in (*heads, *heads)]
+        for used in ([0], [1], [0], [0, 1], [2], [3, 0]):
+            optimizer.zero_grad()
+            for one in used:
+                parallel[one](rows).sum().backward()
+            assert optimizer.step()
+        return state_digest(replica.model.state_dict())
+
+    one, other = on_both(lighthouse, lambda: nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]), train)
+    assert one == other
+
+
 def test_a_step_of_which_some_buckets_are_not_reduced_is_not_committed(lighthouse: LighthouseServer) -> None:
     """Though unused parameters are looked for: these are used, and `backward` was told to leave them out."""
 
