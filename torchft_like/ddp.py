@@ -28,6 +28,7 @@ from torchft_like.manager.managed_work import SUM
 from torchft_like.process_group import ProcessGroupDummy
 from torchft_like.process_group.buckets import NO_JOIN, fix_buckets
 from torchft_like.process_group.collectives import Collective
+from torchft_like.process_group.uncompiled import uncompiled_function
 
 MB = 1 << 20
 DEFAULT_CAP_MB = 25.0
@@ -113,6 +114,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass. A backward pass that an exception ended is forgotten."""
+        self._begin_pass()
+        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    @uncompiled_function  # it goes by what changes from step to step, and each change would compile it anew
+    def _begin_pass(self) -> None:
         _adopt_stages()
         if self._steps_given_up != self._manager.steps_given_up:
             self._steps_given_up = self._manager.steps_given_up
@@ -121,7 +127,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if any(parameter.requires_grad for parameter in self._frozen):
             self._make_reducer_anew()
         self._witnesses.called(self.require_backward_grad_sync)
-        return super().forward(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Refuse a communication hook: the Manager's is registered.
@@ -321,10 +326,14 @@ class PureDistributedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's forward pass."""
+        self._begin_pass()
+        return self.module(*args, **kwargs)
+
+    @uncompiled_function
+    def _begin_pass(self) -> None:
         _adopt_stages()
         if self._hooks is not None:
             self._hooks.add_to(self.module)
-        return self.module(*args, **kwargs)
 
 
 _hooked = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook

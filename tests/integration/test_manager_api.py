@@ -400,6 +400,51 @@ def test_a_whole_step_may_be_compiled() -> None:
     assert len(set(weights)) == 3
 
 
+class Scaled(nn.Module):
+    """A module in whose forward pass Dynamo finds something to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.weight * inputs
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+@pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_compiled_wrapper_is_compiled_once_whatever_the_steps_are_like(
+    wrapper: Callable[..., nn.Module],
+) -> None:
+    torch._dynamo.reset()
+    graphs, model = [], Scaled()
+
+    def keep(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        graphs.append(graph)
+        return graph.forward
+
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(lighthouse, "a", model, min_replica_size=1) as manager,
+    ):
+        optimizer = Optimizer(manager, torch.optim.SGD(model.parameters()))
+        compiled = torch.compile(wrapper(manager, model), backend=keep)
+
+        def step(*, clears: bool = True, gives_up: bool = False) -> None:
+            optimizer.zero_grad(set_to_none=clears)
+            compiled(torch.ones(1)).sum().backward()
+            compiled(torch.ones(1))
+            if not gives_up:
+                assert optimizer.step()
+
+        step()
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            for kind in ({"clears": False}, {"gives_up": True}, {}, {"gives_up": True}, {}):
+                step(**kind)
+        assert manager.steps_given_up == 2
+    assert len(graphs) == 1
+
+
 def test_gradients_are_not_reduced_past_the_manager(lighthouse: LighthouseServer) -> None:
     model, in_python = nn.Linear(1, 1), torch._dynamo.config.patch(optimize_ddp="python_reducer")
     refused = pytest.raises(NotSupportedError, match="PureDistributedDataParallel")
