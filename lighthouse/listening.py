@@ -17,7 +17,8 @@ _EVERY_ADDRESS = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
 # Addresses for documentation, which are nobody's: the route there is the default one.
 ANYWHERE = {socket.AF_INET: "203.0.113.1", socket.AF_INET6: "2001:db8::1"}
 DESCRIPTORS_KEPT = 256  # for everything but clients' connections, the lighthouse's page among it
-CALLERS_MAX = 1024  # that find out at one time whether a process exists
+CALLERS_MAX = 64  # that find out at one time whether a process exists; who is refused knows it, too
+CALL_BYTES_MAX = 64 * 1024  # of one of them, many times the longest greeting
 _ANSWER_S, _ASK_EVERY_S = 1.0, 0.1
 
 
@@ -183,11 +184,17 @@ class SignOfLife:
 class _Call(asyncio.Protocol):
     def __init__(self, callers: set[asyncio.Transport]) -> None:
         self._callers = callers
+        self._received = 0
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
         self._callers.add(self._transport)
         if len(self._callers) > CALLERS_MAX:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if self._received > CALL_BYTES_MAX:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:

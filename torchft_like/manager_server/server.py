@@ -107,6 +107,7 @@ LOCAL_RANK = 0
 RANKS_LEAVE_S = 0.5
 STOP_GRACE_S = 0.2
 KILL_EXIT_CODE = 1
+OTHER_HOSTS_MAX = 128  # of this group that others probe: a lighthouse takes no join of any length
 QUEUE_MAX = 2 * KEPT_MAX  # messages for a rank, and the counts of those that it has said
 A = TypeVar("A", RankQuorum, RankVerdict)
 
@@ -615,7 +616,8 @@ class ManagerServer:
             del self._probed[order.number]
 
     def _other_hosts(self) -> list[tuple[int, _SessionLine]]:
-        """Return the first rank on each host of this group but rank 0's, and the line to it.
+        """Return the first rank on each host of this group but rank 0's, and the line to it, as far as a join
+        has room for them.
 
         No other host reaches a rank that serves at a loopback address.
         """
@@ -624,7 +626,7 @@ class ManagerServer:
             if isinstance(line, _SessionLine) and line.address and not is_loopback(line.address.host):
                 first.setdefault(line.address.host, (group_rank, line))
         first.pop(self._hostname, None)
-        return list(first.values())
+        return list(first.values())[:OTHER_HOSTS_MAX]
 
     def _member(self, join: GroupJoin) -> pb.QuorumMember:
         others = self._other_hosts()

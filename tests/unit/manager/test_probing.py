@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from lighthouse.address import Address
-from lighthouse.listening import SignOfLife, why_unreachable
+from lighthouse.listening import CALL_BYTES_MAX, CALLERS_MAX, SignOfLife, why_unreachable
 from lighthouse.net import ServerLimits, long_greeting, make_aio_server
 from lighthouse.starvation import SilenceClock
 from lighthouse.tls import TLS_ENV, process_identity
@@ -135,6 +135,31 @@ def test_a_sign_of_life_takes_more_calls_than_a_queue_holds_until_it_is_closed()
         here.close()
 
     asyncio.run(call())
+
+
+def test_a_sign_of_life_keeps_few_connections_and_reads_little() -> None:
+    async def crowd() -> None:
+        here = SignOfLife(Address("127.0.0.1", 0))
+        await here.take_calls()
+        to = here.address.host, here.address.port
+        _, talker = await asyncio.open_connection(*to)
+        with contextlib.suppress(ConnectionError):
+            while True:
+                talker.write(bytes(CALL_BYTES_MAX))
+                await talker.drain()
+        callers = [await asyncio.open_connection(*to) for _ in range(CALLERS_MAX + 10)]
+        refused = {asyncio.create_task(reader.read()) for reader, _ in callers}
+        while len(refused) > CALLERS_MAX:
+            done, refused = await asyncio.wait(refused, return_when=asyncio.FIRST_COMPLETED)
+            assert all(isinstance(one.exception(), ConnectionResetError) or not one.result() for one in done)
+        assert await why_unreachable(here.address, 30.0, long_greeting()) is None
+        for one in refused:
+            one.cancel()
+        for _, writer in callers:
+            writer.transport.abort()
+        here.close()
+
+    asyncio.run(asyncio.wait_for(crowd(), 60.0))
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,9 @@ import pytest
 
 from lighthouse import wire
 from lighthouse.address import Address, parse_address
+from lighthouse.admission import about_member, believable
+from lighthouse.core.config import LighthouseConfig
+from lighthouse.core.membership import QuorumNumber
 from lighthouse.listening import until_refused
 from lighthouse.session import RefusedError
 from lighthouse.wire import torchft_pb2 as pb
@@ -23,6 +26,7 @@ from tests.ports import free_ports
 from torchft_like.coordination import LighthouseServer, ManagerServer
 from torchft_like.core.peer_links import Probe
 from torchft_like.core.replica_group import (
+    GroupJoin,
     GroupLeftNotice,
     GroupLostNotice,
     LossNotice,
@@ -37,7 +41,7 @@ from torchft_like.errors import ConfigError, ConnectError, CoordinationError
 from torchft_like.manager_server import suspicion
 from torchft_like.manager_server.duplex import DuplexCall
 from torchft_like.manager_server.rank_link import RankCall, ServerGoneError, SessionLink
-from torchft_like.manager_server.server import LighthouseLink
+from torchft_like.manager_server.server import LighthouseLink, _SessionLine
 from torchft_like.runtime.event_loop import coordination_loop
 
 LIMIT_S = 30.0
@@ -210,7 +214,6 @@ class AilingEar(Ear):
         raise RuntimeError(f"cannot abort: {message}")
 
 
-@pytest.mark.progress
 def test_other_groups_are_told_of_no_host_that_they_cannot_reach(server: ManagerServer) -> None:
     link = SessionLink(parse_address(server.address()), 1, Ear(), LIMIT_S, host="127.0.0.2")
     try:
@@ -219,6 +222,16 @@ def test_other_groups_are_told_of_no_host_that_they_cannot_reach(server: Manager
         link.close()
 
 
+def test_a_join_of_a_group_of_a_thousand_hosts_is_taken(server: ManagerServer) -> None:
+    for rank in range(1, 1000):
+        server._ranks[rank] = _SessionLine(b"", f"rank-{rank}.trainers.a-long-name.example.svc:65535")
+    join = server._member(GroupJoin(0, shrink_only=False, commit_failures=0, commit_quorum_id=0))
+    assert join.rank_addresses
+    limit = believable(0, QuorumNumber(0, 0))
+    assert about_member(join, LighthouseConfig(min_replicas=1), limit) is None
+
+
+@pytest.mark.progress
 def test_an_error_of_the_rank_beside_the_server_keeps_no_news_from_the_others(server: ManagerServer) -> None:
     ear = Ear()
     server.attach_local_rank(0, AilingEar())
