@@ -44,7 +44,8 @@ class Witnesses:
                 witnesses._added.add(id(parameter))
 
         for parameter in self._parameters:
-            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+            weakref.finalize(self, hook.remove)
 
     def called(self, averages: bool = True) -> None:
         """Record a forward pass; whether its backward pass is to average, as it does outside of `no_sync`."""

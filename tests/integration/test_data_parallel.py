@@ -601,6 +601,28 @@ def test_gradients_that_a_script_averages_itself_are_stepped_with_and_those_of_a
     assert one == other
 
 
+def test_parts_of_a_module_that_are_frozen_in_turns_keep_no_hooks(lighthouse: LighthouseServer) -> None:
+    """As those of a GAN under one wrapper: each turn has a reducer of its own."""
+
+    def train(replica: Replica) -> tuple[str, list[int]]:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.001))
+        counts = []
+        while (step := replica.manager.current_step()) < 6:
+            for number, part in enumerate(replica.model.children()):
+                part.requires_grad_(number == step % 2)
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            optimizer.step()
+            hooks = [parameter._post_accumulate_grad_hooks for parameter in replica.model.parameters()]
+            counts.append(max(len(each) for each in hooks if each is not None))
+        return state_digest(replica.model.state_dict()), counts
+
+    one, other = on_both(lighthouse, lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), train)
+    assert one == other
+    assert set(one[1]) == {1}
+
+
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 def test_gradients_of_a_parameter_that_several_wrappers_have_are_averaged_once(
     lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]
