@@ -21,11 +21,13 @@ import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import Store
 
+from lighthouse.address import Address
 from torchft_like.backends import BACKENDS
 from torchft_like.errors import NotSupportedError, ProcessGroupNotConfiguredError
 from torchft_like.process_group.base import ProcessGroup
@@ -83,16 +85,18 @@ def _meeting_place(store: Store, seat: tuple[int, int], timeout: timedelta) -> I
         raise ProcessGroupNotConfiguredError(f"{failed}: {error}") from error
     key = f"torchft/meeting/{number}"
 
-    def told() -> bytes:
+    def told(published: Address | StoreAddress | None) -> bytes:
+        if published is not None:
+            store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         store.wait([key], timeout)
         return store.get(key)
 
     with contextlib.ExitStack() as until_met:
+        published = None
         if rank == 0:
             published = server or until_met.enter_context(serving_store(own_host()))
-            store.set(key, f"{published}/torchft/{uuid.uuid4().hex}")
         try:
-            said = ask_within(timeout, store, told)
+            said = ask_within(timeout, store, partial(told, published))
         except RuntimeError as error:  # raised by torch's store
             raise ProcessGroupNotConfiguredError(
                 f"{failed}: rank 0 did not say where to meet: {error}"

@@ -8,7 +8,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
 from lighthouse.address import Address
 from tests.faults import raising
@@ -69,6 +69,33 @@ def test_nobody_waits_for_a_silent_host_of_the_default_groups_store(
             making.result(LIMIT_S)
         meeting = party.aside(_meeting_place(client, (1, 2), limit).__enter__)
         with pytest.raises(ProcessGroupNotConfiguredError, match=rf"{relay.port} did not answer within"):
+            meeting.result(LIMIT_S)
+    finally:
+        flows.set()
+
+
+class BusyStore(Store):
+    """A user's store that takes nothing while the event is clear."""
+
+    def __init__(self, flows: threading.Event) -> None:
+        super().__init__()
+        self._flows = flows
+
+    def add(self, _: str, amount: int) -> int:
+        return amount
+
+    def set(self, _: str, __: str) -> None:
+        self._flows.wait()
+
+
+def test_nobody_waits_for_a_store_that_does_not_take_where_a_group_meets(
+    party: Party, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group_store, "ANSWER_S", 1.0)
+    flows = threading.Event()
+    try:
+        meeting = party.aside(_meeting_place(BusyStore(flows), (0, 2), timedelta(seconds=0.1)).__enter__)
+        with pytest.raises(ProcessGroupNotConfiguredError, match="did not answer within"):
             meeting.result(LIMIT_S)
     finally:
         flows.set()
