@@ -747,6 +747,7 @@ class Hub:
             return []
         self._open.remove(rank)
         self._selector.unregister(self._connections[rank])
+        shut(self._connections[rank])  # it may live, and would wait for answers
         # Connections that this rank has cut say nothing of the ranks behind them.
         return [] if self._sockets.is_cut else self._referee.lose(rank)
 

@@ -242,6 +242,7 @@ def test_a_rank_that_sends_nonsense_is_lost_after_its_calls_were_judged(
     else:
         assert isinstance(error, PeerLostError)
         assert error.lost == (1,)
+    assert isinstance(error_of(lambda: pair[1].allreduce([torch.ones(1)]).wait()), PeerLostError)
 
 
 def test_a_rank_that_called_and_died_is_gone_before_the_last_rank_calls() -> None:
