@@ -132,6 +132,7 @@ class StateExchange:
         self._keeper = kept_state.present()
         self._beside: Future[Fetched] | None = None  # a state on its way beside the steps
         self._is_serving = self._has_rehearsed = False
+        self._is_first = False  # whether what this rank serves is fetched from it, and not with its help
         self._fetching: _Fetching | None = None  # the fetch that runs
         self._clients: list[ManagerClient] = []  # the clients that ask the sources
         self._lost: list[LossNotice] = []  # of this quorum, and of later ones
@@ -241,6 +242,7 @@ class StateExchange:
 
     def _offer(self, attempt: Attempt, result: QuorumResult) -> None:
         ranks = list(result.recover_dst_replica_ranks)
+        self._is_first = bool(ranks)
         if self._transport.takes_helpers:
             ranks += result.helped_ranks
         try:
@@ -520,8 +522,10 @@ class StateExchange:
             _logger.exception("the state of step %d is not kept for the next try", version.step)
 
     def linger(self) -> None:
-        """Wait, before this replica leaves, for one that has begun to fetch its state in the last step."""
-        if self._is_serving:
+        """Wait, before this replica leaves, for one that fetches its state since the last step; one that it
+        only helps does without it, and may never have come to it.
+        """
+        if self._is_serving and self._is_first:
             self._transport.wait_fetched(timedelta(seconds=LINGER_S))
 
     # ------------------------------------------------------------------ from other threads

@@ -453,6 +453,22 @@ def test_a_replica_helps_the_source_if_its_transport_can(
     assert len(replica.transport.offered) == takes_helpers
 
 
+def test_who_leaves_waits_for_who_fetches_its_state_and_not_for_who_may_fetch_a_part(
+    replica: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small state has all come from the source before a helper is asked, which it is not told."""
+    waits: list[timedelta] = []
+    monkeypatch.setattr(Transport, "takes_helpers", True)
+    monkeypatch.setattr(replica.transport, "wait_fetched", waits.append)
+    replica.registry.register("model", ignore, dict)
+    replica.end(replica.begin(5, a=3, b=2, Z=3))
+    replica.exchange.linger()
+    assert waits == []
+    replica.end(replica.begin(6, **SERVES))
+    replica.exchange.linger()
+    assert len(waits) == 1
+
+
 @pytest.mark.progress
 def test_a_helper_that_cannot_be_reached_is_left_out(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

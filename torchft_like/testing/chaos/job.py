@@ -21,7 +21,7 @@ from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
 from torchft_like.errors import QuorumTimeoutError
 from torchft_like.testing.chaos.network import Network
 from torchft_like.testing.chaos.orders import JobSettings, Order, with_index
-from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, Cluster, Group, Rank
+from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, STACKS_S, Cluster, Group, Rank
 from torchft_like.testing.forks import preload
 from torchft_like.testing.invariants import Commit, Process
 from torchft_like.testing.journal import Record
@@ -335,13 +335,18 @@ class ChaosJob(Cluster):
         for rank in self.ranks():
             rank.signal(signal.SIGTERM)
         deadline = time.monotonic() + END_S_MAX
-        found: list[str] = []
+        late = []
         for rank in self.ranks():
             if not rank.ends_within(max(0.1, deadline - time.monotonic())):
-                found.append(f"{rank.name} rank {rank.number} did not end after SIGTERM")
-                rank.signal(signal.SIGUSR2)
+                late.append(rank)
+                rank.print_stacks()
             elif rank.exit_code not in ASKED_TO_END and QuorumTimeoutError.__name__ not in rank.tail():
                 self._crashed(rank, "asked to leave")
+        if late:
+            time.sleep(STACKS_S)
+        found = [
+            f"{rank.name} rank {rank.number} did not end after SIGTERM:\n{rank.tail(200)}" for rank in late
+        ]
         self.tend()
         return found
 
