@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.versions import NEEDS_A_GLOO_THAT_IS_SILENCED
+from torchft_like.process_group.checking import CHECK_ENV
 from torchft_like.testing.forks import WHOLE_END_ENV
 from torchft_like.testing.processes import Processes, RunningProcess
 
@@ -28,6 +30,32 @@ def multiply():
 has_begun.wait()
 {then}
 """
+# Gloo's allreduce waits for its timeout, as it does for a message that was about to be sent on a connection
+# that has ended.
+IN_VAIN = """
+import threading, torch
+from torchft_like.process_group import ProcessGroupGloo
+from torchft_like.process_group.gloo import GlooDevice
+from torchft_like.runtime import background
+
+background.SECONDS_AT_EXIT = 1e6
+GlooDevice.cut = lambda self: 0
+store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True)
+groups = [ProcessGroupGloo(timeout=1e6) for _ in range(2)]
+address = f"127.0.0.1:{store.port}/group"
+meet = [threading.Thread(target=groups[n].configure, args=(address, str(n), n, 2)) for n in range(2)]
+for thread in meet:
+    thread.start()
+for thread in meet:
+    thread.join()
+work = groups[0].allreduce([torch.ones(4)])
+groups[0].abort()
+try:
+    work.wait()
+except RuntimeError as error:
+    print(error)
+"""
+
 ON_A_THREAD_OF_ITS_OWN = "in_background('multiplies', multiply)"
 ON_A_THREAD_THAT_GOES_ON = "QuorumWorker().submit(multiply)"
 
@@ -69,3 +97,15 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         f"from torchft_like.runtime import background; background.SECONDS_AT_EXIT = 1e6\n{begin}", forks
     )
     assert done.exit_code == 4, done.output
+
+
+@NEEDS_A_GLOO_THAT_IS_SILENCED
+def test_a_process_does_not_wait_for_an_operation_of_gloo_that_nothing_but_its_timeout_ends(
+    processes: Processes, tmp_path: Path
+) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(IN_VAIN)
+    done = processes.fork(str(script), env={WHOLE_END_ENV: "1", CHECK_ENV: "0"})
+    assert done.wait() == 0, done.output
+    assert "was aborted" in done.output
+    assert "terminate called" not in done.output

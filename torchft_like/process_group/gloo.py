@@ -75,6 +75,7 @@ from torchft_like.process_group.handles import exchange_and_reconfigure, reconfi
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
+from torchft_like.runtime.background import unawaited_when
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import INTERFACE_ENV, gloo_interface, interfaces, local_host_towards
 from torchft_like.runtime.reach import ask_all, is_silence, why_out_of_reach
@@ -90,6 +91,7 @@ GLOO_THREADS_COUNT = 8
 GLOO_LOOP = "gloo_tcp_loop"
 # Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
+STANDSTILL_LOOKS = 10  # in a row, with a pause after each
 LISTENS = "listens"  # the part of the store with the addresses of Gloo's listeners, by rank
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
@@ -202,7 +204,9 @@ class _GlooBackend(Backend):
         return True
 
     def close(self) -> None:
-        """Close everything. Gloo's destructor joins its threads, which the cut has freed."""
+        """Close everything. Gloo's destructor joins its threads, which the cut has freed, but for one that
+        was about to send: Gloo drops the message, and lets it wait until the timeout of its operation.
+        """
         self._abort.remove(self._device.cut)
         self._device.cut()
         for _ in range(LOOKS_UNTIL_SILENCED + 1):
@@ -210,7 +214,8 @@ class _GlooBackend(Backend):
                 break
             time.sleep(LOOK_PAUSE_S)
         self._shell = None
-        self._gloo = None
+        with unawaited_when(_Standstill()):
+            self._gloo = None
         self._device.close()
 
 
@@ -313,22 +318,23 @@ class _Activity(NamedTuple):
 
 
 class ThreadWatch:
-    """A watch over the threads with certain names, which go to sleep between any two pieces of work.
+    """A watch over the threads with a certain name, which go to sleep between any two pieces of work, and one
+    more thread, if it is given.
 
     Linux counts how often a thread was given the processor. A thread that sleeps now and has the same
     count as before has done nothing in between. No answer is yes while the process has no descriptor left.
     """
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._first = self._last = _activities(name)
+    def __init__(self, name: str, task: int = 0) -> None:
+        self._name, self._task = name, task
+        self._first = self._last = _activities(name, task)
 
     def __str__(self) -> str:
         return f"{self._name}: {self._first} at first, {self._last} at the last look"
 
     def have_slept_since(self) -> bool:
         """Return whether all of them slept from the last look, or the constructor's, until this one."""
-        before, self._last = self._last, _activities(self._name)
+        before, self._last = self._last, _activities(self._name, self._task)
         now = self._last
         return now is not None and before == now and all(thread.is_asleep for thread in now.values())
 
@@ -345,18 +351,35 @@ class ThreadWatch:
         return all(later.slept >= thread.slept + SLEEPS for thread, later in begun)
 
 
-def _activities(name: str) -> Mapping[str, _Activity] | None:
+class _Standstill:
+    """Whether the thread that makes this, which joins Gloo's, and those have slept for several looks in a
+    row: as there are no connections, only a timeout wakes them.
+    """
+
+    def __init__(self) -> None:
+        self._task = threading.get_native_id()
+        self._watch: ThreadWatch | None = None
+        self._looks = 0
+
+    def __call__(self) -> bool:
+        self._watch = self._watch or ThreadWatch(GLOO_THREADS, self._task)
+        self._looks = self._looks + 1 if self._watch.have_slept_since() else 0
+        return self._looks >= STANDSTILL_LOOKS
+
+
+def _activities(name: str, task: int = 0) -> Mapping[str, _Activity] | None:
     """Return the activity of each thread; None if there is no descriptor left to look with."""
     foreign = threading._DummyThread  # stands for a thread that Python has not started
     own = {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}
+    also = str(task)
     found = {}
     try:
-        for task in set(os.listdir(_TASKS)) - own:
+        for number in {*os.listdir(_TASKS)} - own | {also}:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended since
-                if Path(_TASKS, task, "comm").read_text().strip() == name:
-                    lines = Path(_TASKS, task, "status").read_text().splitlines()
+                if number == also or Path(_TASKS, number, "comm").read_text().strip() == name:
+                    lines = Path(_TASKS, number, "status").read_text().splitlines()
                     fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-                    found[task] = _Activity(
+                    found[number] = _Activity(
                         is_asleep=fields["State"].startswith("S"),
                         slept=int(fields["voluntary_ctxt_switches"]),
                         preempted=int(fields["nonvoluntary_ctxt_switches"]),
