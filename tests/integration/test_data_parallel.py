@@ -623,6 +623,30 @@ def test_parts_of_a_module_that_are_frozen_in_turns_keep_no_hooks(lighthouse: Li
     assert set(one[1]) == {1}
 
 
+@pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 0.0001}])
+def test_the_step_in_which_a_parameter_is_frozen_may_be_given_up(
+    lighthouse: LighthouseServer, settings: dict[str, Any]
+) -> None:
+    """The reducer has the parameter still, and the buckets of the other replica's."""
+
+    def train(replica: Replica) -> str:
+        parallel = DistributedDataParallel(replica.manager, replica.model, **settings)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.001))
+        gives_up = replica.name == "a"
+        while (step := replica.manager.current_step()) < 4:
+            next(replica.model.children()).requires_grad_(step < 2)
+            optimizer.zero_grad()
+            parallel(torch.full((1, 3), float(ord(replica.name)))).sum().backward()
+            if step == 2 and gives_up:
+                gives_up = False
+                continue
+            optimizer.step()
+        return state_digest(replica.model.state_dict())
+
+    one, other = on_both(lighthouse, lambda: nn.Sequential(*[nn.Linear(3, 3) for _ in range(3)]), train)
+    assert one == other
+
+
 @pytest.mark.parametrize("wrapper", [DistributedDataParallel, PureDistributedDataParallel])
 def test_gradients_of_a_parameter_that_several_wrappers_have_are_averaged_once(
     lighthouse: LighthouseServer, wrapper: Callable[..., nn.Module]

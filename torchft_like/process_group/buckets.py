@@ -44,9 +44,9 @@ from torchft_like.process_group.wrapper import ProcessGroupDummy, ProcessGroupWr
 def fix_buckets(model: DistributedDataParallel) -> None:
     """Let the model's reducer rebuild its buckets now, as it fills them where it looks for unused parameters.
 
-    It rebuilds them once, so they stay as they are.
+    It rebuilds them once, so they stay as they are. It has the parameters that were trained as it was made.
     """
-    parameters, are_sparse = model._build_params_for_reducer()  # type: ignore[no-untyped-call]
+    parameters, are_sparse = _reduced[model]
     first = _DEFAULT_FIRST_BUCKET_BYTES if model.bucket_bytes_cap_default else model.bucket_bytes_cap
     limits = getattr(model, "bucket_bytes_cap_list", None) or [first, model.bucket_bytes_cap]
     buckets, _ = _compute_bucket_assignment_by_size(parameters, limits, are_sparse)
@@ -87,6 +87,8 @@ def _sync_module_buffers(model: DistributedDataParallel, authoritative_rank: int
     _torchs_sync(model, authoritative_rank)
 
 
+# By model: the parameters that its reducer has, and which of their gradients are sparse.
+_reduced: weakref.WeakKeyDictionary[DistributedDataParallel, Any] = weakref.WeakKeyDictionary()
 # After each of these torch would assign parameters anew.
 _ASSIGNING: Mapping[str, Callable[..., None]] = {
     name: getattr(DistributedDataParallel, name)
@@ -97,6 +99,8 @@ _ASSIGNING: Mapping[str, Callable[..., None]] = {
 def _then_fixed(method: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(method)
     def call(model: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        if method is _ASSIGNING["_ddp_init_helper"]:
+            _reduced[model] = args[:2]
         method(model, *args, **kwargs)
         group: Any = model.process_group
         is_torchs = group in c10d._world.pg_map and not getattr(group, "_was_registered_here", False)
