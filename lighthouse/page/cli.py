@@ -33,6 +33,9 @@ from lighthouse.trust import TOKEN_FILE_ENV, authorization
 LIGHTHOUSE_ENV = "TORCHFT_LIGHTHOUSE"
 KILL_HEADER = "X-Torchft-Kill"  # which the page wants in a request to kill, and ignores otherwise
 EVERY_S = 1.0
+# Members say their steps while somebody looks: what is older than this may be one from before that.
+OLD_S = 2.0
+NEWS_S = 3.0  # within which they say newer ones, if there are any
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 64 << 20
 _HEAD, _CLEAR_LINE, _CLEAR_REST = "\x1b[H", "\x1b[K\n", "\x1b[J"
@@ -73,10 +76,22 @@ def add_commands(commands: Any) -> None:
 
 
 def _status(options: argparse.Namespace) -> int:
-    status = Pages(options.address).status()
+    status = _status_with_news(Pages(options.address))
     text = json.dumps(status, indent=1) if options.json else "\n".join(lines_of(status))
     sys.stdout.write(f"{text}\n")
     return 0 if status["job"]["state"] in ("formed", "stands") else 1
+
+
+def _status_with_news(pages: Pages) -> dict[str, Any]:
+    """Return the status once no member's step is an old one, or its members had the time to say a newer."""
+    ends_at, recent = time.monotonic() + NEWS_S, None
+    while True:
+        status, headers = pages.fetch()
+        recent = recent or float(headers.get("Torchft-Time", "0")) - OLD_S
+        spoke = [each["step_time"] for each in status["replicas"] if each["step_is_live"]]
+        if min(spoke, default=recent) >= recent or time.monotonic() >= ends_at:
+            return status
+        time.sleep(EVERY_S / 4)
 
 
 def _watch(options: argparse.Namespace) -> int:

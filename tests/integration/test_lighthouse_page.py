@@ -5,11 +5,14 @@ from __future__ import annotations
 import contextlib
 import gzip
 import http.client
+import itertools
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -319,6 +322,38 @@ def test_the_status_in_a_terminal(processes: Processes, capsys: pytest.CaptureFi
         assert re.search(r"^b:1b4e +member +3 +h:1$", table, re.MULTILINE)
         assert main(["status", address, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["job"]["members"] == 2
+
+
+def test_one_look_at_the_status_shows_the_steps_that_members_say_because_of_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("lighthouse.page.cli.OLD_S", 0.0)
+    monkeypatch.setattr("lighthouse.page.cli.NEWS_S", LIMIT_S)
+
+    is_over = threading.Event()
+
+    def train(client: SessionClient) -> None:
+        assert client.config_changed().is_watched
+        for step in itertools.count(50):
+            client.send(progress=pb.Progress(step=step))
+            if is_over.wait(0.1):
+                return
+
+    with registered(site.daemon.address, "a", "b") as clients, ThreadPoolExecutor() as threads:
+        for client in clients:
+            client.join(step=3, address=ADDRESS)
+        for client in clients:
+            client.quorum()
+            client.send(progress=pb.Progress(step=4))
+        training = [threads.submit(train, client) for client in clients]
+        exit_status = main(["status", site.address])
+        is_over.set()
+        assert exit_status == 0
+        for each in training:
+            each.result()
+    shown = re.search(r"quorum of 2, step (\d+)", capsys.readouterr().out)
+    assert shown is not None
+    assert int(shown[1]) >= 50
 
 
 MARKUP = "<img src=x onerror=window.hacked=1><b>x</b>"
