@@ -124,6 +124,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self._steps_given_up = self._manager.steps_given_up
             self.reducer._reset_state()
             fix_buckets(self)
+        is_searched = self.find_unused_parameters or not torch.is_grad_enabled()
+        error = None if is_searched else self._check_all_were_used()  # in the pass before, of this step
+        if error is not None:  # torch would raise it
+            self._manager.report_error(error)
         if any(parameter.requires_grad for parameter in self._frozen):
             self._make_reducer_anew()
         self._witnesses.called(self.require_backward_grad_sync)

@@ -623,6 +623,26 @@ def test_parts_of_a_module_that_are_frozen_in_turns_keep_no_hooks(lighthouse: Li
     assert set(one[1]) == {1}
 
 
+def test_a_step_of_several_passes_that_leave_parameters_out_is_lost_once(
+    lighthouse: LighthouseServer,
+) -> None:
+    def train(replica: Replica) -> tuple[str, int]:
+        parallel = DistributedDataParallel(replica.manager, replica.model)
+        optimizer = Optimizer(replica.manager, torch.optim.SGD(replica.model.parameters(), lr=0.001))
+        attempts = 0
+        while replica.manager.current_step() < 3:
+            attempts += 1
+            optimizer.zero_grad()
+            for _ in range(3):
+                parallel(torch.full((1, 3), float(ord(replica.name))), replica.name).sum().backward()
+            optimizer.step()
+        return state_digest(replica.model.state_dict()), attempts
+
+    one, other = on_both(lighthouse, Branches, train)
+    assert one == other
+    assert one[1] == 4
+
+
 @pytest.mark.parametrize("settings", [{}, {"bucket_cap_mb": 0.0001}])
 def test_the_step_in_which_a_parameter_is_frozen_may_be_given_up(
     lighthouse: LighthouseServer, settings: dict[str, Any]
