@@ -34,13 +34,14 @@ class Witnesses:
         self._parameters = [parameters[0], parameters[-1]]
         self._ids = {id(parameter) for parameter in parameters}
         self._is_due = False  # a forward pass has begun, and no gradient was averaged yet
-        self._added: set[int] = set()  # whose gradients were, by a pass that was to average them
+        self._added: set[int] = set()  # whose gradients were, by a pass that was to average them or after one
         self._averages = True
+        self._has_averaged = False  # in this step
         me = weakref.ref(self)  # the module may outlive its wrapper
         _all[:] = [*(one for one in _all if one() is not None), me]
 
         def note(parameter: torch.Tensor) -> None:
-            if (witnesses := me()) is not None and witnesses._averages:
+            if (witnesses := me()) is not None and (witnesses._averages or witnesses._has_averaged):
                 witnesses._added.add(id(parameter))
 
         for parameter in self._parameters:
@@ -51,12 +52,13 @@ class Witnesses:
         """Record a forward pass; whether its backward pass is to average, as it does outside of `no_sync`."""
         self._averages = averages
         self._is_due = self._is_due or torch.is_grad_enabled()
+        self._has_averaged = self._has_averaged and self._manager.has_reduced
         if all(parameter.grad is None for parameter in self._parameters):
             self._added = set()  # what was is cleared
 
     def averaged(self) -> None:
         """Record that all gradients that were added are averaged, of parameters of other wrappers, too."""
-        self._is_due = False
+        self._is_due, self._has_averaged = False, True
         for one in _all:
             if (witnesses := one()) is not None:
                 witnesses._added = witnesses._added - self._ids
@@ -72,8 +74,9 @@ class Witnesses:
         if self._added:
             raise NotSupportedError(
                 "gradients were added that no pass averages: DistributedDataParallel averages in the first "
-                "backward pass after its forward pass. Add up losses that have one forward pass, call the "
-                "wrapper and not its module, or take PureDistributedDataParallel, which averages in each pass"
+                "backward pass after its forward pass. Add up losses that have one forward pass, let the "
+                "last pass be outside of no_sync, call the wrapper and not its module, or take "
+                "PureDistributedDataParallel, which averages in each pass"
             )
         if self._is_due and not self._manager.has_reduced and self._manager.errored() is None:
             raise NotSupportedError(

@@ -521,6 +521,11 @@ def pass_that_does_not_average(parallel: Any, rows: Tensor) -> None:
         parallel(rows).sum().backward()
 
 
+def pass_that_averages_too_early(parallel: Any, rows: Tensor) -> None:
+    parallel(rows).sum().backward()
+    pass_that_does_not_average(parallel, rows)
+
+
 def second_pass(parallel: Any, rows: Tensor) -> None:
     loss = parallel(rows).sum()
     loss.backward(retain_graph=True)
@@ -538,6 +543,7 @@ def pass_of_the_module(parallel: Any, rows: Tensor) -> None:
         (no_pass, DistributedDataParallel, "manager.allreduce"),
         (no_pass, PureDistributedDataParallel, "manager.allreduce"),
         (pass_that_does_not_average, DistributedDataParallel, "outside of no_sync"),
+        (pass_that_averages_too_early, DistributedDataParallel, "last pass be outside of no_sync"),
         (second_pass, DistributedDataParallel, "Add up losses"),
         (second_pass, PureDistributedDataParallel, ""),
         (pass_of_the_module, DistributedDataParallel, "call the wrapper"),
