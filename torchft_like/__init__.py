@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from torchft_like.errors import SubprocessLostError as SubprocessLostError
     from torchft_like.in_process import Restart as Restart
     from torchft_like.in_process import restartable as restartable
+    from torchft_like.local_sgd import DiLoCo as DiLoCo
+    from torchft_like.local_sgd import LocalSGD as LocalSGD
     from torchft_like.manager import Manager as Manager
     from torchft_like.manager import WorldSizeMode as WorldSizeMode
     from torchft_like.optim import OptimizerWrapper as OptimizerWrapper
@@ -78,6 +80,7 @@ _NAMES = {
         "SubprocessLostError"
     ),
     "in_process": "Restart restartable",
+    "local_sgd": "DiLoCo LocalSGD",
     "manager": "Manager WorldSizeMode",
     "optim": "OptimizerWrapper",
     "process_group": (

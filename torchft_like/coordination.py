@@ -53,8 +53,9 @@ class LighthouseServer:
     Args:
         bind: `host:port`; port 0 takes a free one. Loopback by default.
         min_replicas: the smallest quorum that may form.
-        settings: any other field of `LighthouseConfig`; None means the default, which for `join_timeout_ms`
-            is 100 here, as in torchft, and 60,000 for the daemon.
+        settings: any other field of `lighthouse.core.config.LighthouseConfig`, which are the daemon's flags:
+            `join_timeout_ms`, `heartbeat_timeout_ms` and so on. None means the default, which for
+            `join_timeout_ms` is 100 here, as in torchft, and 60,000 for the daemon.
 
     Raises:
         ConfigError, AddressError, BindError: a setting is wrong; the message names it.
@@ -65,7 +66,10 @@ class LighthouseServer:
         given.setdefault("join_timeout_ms", EMBEDDED_JOIN_TIMEOUT_MS)
         unknown = given.keys() - LighthouseConfig.__dataclass_fields__.keys()
         if unknown:
-            raise ConfigError(f"a lighthouse has no setting {', '.join(sorted(unknown))}")
+            there_are = ", ".join(sorted(LighthouseConfig.__dataclass_fields__))
+            raise ConfigError(
+                f"a lighthouse has no setting {', '.join(sorted(unknown))}; there are {there_are}"
+            )
         config = LighthouseConfig(min_replicas=min_replicas, **given)
         address = parse_address(bind, "bind")
         self._loop = coordination_loop()
@@ -154,6 +158,16 @@ class LighthouseClient(UnaryClient):
         data: Mapping[Hashable, Any] | None = None,
     ) -> Quorum:
         """Join and wait for a quorum.
+
+        Args:
+            replica_id: the caller's name, unique for each of its starts.
+            timeout: the limit of the wait.
+            address, store_address: where others reach the caller's server and store: `host:port` on its host,
+              or on one of the lighthouse's `--hosts`, or nothing.
+            step: how many steps the caller has committed; 0 if left out.
+            world_size: the number of its ranks; 1 if left out.
+            shrink_only: whether the quorum may have members of the last one only.
+            data: what else the members tell each other, an object of JSON.
 
         Raises:
             ConfigError: `data` cannot be written as JSON, or the lighthouse refuses what is said here.

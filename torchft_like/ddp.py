@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torchft_like.averaged import Witnesses, check_updates
 from torchft_like.checkpointing.shards import is_dtensor
-from torchft_like.errors import NotSupportedError, UnusedParametersError
+from torchft_like.errors import ConfigError, NotSupportedError, UnusedParametersError
 from torchft_like.manager import Manager
 from torchft_like.manager.managed_work import SUM
 from torchft_like.process_group import ProcessGroupDummy
@@ -69,6 +69,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ddp_kwargs: the further arguments for torch's class.
 
     Raises:
+        ConfigError: what it is given are not a Manager and a module, as where they have changed places.
         NotSupportedError: `static_graph`, a `process_group`, or parameters whose reduction is delayed were
           given, a parameter is a DTensor, or torch is to use its reducer in Python.
     """
@@ -83,6 +84,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         bucket_cap_mb_list: Sequence[float] | None = None,
         **ddp_kwargs: Any,
     ) -> None:
+        _check_order(manager, module)
         for name, problem in _UNFIT.items():
             if ddp_kwargs.get(name) is not None and ddp_kwargs[name] is not False:
                 raise NotSupportedError(f"replicas that come and go cannot do with {name}: {problem}")
@@ -317,9 +319,17 @@ class PureDistributedDataParallel(nn.Module):
     Gradients are final when the backward pass returns. It works where torch's reducer does not, such as with
     models that are changed between steps. But in each step all replicas must use the same parameters, on one
     device, so that they reduce them in the same order.
+
+    Args:
+        manager: the Manager of this rank.
+        module: the model.
+
+    Raises:
+        ConfigError: what it is given are not these two, as where they have changed places.
     """
 
     def __init__(self, manager: Manager, module: nn.Module) -> None:
+        _check_order(manager, module)
         super().__init__()
         self.module = module
         self._hooks: _GradientHooks | None = _GradientHooks(manager)
@@ -338,6 +348,12 @@ class PureDistributedDataParallel(nn.Module):
         _adopt_stages()
         if self._hooks is not None:
             self._hooks.add_to(self.module)
+
+
+def _check_order(manager: object, module: object) -> None:
+    if not hasattr(manager, "should_commit") or not isinstance(module, nn.Module):
+        names = f"{type(manager).__name__} and {type(module).__name__}"
+        raise ConfigError(f"a DistributedDataParallel takes the Manager and the module, not {names}")
 
 
 _hooked = WeakIdKeyDictionary()  # by parameter: whose hook it has, and the hook

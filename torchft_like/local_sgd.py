@@ -164,7 +164,8 @@ class DiLoCo(_InnerSteps):
         error_feedback: whether what quantizing leaves of a pseudogradient is added to the next one.
 
     Raises:
-        ConfigError: the quorum is asynchronous, or a number does not fit the others; the text says which.
+        ConfigError: the quorum is asynchronous, the fragments are no list, or a number does not fit the
+            others; the text says which.
     """
 
     def __init__(
@@ -183,6 +184,10 @@ class DiLoCo(_InnerSteps):
         fragment_update_alpha: float = 0.0,
         error_feedback: bool = False,
     ) -> None:
+        if not hasattr(model_fragments, "__len__"):
+            raise ConfigError(
+                f"model_fragments is a {type(model_fragments).__name__}: pass a list, as [model]"
+            )
         count = len(model_fragments)
         outers = outer_optimizer if isinstance(outer_optimizer, list) else [outer_optimizer] * count
         _check(manager, count, len(outers), sync_every, fragment_sync_delay, fragment_update_alpha)

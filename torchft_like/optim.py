@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from torchft_like.averaged import check_averaged
-from torchft_like.errors import NotSupportedError
+from torchft_like.errors import ConfigError, NotSupportedError
 from torchft_like.manager import Manager
 from torchft_like.process_group import ManagedProcessGroup
 
@@ -29,7 +29,12 @@ class OptimizerWrapper(Optimizer):
 
     A GradScaler may step it with `use_async_quorum=False`, where a replica heals before the forward pass.
 
+    Args:
+        manager: the Manager of this rank.
+        optim: the optimizer of torch that a committed step updates the parameters with.
+
     Raises:
+        ConfigError: what it is given are not these two, as where they have changed places.
         NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step, or
           shares parameters out among replicas, as torch's ZeroRedundancyOptimizer over a ManagedProcessGroup.
     """
@@ -45,6 +50,9 @@ class OptimizerWrapper(Optimizer):
                 f"{type(optim).__name__} updates on each replica a part of the parameters, which nobody "
                 "updates once that replica is gone: share them out within a replica group, over its own group"
             )
+        if not hasattr(optim, "step"):
+            names = f"{type(manager).__name__} and {type(optim).__name__}"
+            raise ConfigError(f"an Optimizer takes the Manager and the optimizer that it wraps, not {names}")
         # The base class is not initialized: state and parameters are the wrapped optimizer's.
         self.optim = optim
         self.manager = manager

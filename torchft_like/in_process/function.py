@@ -133,6 +133,9 @@ def restartable(main: Callable[..., Any] | None = None, /, **options: Unpack[Res
         GroupLostError: from the function: another rank of the replica group did not come to begin.
         ConnectError: from the function: this process is a spare, and finds no lighthouse.
     """
+    if unknown := options.keys() - RestartOptions.__annotations__.keys():
+        there_are = ", ".join(sorted(RestartOptions.__annotations__))
+        raise ConfigError(f"restartable has no option {', '.join(sorted(unknown))}; there are {there_are}")
     _Tries(**options)  # checks them at once
 
     def decorate(main: Callable[P, T]) -> Callable[P, T]:

@@ -126,8 +126,9 @@ class Manager:
         heartbeat_interval: the time between heartbeats to torchft's own lighthouse, which knows no sessions.
         checkpoint_transport: how state reaches healing peers; HTTP by default.
         init_sync: whether all replicas take the state of one of them at step 0.
-        max_retries: how many failed steps in a row are allowed; after one more `should_commit` raises.
-        quorum_retries: how many further `quorum_timeout` periods to wait (TORCHFT_QUORUM_RETRIES).
+        max_retries: how many failed steps in a row are allowed, any number by default; after one more
+            `should_commit` raises.
+        quorum_retries: how many further `quorum_timeout` periods to wait, 0 (TORCHFT_QUORUM_RETRIES).
         lighthouse_absence: what a quorum that stands does while rank 0 has no connection to the lighthouse:
             "continue", for as long as no member is lost, or "wait" (TORCHFT_LIGHTHOUSE_ABSENCE).
         job_id: the name of the job (TORCHFT_JOB_ID): a lighthouse refuses replica groups of another one.
@@ -203,7 +204,7 @@ class Manager:
         self._state = state = StateRegistry(load_state_dict, state_dict)
         self.events: EventLog = followed(EventLog("manager", _logger))
         self._group = group = ManagedGroup(pg, protocol, self._emit, config.given_timeout_s)
-        self._transport = checkpoint_transport or HTTPTransport(timedelta(seconds=config.timeout_s))
+        self._transport = _transport_of(checkpoint_transport, config.timeout_s)
         self._transport.use_host(config.host)
         self._exchange = StateExchange(config, protocol, group, state, self._transport, self._emit)
         self._driver = QuorumDriver(config, protocol, group, self._exchange, self._emit)
@@ -384,6 +385,8 @@ class Manager:
         undefined, and the step will not be committed.
 
         Args:
+            tensor: what is reduced; the result is in it once the work is done.
+            reduce_op: the operation; AVG is the sum, divided by the number of participants.
             should_quantize: whether a byte is sent for each number (`collectives`): "fp8", "int8", or True
               for "fp8". All replicas get the same bits. The quorum worker does it, and the caller goes on
               meanwhile, until it issues another collective.
@@ -768,6 +771,15 @@ class Manager:
             step=self._protocol.step,
             **fields,
         )
+
+
+def _transport_of(given: CheckpointTransport[Any] | None, timeout_s: float) -> CheckpointTransport[Any]:
+    if given is None:
+        return HTTPTransport(timedelta(seconds=timeout_s))
+    if not isinstance(given, CheckpointTransport):
+        what = "it must be an HTTPTransport, a PGTransport, or another CheckpointTransport"
+        raise ConfigError(f"checkpoint_transport is {given!r:.100}: {what}")
+    return given
 
 
 def _error_given(e: Exception, method: str) -> Exception:

@@ -124,6 +124,7 @@ class ManagerServer:
         world_size: the number of ranks in the group.
         heartbeat_interval: the time between heartbeats to a lighthouse without sessions (torchft's own).
         connect_timeout: the limit of the first contact with the lighthouse.
+        quorum_retries: without effect, as it is the ranks that wait; torchft's server retries by itself.
         waits_for_lighthouse: whether ranks go on in a quorum that stands only while it can be reached.
         job_id: the name of the job, "" if none was given.
         spare: whether the group waits for a free place before it takes part.

@@ -82,6 +82,7 @@ class ProcessGroupWrapper(ProcessGroup, metaclass=_OpenToOthers):
     Args:
         timeout: the limit for subclasses that make the inner group (seconds or timedelta); a given group
           keeps its own.
+        pg: the inner group; None where a subclass makes it.
     """
 
     configuration = _of_inner("configuration")
