@@ -381,12 +381,17 @@ class _GradientHooks:
             hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
             _hooked[parameter] = self, hook
 
+    @uncompiled_function
     def _reduce(self, parameter: torch.Tensor) -> None:
         if parameter.grad is None:
             return
         work = self._manager.allreduce(parameter.grad)
         if self._witnesses is not None:
             self._witnesses.averaged()
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "compiled_autograd_enabled", False):  # such a pass calls nothing at its end
+            work.wait()
+            return
 
         def finish() -> None:
             work.wait()

@@ -445,6 +445,30 @@ def test_a_compiled_wrapper_is_compiled_once_whatever_the_steps_are_like(
     assert len(graphs) == 1
 
 
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_compiled_backward_pass_averages_each_gradient() -> None:
+    torch._dynamo.reset()
+    model = Scaled()
+    with (
+        lighthouse_here(min_replicas=1) as lighthouse,
+        make_manager(lighthouse, "a", model, min_replica_size=1) as manager,
+        torch._dynamo.config.patch(compiled_autograd=True),
+    ):
+        optimizer = Optimizer(manager, torch.optim.SGD(model.parameters()))
+        average = PureDistributedDataParallel(manager, model)
+
+        @torch.compile(backend="eager")
+        def train() -> None:
+            average(torch.ones(1)).sum().backward()
+
+        for number in (1, 2, 3):
+            optimizer.zero_grad()
+            train()
+            assert manager.has_reduced
+            assert optimizer.step()
+            assert manager.current_step() == number
+
+
 def test_gradients_are_not_reduced_past_the_manager(lighthouse: LighthouseServer) -> None:
     model, in_python = nn.Linear(1, 1), torch._dynamo.config.patch(optimize_ddp="python_reducer")
     refused = pytest.raises(NotSupportedError, match="PureDistributedDataParallel")
