@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import wait_for
+from torchft_like.core.step import IN_VAIN
 from torchft_like.testing.chaos import campaign
+from torchft_like.testing.chaos import job as jobs
 from torchft_like.testing.chaos.campaign import Engine, Run, features, hangs, make_report
 from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.kinds import Injected, Injection, Outcome, Target, inject, may_end
@@ -27,10 +30,17 @@ from torchft_like.testing.journal import Journal, JournalReader
 pytestmark = pytest.mark.integration
 LIMIT_S = 40.0
 PRETENDER = """
-import json, os, signal, subprocess, sys, time
+import faulthandler, json, os, signal, subprocess, sys, time
 
 name, way = sys.argv[1:]
+asked = []
+signal.signal(signal.SIGUSR2, lambda *_: asked.append(True))
+faulthandler.register(signal.SIGUSR2, chain=True)
 def end(*_):
+    if way.startswith("ends late"):
+        print(way, flush=True)
+        while not asked:
+            time.sleep(0.01)
     os._exit(3 if way == "fails to leave" else 0)
 signal.signal(signal.SIGTERM, end)
 if way == "leaves a child":
@@ -111,6 +121,33 @@ def test_a_fault_excuses_no_end_after_the_next_one_began(job: ChaosJob) -> None:
     os.kill(victim.ranks[0].pid, signal.SIGABRT)
     assert job.tend_until(lambda: job.replicas[0].start == 2, LIMIT_S)
     assert len(job.crashes) == 1
+
+
+@pytest.mark.parametrize(("job", "late"), [(f"ends late: {IN_VAIN}", 0), ("ends late", 2)], indirect=["job"])
+def test_a_rank_ends_late_only_where_it_has_waited_for_a_quorum_in_vain(
+    job: ChaosJob, late: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(jobs, "END_S_MAX", 0.0)
+    assert job.tend_until(lambda: len(job.last) == 2, LIMIT_S)
+    found = job.stop()
+    assert len(found) == late
+    assert all("did not end after SIGTERM" in text and "most recent call first" in text for text in found)
+    assert not job.crashes
+
+
+@pytest.mark.slow
+def test_a_rank_alone_that_is_asked_to_leave_ends_in_time(tmp_path: Path) -> None:
+    settings = JobSettings(replicas=1, min_replicas=2)
+    job = ChaosJob(settings, tmp_path, str(tmp_path))
+    try:
+        job.start()
+        (rank,) = job.ranks()
+        wait_for(lambda: JournalReader(rank.journal.path).records("attempt"), LIMIT_S)
+        assert job.stop() == []
+        assert not job.crashes
+        assert IN_VAIN in rank.output
+    finally:
+        job.kill()
 
 
 @pytest.mark.parametrize("job", ["heals"], indirect=True)

@@ -18,7 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from torchft_like.core.restarts import SPARE_ENV, SPARE_RANK
+from torchft_like.core.step import IN_VAIN
 from torchft_like.errors import QuorumTimeoutError
+from torchft_like.manager.quorum_driver import STOP_WAIT_S
 from torchft_like.testing.chaos.network import Network
 from torchft_like.testing.chaos.orders import JobSettings, Order, with_index
 from torchft_like.testing.cluster import LIGHTHOUSE, LOOPBACK, STACKS_S, Cluster, Group, Rank
@@ -328,7 +330,8 @@ class ChaosJob(Cluster):
 
     def stop(self) -> list[str]:
         """Ask every replica group to leave; return those that did not end, in words. Failed ones count as
-        crashed, but for one that has begun a step when too few others were left for a quorum.
+        crashed, but for one that has begun a step when too few others were left for a quorum: that one may
+        wait STOP_WAIT_S for it in vain, and end only then.
         """
         self.tend()
         self._ends = True
@@ -340,10 +343,16 @@ class ChaosJob(Cluster):
             if not rank.ends_within(max(0.1, deadline - time.monotonic())):
                 late.append(rank)
                 rank.print_stacks()
-            elif rank.exit_code not in ASKED_TO_END and QuorumTimeoutError.__name__ not in rank.tail():
-                self._crashed(rank, "asked to leave")
         if late:
             time.sleep(STACKS_S)
+        for rank in self.ranks():
+            if rank in late:
+                has_ended = rank.ends_within(max(0.1, deadline + STOP_WAIT_S - time.monotonic()))
+                if not (has_ended and IN_VAIN in rank.output):
+                    continue
+                late.remove(rank)
+            if rank.exit_code not in ASKED_TO_END and QuorumTimeoutError.__name__ not in rank.tail():
+                self._crashed(rank, "asked to leave")
         found = [
             f"{rank.name} rank {rank.number} did not end after SIGTERM:\n{rank.tail(200)}" for rank in late
         ]
