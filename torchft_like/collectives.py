@@ -33,8 +33,8 @@ from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 from torch.distributed import AllreduceOptions, ReduceOp, ReduceScatterOptions, Work
 
 from torchft_like import quantization
-from torchft_like.errors import NotSupportedError
-from torchft_like.process_group.collectives import BY_NAME, Collective
+from torchft_like.errors import ConfigError, NotSupportedError
+from torchft_like.process_group.collectives import BY_NAME, REDUCE_OPS, Collective
 from torchft_like.process_group.work import JointOperation
 from torchft_like.quantization import ROW, ROW_BYTES, Format, format_named, rows_for
 from torchft_like.writing import is_dense, writing_to
@@ -392,10 +392,14 @@ def check_quantizable(tensors: Sequence[Tensor], operation: ReduceOp | ReduceOp.
 
     Raises:
         NotImplementedError: the operation is neither SUM nor AVG.
-        ValueError: a tensor is not of floating point numbers in memory, or not on the device of the others.
+        ValueError: there is no list of tensors, or one of them is not of floating point numbers in memory, or
+          not on the device of the others.
     """
+    if isinstance(tensors, Tensor):
+        raise ConfigError("a quantized collective takes a list of tensors, not a tensor")
     if hash(operation) not in (_SUM, _AVERAGE):
-        raise NotSupportedError(f"{operation} of quantized numbers: only SUM and AVG can be had")
+        name = REDUCE_OPS.get(hash(operation), operation)
+        raise NotSupportedError(f"{name} of quantized numbers: only SUM and AVG can be had")
     for tensor in tensors:
         if not (tensor.is_floating_point() and is_dense(tensor)):
             raise ValueError(

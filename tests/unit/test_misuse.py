@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import ReduceOp
 
 import torchft_like
 from torchft_like import Manager, ProcessGroupDummy
-from torchft_like.errors import ConfigError
+from torchft_like.collectives import allreduce_quantized
+from torchft_like.errors import ConfigError, NotSupportedError
+from torchft_like.gang import FakeGang, ReduceOperation
 
 
 class AManager:
@@ -45,3 +48,14 @@ manager: Any = AManager()
 def test_an_argument_that_is_something_else_is_named(misuse: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         misuse()
+
+
+def test_a_reduction_names_what_it_cannot_reduce() -> None:
+    tensor: Any = torch.zeros(2)
+    with pytest.raises(ConfigError, match="a list of tensors, not a tensor"):
+        allreduce_quantized(tensor, ReduceOp.SUM, ProcessGroupDummy(0, 1))
+    with pytest.raises(NotSupportedError, match="MAX of quantized numbers"):
+        allreduce_quantized([tensor], ReduceOp.MAX, ProcessGroupDummy(0, 1))
+    numbers: Any = [1.0]
+    with pytest.raises(ValueError, match="reduces a tensor, not a list"):
+        FakeGang(torch.device("cpu")).all_reduce(numbers, ReduceOperation.SUM)

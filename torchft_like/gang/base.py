@@ -291,6 +291,8 @@ def check_partition(partition: Sequence[Sequence[int]], size: int) -> list[tuple
 def check_reduction(tensor: Tensor, op: ReduceOperation) -> None:
     if not isinstance(op, ReduceOperation):
         raise ValueError(f"{op!r} is no ReduceOperation")
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"a gang reduces a tensor, not a {type(tensor).__name__}")
     if op is ReduceOperation.MEAN and not (tensor.is_floating_point() or tensor.is_complex()):
         raise ValueError(
             f"the mean of {tensor.dtype} tensors is not one of them: convert to a floating point dtype, "
