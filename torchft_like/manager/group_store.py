@@ -160,8 +160,9 @@ def open_group_store(config: ManagerConfig) -> GroupStore:
         except (DistError, RuntimeError) as error:
             _raise_if_over(store, error)
             raise ConnectError(
-                f"no TCPStore answered at {store} within {config.connect_timeout_s:g} s; check MASTER_ADDR "
-                "and MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group is running"
+                f"no TCPStore answered at {store} within {config.connect_timeout_s:g} s ({error}); check "
+                "MASTER_ADDR and MASTER_PORT (store_addr, store_port), and that rank 0 of this replica group "
+                "is running"
             ) from error
     meeting_place = StoreServer(Address(config.host, 0), awaits_quorums=True) if is_first else None
     return GroupStore(shared, meeting_place)

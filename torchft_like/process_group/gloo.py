@@ -75,7 +75,6 @@ from torchft_like.process_group.handles import exchange_and_reconfigure, reconfi
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, GroupMembers, meeting_store
 from torchft_like.process_group.work import Finish, JointOperation
 from torchft_like.process_group.wrapper import ReconfigurableProcessGroup
-from torchft_like.runtime.background import unawaited_when
 from torchft_like.runtime.event_loop import coordination_loop
 from torchft_like.runtime.hosts import INTERFACE_ENV, gloo_interface, interfaces, local_host_towards
 from torchft_like.runtime.reach import ask_all, is_silence, why_out_of_reach
@@ -91,7 +90,7 @@ GLOO_THREADS_COUNT = 8
 GLOO_LOOP = "gloo_tcp_loop"
 # Gloo closes connections that were cut, if it ever does, as soon as its thread runs.
 LOOKS_UNTIL_SILENCED = 15
-STANDSTILL_LOOKS = 10  # in a row, with a pause after each
+STANDSTILL_LOOKS, STANDSTILL_LOOK_S = 10, 0.05
 LISTENS = "listens"  # the part of the store with the addresses of Gloo's listeners, by rank
 SWEEP_SECONDS_FIRST = 0.005
 SWEEP_SECONDS_MAX = 1.0
@@ -134,6 +133,7 @@ class _GlooBackend(Backend):
         self._abort = abort
         self._members = members
         self._device = GlooDevice(host)
+        self._gloo: TorchGloo | None = None
         self._looks = 0
         self._pool: ThreadWatch | None = None  # Gloo's threads, since no connection is left
         self._loop: ThreadWatch | None = None  # Gloo's loop, since connections were silenced
@@ -141,7 +141,7 @@ class _GlooBackend(Backend):
         try:
             store.set(f"{LISTENS}/{members.rank}", str(self._device.address or ""))
             with _broken_off(store, self._device, members, abort):
-                self._gloo: TorchGloo | None = _make_gloo(store, self._device, members)
+                self._gloo = _make_gloo(store, self._device, members)
             self._listeners = _listeners_in(store, members.world_size)
             # Only Gloo's group keeps torch's device now. The last owner destroys it, which takes Gloo up to
             # 10 ms: the group does so without the GIL, this object would do so with it.
@@ -205,7 +205,8 @@ class _GlooBackend(Backend):
 
     def close(self) -> None:
         """Close everything. Gloo's destructor joins its threads, which the cut has freed, but for one that
-        was about to send: Gloo drops the message, and lets it wait until the timeout of its operation.
+        was about to send: Gloo drops the message, and lets it wait until the timeout of its operation, on
+        which nothing else waits.
         """
         self._abort.remove(self._device.cut)
         self._device.cut()
@@ -214,8 +215,9 @@ class _GlooBackend(Backend):
                 break
             time.sleep(LOOK_PAUSE_S)
         self._shell = None
-        with unawaited_when(_Standstill()):
-            self._gloo = None
+        if self._gloo is not None:
+            held, self._gloo = [self._gloo], None
+            _drop(held)
         self._device.close()
 
 
@@ -325,7 +327,7 @@ class ThreadWatch:
     count as before has done nothing in between. No answer is yes while the process has no descriptor left.
     """
 
-    def __init__(self, name: str, task: int = 0) -> None:
+    def __init__(self, name: str, task: int | None = None) -> None:
         self._name, self._task = name, task
         self._first = self._last = _activities(name, task)
 
@@ -351,23 +353,24 @@ class ThreadWatch:
         return all(later.slept >= thread.slept + SLEEPS for thread, later in begun)
 
 
-class _Standstill:
-    """Whether the thread that makes this, which joins Gloo's, and those have slept for several looks in a
-    row: as there are no connections, only a timeout wakes them.
+def _drop(held: list[Any]) -> None:
+    """Destroy what is held, which joins Gloo's threads, and wait for that until it is done, or all of them
+    have slept for several looks in a row: as there are no connections, only a timeout wakes them then.
     """
+    joins = threading.Thread(target=held.clear, name="torchft-gloo-end", daemon=True)
+    try:
+        joins.start()
+    except RuntimeError:  # the system has no thread
+        held.clear()
+        return
+    joins.join(STANDSTILL_LOOK_S)
+    watch, looks = ThreadWatch(GLOO_THREADS, joins.native_id), 0
+    while looks < STANDSTILL_LOOKS and joins.is_alive():
+        joins.join(STANDSTILL_LOOK_S)
+        looks = looks + 1 if watch.have_slept_since() else 0
 
-    def __init__(self) -> None:
-        self._task = threading.get_native_id()
-        self._watch: ThreadWatch | None = None
-        self._looks = 0
 
-    def __call__(self) -> bool:
-        self._watch = self._watch or ThreadWatch(GLOO_THREADS, self._task)
-        self._looks = self._looks + 1 if self._watch.have_slept_since() else 0
-        return self._looks >= STANDSTILL_LOOKS
-
-
-def _activities(name: str, task: int = 0) -> Mapping[str, _Activity] | None:
+def _activities(name: str, task: int | None = None) -> Mapping[str, _Activity] | None:
     """Return the activity of each thread; None if there is no descriptor left to look with."""
     foreign = threading._DummyThread  # stands for a thread that Python has not started
     own = {str(thread.native_id) for thread in threading.enumerate() if not isinstance(thread, foreign)}

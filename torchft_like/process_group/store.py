@@ -51,6 +51,7 @@ S = TypeVar("S", bound="AbortableStore")
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 ANSWER_S = 5.0  # for the answer of a store's host beyond the limit of a wait
+AGAIN_S, HANGS_UP_S = 0.05, 5.0
 WHO_IS_MISSING = timedelta(seconds=1)  # the limit of this question, after a wait in vain
 VALUE_BYTES_MAX = 64 * 1024 * 1024
 RECEIVE_BYTES = 64 * 1024
@@ -153,16 +154,23 @@ def create_store_client(store_addr: str, timeout: timedelta | float = DEFAULT_TI
 def store_client(server: Address, timeout: timedelta) -> TCPStore:
     """Make torch's client of a TCPStore, or of a store of ours without TLS.
 
-    torch's hears no Ctrl-C while it connects, and waits for ever for a silent server: so ours asks first.
+    torch's hears no Ctrl-C while it connects, and waits for ever for a silent server: so ours asks first. Who
+    hangs up may be another process that has the port for a moment, or the store of an earlier start.
 
     Raises:
-        torch.distributed.DistNetworkError: no store answers there within `timeout`.
+        torch.distributed.DistNetworkError: no store answers there within `timeout`, or who does hangs up for
+            HANGS_UP_S.
     """
-    try:
-        with contextlib.closing(AbortableStore(StoreAddress(server), timeout)) as store:
-            store.connect()
-    except (ProcessGroupError, TimeoutError) as error:
-        raise DistNetworkError(str(error)) from error
+    until = time.monotonic() + HANGS_UP_S
+    while True:
+        try:
+            with contextlib.closing(AbortableStore(StoreAddress(server), timeout)) as store:
+                store.connect()
+            break
+        except (ProcessGroupError, TimeoutError) as error:
+            if time.monotonic() > until or is_known_to_be_served(server):
+                raise DistNetworkError(str(error)) from error
+        time.sleep(AGAIN_S)
     disown(server)
     return TCPStore(server.host, server.port, is_master=False, wait_for_workers=False, timeout=timeout)
 

@@ -24,11 +24,8 @@ P = ParamSpec("P")
 # Backends go in milliseconds, on a busy machine in seconds. What nothing ends, such as a wait for a peer in a
 # group of torch's own, holds the process up for as long, and not for ever.
 SECONDS_AT_EXIT = 15.0
-LOOK_S = 0.05
 
-# What is under way, and what tells that it waits in vain.
-_under_way: dict[threading.Event, Callable[[], bool]] = {}
-_here = threading.local()  # `over`: the event of what this thread does
+_under_way: set[threading.Event] = set()
 
 
 def run_in_background(name: str, act: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
@@ -36,7 +33,6 @@ def run_in_background(name: str, act: Callable[P, object], *args: P.args, **kwar
     over = _begun()  # here, because the process may end before the thread has run at all
 
     def carry_out() -> None:
-        _here.over = over
         try:
             act(*args, **kwargs)
         finally:
@@ -59,41 +55,22 @@ def awaited_at_exit() -> Iterator[None]:
         _end(over)
 
 
-@contextmanager
-def unawaited_when(is_in_vain: Callable[[], bool]) -> Iterator[None]:
-    """Have the end of the process wait for the block, on a thread of `run_in_background`, only until it is
-    in vain, for which it looks every LOOK_S seconds then.
-    """
-    over = getattr(_here, "over", None)
-    if over is not None:
-        _under_way[over] = is_in_vain
-    try:
-        yield
-    finally:
-        if over is not None:
-            _under_way[over] = bool
-
-
 def _begun() -> threading.Event:
     over = threading.Event()
-    _under_way[over] = bool  # never in vain
+    _under_way.add(over)
     return over
 
 
 def _end(over: threading.Event) -> None:
-    _under_way.pop(over, None)
+    _under_way.discard(over)
     over.set()
-
-
-def _awaited() -> list[threading.Event]:
-    return [over for over, is_in_vain in list(_under_way.items()) if not is_in_vain()]
 
 
 @atexit.register
 def _wait() -> None:
     deadline = time.monotonic() + SECONDS_AT_EXIT
-    while (left := _awaited()) and (left_s := deadline - time.monotonic()) > 0:
-        left[0].wait(min(left_s, LOOK_S))
+    while (left := list(_under_way)) and time.monotonic() < deadline:
+        left[0].wait(deadline - time.monotonic())
 
 
 in_each_fork(Turn.LOCKS, _under_way.clear)  # the threads are the parent's

@@ -16,6 +16,7 @@ from lighthouse.address import Address
 from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
 from torchft_like.process_group import ProcessGroupGloo, create_store_client
 from torchft_like.process_group.store import AbortableStore, ExchangeStore, StoreAddress, parse_store_address
+from torchft_like.process_group.store_server import StoreServer
 from torchft_like.runtime.connecting import connect_tcp
 
 from .conftest import LIMIT_S, Party
@@ -112,6 +113,18 @@ def test_a_store_that_refuses_or_goes_away_is_named(party: Party) -> None:
         pytest.raises(ProcessGroupError, match="refuses"),
     ):
         client.connect()
+
+
+def test_a_store_is_reached_whose_port_another_process_had_for_a_moment(party: Party) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as another:
+        address = Address("127.0.0.1", another.getsockname()[1])
+        connecting = party.aside(create_store_client, f"{address}/x", LIMIT_S)
+        another.accept()[0].close()
+    server = StoreServer(address)
+    client = connecting.result(LIMIT_S)
+    client.set("key", "value")
+    assert client.get("key") == b"value"
+    server.close()
 
 
 def test_of_several_addresses_one_that_listens_wins(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
