@@ -35,8 +35,9 @@ class OptimizerWrapper(Optimizer):
 
     Raises:
         ConfigError: what it is given are not these two, as where they have changed places.
-        NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step, or
-          shares parameters out among replicas, as torch's ZeroRedundancyOptimizer over a ManagedProcessGroup.
+        NotSupportedError: the optimizer is LBFGS, which evaluates the model several times in a step, or one
+          over a ManagedProcessGroup that shares parameters out among replicas or averages them, as torch's
+          ZeroRedundancyOptimizer and PostLocalSGDOptimizer.
     """
 
     def __init__(self, manager: Manager, optim: Optimizer) -> None:
@@ -49,6 +50,11 @@ class OptimizerWrapper(Optimizer):
             raise NotSupportedError(
                 f"{type(optim).__name__} updates on each replica a part of the parameters, which nobody "
                 "updates once that replica is gone: share them out within a replica group, over its own group"
+            )
+        if isinstance(getattr(getattr(optim, "averager", None), "process_group", None), ManagedProcessGroup):
+            raise NotSupportedError(
+                f"{type(optim).__name__} averages parameters in its step, after the vote: one that dies "
+                "there spoils the others' parameters. Take torchft_like's LocalSGD or DiLoCo"
             )
         if not hasattr(optim, "step"):
             names = f"{type(manager).__name__} and {type(optim).__name__}"

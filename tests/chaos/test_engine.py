@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +26,9 @@ from torchft_like.testing.chaos.job import ChaosJob
 from torchft_like.testing.chaos.kinds import Injected, Injection, Outcome, Target, inject, may_end
 from torchft_like.testing.chaos.orders import JobSettings
 from torchft_like.testing.chaos.schedule import Planned
+from torchft_like.testing.cluster import LOOPBACK
 from torchft_like.testing.journal import Journal, JournalReader
+from torchft_like.testing.relay import Relay, at, cut
 
 pytestmark = pytest.mark.integration
 LIMIT_S = 40.0
@@ -196,3 +199,13 @@ def test_descriptors_are_missing_until_somebody_has_missed_one(
     runner._inject(Target(job), planned)
     assert asked == [False] * 3
     assert is_lifted
+
+
+def test_an_answer_that_is_cut_has_come_up_to_the_byte() -> None:
+    """The head of an answer may be in one piece with what follows: without it a peer only asks again."""
+    with socket.create_server((LOOPBACK, 0)) as server:
+        relay = Relay(server.getsockname(), lambda: at(20_000, cut))
+        with socket.create_connection((LOOPBACK, relay.port)) as client, server.accept()[0] as serving:
+            serving.sendall(b"x" * 30_000)
+            received = b"".join(iter(lambda: client.recv(2**20), b""))
+    assert len(received) == 20_000

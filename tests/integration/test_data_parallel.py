@@ -771,6 +771,8 @@ def test_a_hook_in_the_place_of_the_managers_a_join_and_a_copy_are_refused(
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of a module of torch's that is loaded here
 def test_an_optimizer_that_shares_parameters_out_among_replicas_is_refused() -> None:
     model, kind = nn.Linear(2, 2), import_module("torch.distributed.optim").ZeroRedundancyOptimizer
+    posts = import_module("torch.distributed.optim").PostLocalSGDOptimizer
+    averagers = import_module("torch.distributed.algorithms.model_averaging.averagers")
     with (
         lighthouse_here(min_replicas=1) as lighthouse,
         make_manager(lighthouse, "a", model, min_replica_size=1) as manager,
@@ -787,6 +789,11 @@ def test_an_optimizer_that_shares_parameters_out_among_replicas_is_refused() -> 
         with pytest.raises(NotSupportedError, match="once that replica is gone"):
             Optimizer(manager, sharing["replicas"])
         Optimizer(manager, sharing["a replica group"])
+        averages = [averagers.PeriodicModelAverager(period=2, process_group=each) for each in over.values()]
+        steps = [posts(torch.optim.SGD(model.parameters(), lr=0.1), average) for average in averages]
+        with pytest.raises(NotSupportedError, match="LocalSGD or DiLoCo"):
+            Optimizer(manager, steps[0])
+        Optimizer(manager, steps[1])
         assert manager.should_commit()
         group.unregister()
 

@@ -16,7 +16,7 @@ CHUNK_BYTES: Final = 64 * 1024
 
 
 class AnswerCutError(Exception):
-    """A filter raises this to send nothing more, and to close both connections."""
+    """A filter raises this with the bytes that are sent before both connections are closed, if any."""
 
 
 Filter = Callable[[bytes], bytes]
@@ -79,7 +79,10 @@ def at(offset_bytes: int, act: Filter) -> Filter:
         here, passed = offset_bytes - passed, passed + len(data)
         if not 0 <= here < len(data):
             return data
-        return data[:here] + act(data[here:])
+        try:
+            return data[:here] + act(data[here:])
+        except AnswerCutError:
+            raise AnswerCutError(data[:here]) from None
 
     return find
 
@@ -95,7 +98,10 @@ def flip_bit(data: bytes) -> bytes:
 
 
 def _copy(source: socket.socket, target: socket.socket, change: Filter) -> None:
-    with contextlib.suppress(OSError, AnswerCutError):  # either side may close the connection at any time
-        while data := source.recv(CHUNK_BYTES):
-            target.sendall(change(data))
+    with contextlib.suppress(OSError):  # either side may close the connection at any time
+        try:
+            while data := source.recv(CHUNK_BYTES):
+                target.sendall(change(data))
+        except AnswerCutError as end:
+            target.sendall(b"".join(end.args))
         target.shutdown(socket.SHUT_WR)
