@@ -351,7 +351,7 @@ class PureDistributedDataParallel(nn.Module):
 
 
 def _check_order(manager: object, module: object) -> None:
-    if not hasattr(manager, "should_commit") or not isinstance(module, nn.Module):
+    if isinstance(manager, nn.Module) or not isinstance(module, nn.Module):
         names = f"{type(manager).__name__} and {type(module).__name__}"
         raise ConfigError(f"a DistributedDataParallel takes the Manager and the module, not {names}")
 
