@@ -161,14 +161,16 @@ def store_client(server: Address, timeout: timedelta) -> TCPStore:
         torch.distributed.DistNetworkError: no store answers there within `timeout`, or who does hangs up for
             HANGS_UP_S.
     """
-    until = time.monotonic() + HANGS_UP_S
+    deadline = time.monotonic() + timeout.total_seconds()
+    until = min(time.monotonic() + HANGS_UP_S, deadline)
     while True:
+        left = timedelta(seconds=deadline - time.monotonic())
         try:
-            with contextlib.closing(AbortableStore(StoreAddress(server), timeout)) as store:
+            with contextlib.closing(AbortableStore(StoreAddress(server), left)) as store:
                 store.connect()
             break
         except (ProcessGroupError, TimeoutError) as error:
-            if time.monotonic() > until or is_known_to_be_served(server):
+            if time.monotonic() + AGAIN_S > until or is_known_to_be_served(server):
                 raise DistNetworkError(str(error)) from error
         time.sleep(AGAIN_S)
     disown(server)

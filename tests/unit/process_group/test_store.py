@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch.distributed import DistNetworkError
 
 from lighthouse.address import Address
 from torchft_like.errors import AddressError, ProcessGroupAbortedError, ProcessGroupError
@@ -125,6 +126,14 @@ def test_a_store_is_reached_whose_port_another_process_had_for_a_moment(party: P
     client.set("key", "value")
     assert client.get("key") == b"value"
     server.close()
+
+
+def test_a_store_is_looked_for_no_longer_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_like.process_group.store.HANGS_UP_S", 1e6)
+    with socket.create_server(("127.0.0.1", 0)) as ended:
+        port = ended.getsockname()[1]
+    with pytest.raises(DistNetworkError, match="refuses"):
+        create_store_client(f"127.0.0.1:{port}/x", 0.2)
 
 
 def test_of_several_addresses_one_that_listens_wins(store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
