@@ -31,7 +31,8 @@ class Witnesses:
 
     def __init__(self, manager: Manager, parameters: Sequence[torch.Tensor]) -> None:
         self._manager = manager
-        self._parameters = [parameters[0], parameters[-1]]
+        # Weak: its hooks refer to the wrapper, and that to this, a cycle that Python's collector cannot see.
+        self._parameters = [weakref.ref(parameter) for parameter in (parameters[0], parameters[-1])]
         self._ids = {id(parameter) for parameter in parameters}
         self._is_due = False  # a forward pass has begun, and no gradient was averaged yet
         self._added: set[int] = set()  # whose gradients were, by a pass that was to average them or after one
@@ -44,7 +45,7 @@ class Witnesses:
             if (witnesses := me()) is not None and (witnesses._averages or witnesses._has_averaged):
                 witnesses._added.add(id(parameter))
 
-        for parameter in self._parameters:
+        for parameter in (parameters[0], parameters[-1]):
             hook = parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
             weakref.finalize(self, hook.remove)
 
@@ -53,7 +54,7 @@ class Witnesses:
         self._averages = averages
         self._is_due = self._is_due or torch.is_grad_enabled()
         self._has_averaged = self._has_averaged and self._manager.has_reduced
-        if all(parameter.grad is None for parameter in self._parameters):
+        if all(parameter.grad is None for parameter in self._alive()):
             self._added = set()  # what was is cleared
 
     def averaged(self) -> None:
@@ -65,7 +66,10 @@ class Witnesses:
 
     def are_among(self, updated: Collection[int]) -> bool:
         """Return whether one of them has its id among these."""
-        return any(id(parameter) in updated for parameter in self._parameters)
+        return any(id(parameter) in updated for parameter in self._alive())
+
+    def _alive(self) -> list[torch.Tensor]:
+        return [parameter for ref in self._parameters if (parameter := ref()) is not None]
 
     def check(self, updated: Collection[int]) -> None:
         """Refuse to update the parameters with these ids by gradients that nothing has averaged."""

@@ -6,6 +6,7 @@ communication hook.
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -374,12 +375,12 @@ class _GradientHooks:
             self._witnesses.called()
         for parameter in trained:
             owner, hook = _hooked.get(parameter, (None, None))  # type: ignore[no-untyped-call]
-            if owner is self:
+            if owner is not None and owner() is self:
                 continue
             if hook is not None:
                 hook.remove()
             hook = parameter.register_post_accumulate_grad_hook(self._reduce)  # type: ignore[no-untyped-call]
-            _hooked[parameter] = self, hook
+            _hooked[parameter] = weakref.ref(self), hook
 
     @uncompiled_function
     def _reduce(self, parameter: torch.Tensor) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import math
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from types import SimpleNamespace
@@ -844,3 +846,19 @@ def test_a_pipeline_that_computes_gradients_past_the_hooks_is_refused(
                 _PipelineStageBase.backward_maybe_with_nosync(stage, "weight", {"param_groups": []})
 
     on_both(lighthouse, lambda: nn.Linear(1, 1, bias=False), refuse)
+
+
+@pytest.mark.parametrize("kind", [DistributedDataParallel, PureDistributedDataParallel])
+def test_a_model_that_is_let_go_with_its_wrapper_is_gone(kind: Callable[[Any, nn.Module], nn.Module]) -> None:
+    """An in-process restart makes another one in each try."""
+    with lighthouse_here(min_replicas=1) as lighthouse:
+        model = nn.Linear(2, 2)
+        with make_manager(lighthouse, "a", model, min_replica_size=1) as manager:
+            manager.start_quorum()
+            wrapper = kind(manager, model)
+            wrapper(torch.ones(1, 2)).sum().backward()
+            assert manager.should_commit()
+        left = weakref.ref(model.weight)
+        del model, wrapper, manager
+        gc.collect()
+        assert left() is None
